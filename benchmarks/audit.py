@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.rates import TwoStage, certified_rates
-from dpfl_jax.auditing import simulate
-from dpfl_jax.evidence import Audit, Trials, audit
+from dpfl_jax.audit import Audit, Trials, audit
+from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.federation import SiloPlan
 from dpfl_jax.federation.isrl import message

@@ -39,7 +39,7 @@ user to --limit examples.
 
 examples:
   dpfl bench data
-  dpfl bench data --users 20000 --examples 500000 --formats ragged
+  dpfl bench data --users 20000 --examples 500000 --formats arrow
   dpfl bench data --store STORE --step-ms 5 --json
 """
 BENCH_SEQ_LEN = 128
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--users", type=int, default=300_000)
     parser.add_argument("--examples", type=int, default=10_000_000)
     parser.add_argument("--seq-len", type=int, default=BENCH_SEQ_LEN)
-    parser.add_argument("--formats", nargs="+", default=["ragged", "arrayrecord"])
+    parser.add_argument("--formats", nargs="+", default=["arrow", "arrayrecord"])
     parser.add_argument("--store", help="measure this store instead of a synthetic one")
     parser.add_argument("--work-dir", help="keep synthetic stores here, and reuse them")
     parser.add_argument("--batch", type=int, default=1024, help="ELS: expected examples")
@@ -85,40 +85,33 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 def build_synthetic(
     out: pathlib.Path, users: int, examples: int, seq_len: int, format: str
 ) -> dict[str, Any]:
-    """Builds a synthetic token store partition by partition and says what that took."""
-    from dpfl_jax.data.build import encode_partition, finish, prepare, side_path
-    from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
+    """Builds a synthetic token store from rows in random order and says what that took."""
+    from dpfl_jax.data.build import BuildPlan, build_store, default_num_shards
     from dpfl_jax.data.schema import Schema
-    from dpfl_jax.data.store import user_order_key
 
     started, cpu = time.perf_counter(), time.process_time()
     schema = Schema.tokens(seq_len, 259)
     shards = default_num_shards(examples * schema.record_dtype.itemsize)
     plan = BuildPlan(schema, format, shards, tokenizer=None)
     counts = heavy_tailed_counts(users, examples)
-    members: list[list[tuple[bytes, str, int]]] = [[] for _ in range(shards)]
-    for u in range(users):
-        name = f"user-{u:07d}"
-        members[plan.partition(name)].append((*user_order_key(name), int(counts[u])))
-    staging = prepare(out, plan, {"synthetic": [users, examples]})
 
-    def partition(shard: int) -> Iterator[tuple[str, list[bytes]]]:
-        rng = np.random.default_rng(shard)
+    def rows() -> Iterator[tuple[str, bytes]]:
+        rng = np.random.default_rng(0)
         # Words of a fixed random text: compressible as text is.
         text = rng.integers(100, 125, 1 << 16).astype(schema.record_dtype["tokens"].base)
-        for _, name, count in sorted(members[shard]):
-            records = np.empty(count, schema.record_dtype)
-            starts = rng.integers(0, len(text) - seq_len, count)
+        owners = rng.permutation(np.repeat(np.arange(users, dtype=np.int32), counts))
+        for first in range(0, examples, 4096):
+            mine = owners[first : first + 4096].tolist()
+            records = np.empty(len(mine), schema.record_dtype)
+            starts = rng.integers(0, len(text) - seq_len, len(mine))
             records["tokens"] = text[starts[:, None] + np.arange(seq_len)]
-            records["length"] = rng.integers(seq_len // 2, seq_len + 1, count)
+            records["length"] = rng.integers(seq_len // 2, seq_len + 1, len(mine))
             padding = np.arange(seq_len) >= records["length"][:, None]
-            records["tokens"][padding] = 0  # as data have it: it takes no place in a ragged store
-            yield name, [records.tobytes()]
+            records["tokens"][padding] = 0
+            for user, record in zip(mine, records):
+                yield f"user-{user:07d}", record.tobytes()
 
-    for shard in range(shards):
-        if not side_path(staging, plan, shard).exists():
-            encode_partition(partition(shard), staging, plan, shard)
-    finish(staging, out, plan, {"synthetic": [users, examples]})
+    build_store(rows, out, plan, sources={"synthetic": [users, examples]})
     return {
         "build_s": round(time.perf_counter() - started, 1),
         "build_cpu_s": round(time.process_time() - cpu, 1),

@@ -274,21 +274,25 @@ def _parts(job: Job, fsdp: int | None) -> int:
 
 
 def compile_job(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
-    """Runs ``dpfl compile`` in another process: the compiler keeps what it has taken."""
+    """Compiles in another process: the compiler keeps what it has taken."""
     row: dict[str, Any] = dataclasses.asdict(job)
     parts = _parts(job, fsdp)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "pods.yaml"
         path.write_text(yaml.safe_dump(job.config))
-        command = [sys.executable, "-m", "dpfl_jax.cli.main", "compile", str(path), "--json",
-                   "--no-baseline", "--topology", job.topology,
-                   "--vocab-size", str(MODELS[job.model]["vocab_size"]),
-                   f"execution.mesh.fsdp={parts}",
-                   *(["--suggest"] if job.suggest else []),
-                   *(["--count-only"] if job.count_only else [])]  # fmt: skip
+        asked = {
+            "config": str(path),
+            "overrides": [f"execution.mesh.fsdp={parts}"],
+            "topology": job.topology,
+            "vocab": MODELS[job.model]["vocab_size"],
+            "suggest": job.suggest,
+            "count_only": job.count_only,
+        }
         try:
             done = subprocess.run(
-                command,
+                [sys.executable, "-m", "benchmarks._pod_row"],
+                input=json.dumps(asked),
+                cwd=pathlib.Path(__file__).parents[1],
                 capture_output=True,
                 text=True,
                 timeout=time_limit,
@@ -370,8 +374,8 @@ def _sent(row: dict[str, Any], in_loop: bool) -> str:
     if row["fits"] is False and not row["collectives"]:
         return ""
     parts = [
-        f"{c['kind']} {c['executed_bytes'] / 2**20:,.1f}"
+        f"{c['kind']} {c['bytes'] / 2**20:,.1f}"
         for c in row["collectives"]
-        if c["in_loop"] is in_loop and c["executed_bytes"] >= 2**14
+        if c["in_loop"] is in_loop and c["bytes"] >= 2**14
     ]
     return ", ".join(parts) or ("" if row["peak_bytes"] is None else "nothing")

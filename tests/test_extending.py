@@ -16,10 +16,10 @@ from runs import death_after_a_checkpoint
 
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.cells import TABLE, Cell, Contribution, Everyone, StrategyMatrix
-from dpfl_jax.auditing import simulate
+from dpfl_jax.audit import audit
+from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.kinds import CENTRAL
-from dpfl_jax.evidence import audit
 from dpfl_jax.federation.mechanisms import SiloParticipation
 from dpfl_jax.mechanisms import NoiseStrategy, Participation, Population
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples

@@ -55,7 +55,6 @@ def priced(config: Any, args: argparse.Namespace, start: Start, console: Any) ->
     """By plain candidate, the chip and a gradient evaluation's FLOPs; None without ``--chip``."""
     from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
     from dpfl_jax.planning.bill import Chip
-    from dpfl_jax.planning.clock import this_machine
 
     if args.chip is None:
         given = [n for n in ("mfu", "price", "watts", "chip_hours") if getattr(args, n) is not None]
@@ -64,6 +63,8 @@ def priced(config: Any, args: argparse.Namespace, start: Start, console: Any) ->
         return None
     if args.chip == "here" and config.population is not None:
         raise BadInputError("--chip here takes steps, but this configuration has statistics alone")
+    from dpfl_jax.planning.clock import this_machine  # which imports all of training
+
     found, chips, more = {}, {}, {"price": args.price, "watts": args.watts}
     if args.chip == "here":
         (data, model), params = start.data, start.params

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections.abc import Callable, Mapping
 
 _KINDS = (
     "all-reduce",
@@ -21,9 +23,8 @@ _CALLED = re.compile(
     r"(?:(?:body|condition|calls|to_apply)=%?|branch_computations=\{)((?<=\{)[\w.\-, %]+|[\w.\-]+)"
 )
 _ENDS = 'custom_call_target="AsyncCollectiveDone"'
-_CONSTANT = re.compile(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
-_COMPARED = re.compile(r"ROOT .* compare\(.*%([\w.\-]+)\), direction=LT")
-_TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
+
+Lines = dict[str, list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,22 +36,24 @@ class Collective:
       in_loop: whether it runs in every iteration of a loop.
       count: instructions (one may carry many arrays).
       bytes: of all arrays of those instructions, per device.
-      executed_bytes: the same, each times how often it runs in one turn of the loops whose length
-        is not known (those over microbatches).
-      largest: bytes of the largest instruction.
     """
 
     kind: str
     in_loop: bool
     count: int
     bytes: int
-    executed_bytes: int
-    largest: int
 
 
-def collectives(hlo: str) -> list[Collective]:
-    """Collectives of a module by kind and place."""
-    bodies: dict[str, list[str]] = {}
+def collectives(
+    hlo: str, times: Callable[[Lines], Mapping[str, int]] | None = None
+) -> list[Collective]:
+    """Collectives of a module by kind and place.
+
+    Args:
+      hlo: its text.
+      times: how often each computation runs, from the lines of all; default each counts once.
+    """
+    bodies: Lines = {}
     current = ""
     for line in hlo.splitlines():
         opened = _COMPUTATION.match(line)
@@ -58,102 +61,38 @@ def collectives(hlo: str) -> list[Collective]:
             current = opened.group(1)
         bodies.setdefault(current, []).append(line)
     looped = _reached_from_loops(bodies)
-    turns = _turns(bodies)
-    found: dict[tuple[str, bool], list[tuple[int, int]]] = {}
+    turns = {} if times is None else times(bodies)
+    found: dict[tuple[str, bool], list[int]] = {}
     for name, lines in bodies.items():
         # One that runs beside products is written where it starts, where it goes on and where it
         # ends: it counts where it starts.
         if name.startswith("async_collective_fusion") or any(_ENDS in line for line in lines):
             continue
-        for line in lines:
-            match = _LINE.search(line)
-            if match:
-                size = _size(match.group("shape"))
-                if match.group("start") and match.group("kind") != "all-reduce":
-                    size //= 2  # the shape holds operands and results
-                key = (match.group("kind"), name in looped)
-                found.setdefault(key, []).append((size, turns.get(name, 1)))
-    return [
-        Collective(
-            kind,
-            in_loop,
-            len(sizes),
-            sum(size for size, _ in sizes),
-            sum(size * times for size, times in sizes),
-            max(size for size, _ in sizes),
-        )
-        for (kind, in_loop), sizes in sorted(found.items())
-    ]
+        for match in filter(None, map(_LINE.search, lines)):
+            size = _size(match["shape"])
+            if match["start"] and match["kind"] != "all-reduce":
+                size //= 2  # the shape holds operands and results
+            found.setdefault((match["kind"], name in looped), []).append(size * turns.get(name, 1))
+    return [Collective(*key, len(sizes), sum(sizes)) for key, sizes in sorted(found.items())]
+
+
+def callees(line: str) -> list[str]:
+    """The computations that an instruction calls."""
+    return [name.strip(" %") for group in _CALLED.findall(line) for name in group.split(",")]
 
 
 def _size(shape: str) -> int:
     total = 0
     for kind, dims in _SHAPE.findall(shape):
-        count = 1
-        for dim in dims.split(","):
-            count *= int(dim) if dim else 1
+        count = math.prod(int(dim) for dim in dims.split(",") if dim)
         total += count * _BYTES.get(kind, 4 if kind not in ("token",) else 0)
     return total
 
 
-def _turns(bodies: dict[str, list[str]]) -> dict[str, int]:
-    """How often each computation runs: the product of the known lengths of the loops around it."""
-    called: dict[str, set[tuple[str, int]]] = {}
-    for name, lines in bodies.items():
-        for line in lines:
-            count = _trips(line, bodies) if " while(" in line else 1
-            for group in _CALLED.findall(line):
-                for callee in group.split(","):
-                    called.setdefault(callee.strip(" %"), set()).add((name, count))
-    known: dict[str, int] = {}
-
-    def turns(name: str) -> int:
-        if name not in known:
-            known[name] = 1  # what calls itself is not expected
-            known[name] = max((n * turns(caller) for caller, n in called.get(name, ())), default=1)
-        return known[name]
-
-    return {name: turns(name) for name in bodies}
-
-
-def _trips(line: str, bodies: dict[str, list[str]]) -> int:
-    """How often a loop turns; 1 where the module does not say.
-
-    Some compilers write it beside the loop; else its condition compares a counter from 0 with it.
-    """
-    written = _TRIPS.search(line)
-    if written:
-        return int(written[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    lines = bodies.get(condition[1], []) if condition else []
-    constants: dict[str, str] = {}
-    for text in lines:
-        constants |= dict(_CONSTANT.findall(text))
-    for text in lines:
-        compared = _COMPARED.search(text)
-        if compared and compared[1] in constants:
-            return int(constants[compared[1]])
-    return 1
-
-
-def _reached_from_loops(bodies: dict[str, list[str]]) -> set[str]:
-    calls = {
-        name: {
-            callee.strip(" %")
-            for line in lines
-            for group in _CALLED.findall(line)
-            for callee in group.split(",")
-        }
-        for name, lines in bodies.items()
-    }
-    todo = {
-        callee
-        for lines in bodies.values()
-        for line in lines
-        if " while(" in line
-        for callee in re.findall(r"(?:body|condition)=%?([\w.\-]+)", line)
-    }
-    seen: set[str] = set()
+def _reached_from_loops(bodies: Lines) -> set[str]:
+    calls = {name: {c for line in lines for c in callees(line)} for name, lines in bodies.items()}
+    loops = [line for lines in bodies.values() for line in lines if " while(" in line]
+    todo, seen = {name for line in loops for name in callees(line)}, set[str]()
     while todo:
         name = todo.pop()
         seen.add(name)

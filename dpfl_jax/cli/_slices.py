@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from dpfl_jax.cli._hlo import Collective
 from dpfl_jax.errors import BadInputError
 
 MOST_UNITS = 256  # of a microbatch: no more are tried
@@ -145,6 +146,7 @@ class Step:
     Attributes:
       mechanism, model, optimizer, mesh: of the step.
       options: of the bounded gradient; ``trainable`` says which parameters are trained.
+      read: from the text of a compiled module to what it sends.
       frozen_dtype: of the others.
     """
 
@@ -153,6 +155,7 @@ class Step:
     optimizer: Any
     mesh: Any
     options: dict[str, Any]
+    read: Callable[[str], list[Collective]]
     frozen_dtype: str = "float32"
 
     def flops(self, units: Units) -> float:
@@ -168,8 +171,6 @@ class Step:
     def compile(self, units: Units) -> Compiled:
         """Compiles it."""
         import jax
-
-        from dpfl_jax.cli._hlo import collectives
 
         step, arguments = self._lowerable(units)
         start = time.perf_counter()
@@ -192,9 +193,17 @@ class Step:
             argument_bytes=int(memory.argument_size_in_bytes),
             output_bytes=int(memory.output_size_in_bytes),
             alias_bytes=int(memory.alias_size_in_bytes),
-            collectives=_readable(compiled, collectives),
+            collectives=self._sent(compiled),
             seconds=seconds,
         )
+
+    def _sent(self, compiled: Any) -> list[dict[str, Any]] | None:
+        import jax
+
+        try:
+            return [dataclasses.asdict(found) for found in self.read(compiled.as_text())]
+        except jax.errors.JaxRuntimeError:
+            return None
 
     def _lowerable(self, units: Units) -> tuple[Any, tuple[Any, ...]]:
         import jax
@@ -247,16 +256,6 @@ class Step:
         )
         # A run's step is two programs, the sum and the update; their costs are those of one.
         return jax.jit(step.whole, donate_argnums=0), arguments
-
-
-def _readable(compiled: Any, read: Callable[[str], list[Any]]) -> list[dict[str, Any]] | None:
-    import jax
-
-    try:
-        text = compiled.as_text()
-    except jax.errors.JaxRuntimeError:
-        return None
-    return [dataclasses.asdict(c) for c in read(text)]
 
 
 def largest_that_fits(

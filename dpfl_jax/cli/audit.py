@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             seed = None if args.seed is None else args.seed + number
             found, cost = _trained(config, seed, args.confidence, console)
         else:
-            from dpfl_jax.auditing.configured import trials_of
-            from dpfl_jax.evidence import audit
+            from dpfl_jax.audit import audit
+            from dpfl_jax.audit.attacks.configured import trials_of
 
             trials = trials_of(config, key.child("audit", number), console, args.trials)
             found = [
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any], dict[str, Any]]:
     """What the canaries of a finished run prove, and what they cost."""
     from dpfl_jax.accounting import statement
-    from dpfl_jax.evidence import kept
+    from dpfl_jax.audit import kept
 
     if not (directory / "config.yaml").exists():
         raise BadInputError(
@@ -154,7 +154,7 @@ def _trained(
 
 
 def _ranked(config: Any, key: Any, console: Console, args: argparse.Namespace) -> dict[str, Any]:
-    from dpfl_jax.auditing.participation import participation
+    from dpfl_jax.audit.attacks.participation import participation
 
     own = args.membership is not None
     confidence = 0.95 if args.confidence is None else args.confidence
@@ -173,8 +173,8 @@ def _told(
     console: Console, audits: list[Any], cost: dict[str, Any] | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Says, draws and returns what was proved."""
-    from dpfl_jax.evidence import kept
-    from dpfl_jax.evidence.trade_off import plot_audits
+    from dpfl_jax.audit import kept
+    from dpfl_jax.audit.proof import plot_audits
 
     for line in (cost or {}).get("told", ()):
         console.print(line, highlight=False)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
+from dpfl_jax.cli._hlo import Collective, collectives
 from dpfl_jax.cli._slices import (
     Compiled,
     Step,
@@ -94,6 +96,7 @@ def measure(
     suggest: bool = False,
     baseline: bool = True,
     count_only: bool = False,
+    read: Callable[[str], list[Collective]] = collectives,
 ) -> dict[str, Any]:
     """Compiles the step of a configuration for a slice.
 
@@ -105,6 +108,7 @@ def measure(
       suggest: look for the largest microbatch that fits.
       baseline: compile the step without privacy too.
       count_only: compile nothing.
+      read: from the text of a compiled module to what it sends.
     """
     from dpfl_jax.clipping import OwnBound
     from dpfl_jax.mechanisms import Population, non_private
@@ -137,7 +141,7 @@ def measure(
     cut, group = execution.cut, mechanism.unit_examples
     parts, length = unit_parts(mesh), config.data.seq_len
     bounds = isinstance(mechanism.rule, OwnBound)
-    step = Step(mechanism, model, optimizer, mesh, options | cut, low)
+    step = Step(mechanism, model, optimizer, mesh, options | cut, read, low)
     compiled: dict[int, Compiled] = {}
 
     def at(size: int) -> Compiled:
@@ -160,7 +164,7 @@ def measure(
     private, units = at(size), Units(parts, size, group, length, bounds)
     plain_step = Step(
         non_private(batch_size=mechanism.compute_budget),
-        model, optimizer, mesh, {"trainable": trainable}, low,
+        model, optimizer, mesh, {"trainable": trainable}, read, low,
     )  # fmt: skip
     plain_units = Units(parts, size * (group or 1), None, length)
     plain = plain_step.compile(plain_units) if baseline else None

@@ -13,8 +13,9 @@ HELP = "build, inspect and verify user-partitioned stores"
 DESCRIPTION = """\
 Build a store of examples grouped by user, or look into one.
 
-A store is a folder: examples in shards, an index by user, a manifest with checksums. It is written
-beside its final place and renamed when complete; run an interrupted build again and it goes on.
+A store is a folder: examples in Arrow files, an index by user, a manifest with checksums. It is
+written beside its final place and renamed when complete; run an interrupted build again and it goes
+on.
 
 examples:
   dpfl data build --input posts.jsonl --user-column author --text-column body --out STORE
@@ -23,7 +24,7 @@ examples:
   dpfl data build --input speeches.jsonl.gz --user-column '{play}/{speaker}' --out STORE
   dpfl data build --input visits.csv --delimiter ';' --user-column name --out STORE
   dpfl data build --input chats.jsonl --messages-column messages --tokenizer CHECKPOINT --out STORE
-  dpfl data build --source python_source --out STORE --store-format ragged
+  dpfl data build --source python_source --out STORE --store-format arrayrecord
   dpfl data build --source tfds --input DIR --user-column user_id --text-column text --out STORE
   dpfl data build --source shakespeare --out STORE
   dpfl data build --input big.jsonl --out STORE --engine beam -- --runner=DirectRunner
@@ -71,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--out", required=True, metavar="STORE", help="folder to make")
     build.add_argument(
         "--store-format",
-        default="arrayrecord",
-        help="arrayrecord (compressed; default) or ragged (memory-mapped, fastest to sample from)",
+        default="arrow",
+        help="arrow (memory-mapped; default) or arrayrecord (compressed, for object stores)",
     )
     build.add_argument("--shards", type=int, help="number of shards (default: from the input size)")
     build.add_argument("--workers", type=int, help="processes that encode (default: all cores)")
@@ -105,8 +106,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from dpfl_jax.data.build import build_store
-    from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
+    from dpfl_jax.data.build import BuildPlan, build_store, default_num_shards
     from dpfl_jax.data.owners import SharedStore
     from dpfl_jax.run.console import Console
 

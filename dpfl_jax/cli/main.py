@@ -164,16 +164,24 @@ def _use_no_tpu_that_is_not_here() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
+def _use_one_thread_for_little_algebra(command: str | None) -> None:
+    """Searches over a few numbers, in BLAS: its threads would only wait for each other, busily."""
+    if command in ("account", "plan"):
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
     0 done; 2 bad input; 3 the result's ``holds`` is false; 1 anything else.
     """
-    if argv is None:
-        _ignore_code_in_current_folder()
-        _use_no_tpu_that_is_not_here()
+    is_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in argv if not a.startswith("-")), None)
+    if is_process:
+        _ignore_code_in_current_folder()
+        _use_no_tpu_that_is_not_here()
+        _use_one_thread_for_little_algebra(command)
     own = argv.index("--") if "--" in argv else len(argv)  # behind it another program's
     verbose = "--verbose" in argv[:own]
     argv = [a for i, a in enumerate(argv) if a != "--verbose" or i > own]

@@ -256,7 +256,7 @@ def _planner(
         private_median_group_size,
     )
     from dpfl_jax.randomness import RootKey
-    from dpfl_jax.training.start import make_optimizer
+    from dpfl_jax.training.optimizers import make_optimizer
 
     declared = config.population
     largest = max(1, args.max_group_size)

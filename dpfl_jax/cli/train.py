@@ -133,20 +133,25 @@ def _system(config: Any) -> Any:
 
 def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None:
     """Trains, alone or as one of many processes; only process 0 speaks."""
+    import jax
+    from jax.experimental import multihost_utils
+
     from dpfl_jax.run import processes, programs
 
     processes.start(config.processes)
     programs.keep_programs()  # a run that goes on after a kill compiles nothing again
-    with processes.ending_together(f"--run-dir {shlex.quote(str(run_dir))}", config.processes):
+    how = f"--run-dir {shlex.quote(str(run_dir))}"
+    with processes.synchronized_shutdown(how, config.processes):
         if not processes.is_primary():
             console = Console(quiet=True)
         run_dir = processes.broadcast(str(run_dir))
         if processes.many():
-            console.print(f"{processes.count()} processes")
+            console.print(f"{jax.process_count()} processes")
         report = _system(config).run_experiment(config, run_dir, console)
         if processes.is_primary():
             print_report(console, report)
-        processes.broadcast(None)  # a launcher may kill process 0 once another has ended
+        # A launcher may kill process 0 once another has ended.
+        multihost_utils.sync_global_devices("end")
         _check_finished(report)
     return report if processes.is_primary() else None
 

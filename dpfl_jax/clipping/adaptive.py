@@ -60,6 +60,12 @@ class Adaptive:
     def __post_init__(self) -> None:
         """Checks the fields."""
         check_floats(self)
+        for name, most in (("clip_norm", _LARGEST_CLIP_NORM), ("count_weight", 1e6)):
+            if getattr(self, name) > most:
+                raise BadInputError(
+                    f"Adaptive: {name} is {getattr(self, name):g}, but float32 sums need it to be "
+                    f"at most {most:g}"
+                )
         if not self.quantile < 1:
             raise BadInputError(
                 f"Adaptive: quantile is {self.quantile}, but it must lie between 0 and 1"

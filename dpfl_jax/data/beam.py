@@ -13,11 +13,18 @@ import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from dpfl_jax.data.build import encode_partition, finish, prepare, side_path
-from dpfl_jax.data.build_plan import BuildPlan
+from dpfl_jax.data.build import (
+    BuildPlan,
+    by_user,
+    encode_partition,
+    finish,
+    prepare,
+    side_path,
+)
+from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat
 from dpfl_jax.data.shards import ShardStore
-from dpfl_jax.data.sources import expand_paths, file_rows, file_source
+from dpfl_jax.data.sources import file_source
 from dpfl_jax.data.store import user_order_key
 from dpfl_jax.errors import BadInputError
 
@@ -34,31 +41,20 @@ def _read(
     todo: frozenset[int],
 ) -> Iterator[_Keyed]:
     file, path = item
-    rows = file_rows(file, pathlib.Path(path), format, user_column, text_column, csv)
-    for user, seq, data in rows:
+    documents = read_documents([pathlib.Path(path)], format, user_column, text_column, csv)
+    for row, (user, text) in enumerate(documents):
         shard = plan.partition(user)
-        if shard in todo:
-            yield shard, (user_order_key(user)[0], user, seq, data)
+        if shard in todo:  # a user's rows in the order of files, and of rows in each
+            yield shard, (user_order_key(user)[0], user, (file << 40) | row, text.encode())
 
 
 def _encode(
     group: tuple[int, Iterable[tuple[bytes, str, int, bytes]]], staging: str, plan: BuildPlan
 ) -> tuple[int, int]:
     shard, rows = group
-
-    def users() -> Iterator[tuple[str, list[bytes]]]:
-        current: str | None = None
-        data: list[bytes] = []
-        for _, user, _, value in sorted(rows, key=lambda row: row[:3]):
-            if user != current:
-                if current is not None:
-                    yield current, data
-                current, data = user, []
-            data.append(value)
-        if current is not None:
-            yield current, data
-
-    return shard, encode_partition(users(), pathlib.Path(staging), plan, shard)
+    ordered = sorted(rows, key=lambda row: row[:3])
+    users = by_user((user, data) for _, user, _, data in ordered)
+    return shard, encode_partition(users, pathlib.Path(staging), plan, shard)
 
 
 def build_with_beam(

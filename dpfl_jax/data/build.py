@@ -1,54 +1,144 @@
-"""Building stores on disk: group by user out of core, encode in parallel, finish atomically.
+"""Building stores: DuckDB groups rows by user, out of core; processes encode the partitions.
 
-Three phases in a folder ``OUT.building`` beside the result:
-
-1. *spill*: stream the rows once and append each to the spill file of its partition, a range of the
-   hash of its user id (so partitions are ranges of store order and of about equal size);
-2. *encode*: per partition, sort by user (PyArrow), tokenise, cut, write one shard and a side file
-   that describes it. Partitions are independent: several processes, or the workers of a pipeline
-   engine, run them at once, with the memory of one partition each;
-3. *finish*: join the side files into index and manifest, rename the folder into place.
-
-Run again after an interruption, the build goes on where it stopped if nothing it was made from
-changed, else it starts over.
+A build writes to a staging folder beside its final place: the table of rows, sorted by user within
+``MEMORY``; a shard for each partition, with a side file; and at the end index and manifest. It is
+renamed when complete, and one that was interrupted goes on with the first thing that is missing.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import multiprocessing
+import operator
 import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import duckdb
 import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
 
-from dpfl_jax.data.build_plan import (
-    BuildPlan,
-    Progress,
-    Row,
-    default_num_shards,
-    disk_error,
-    write_text,
-)
+from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.chunking import encode_user, none_usable
+from dpfl_jax.data.owners import by_set
 from dpfl_jax.data.records import FORMATS, write_records
 from dpfl_jax.data.rows import BadRows
-from dpfl_jax.data.shards import FileEntry, Manifest, ShardStore
-from dpfl_jax.data.spill import spill_rows, spilled_users
-from dpfl_jax.data.store import SEPARATOR, Store, combine_digests, unit_key_of, user_digest
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.shards import USERS, FileEntry, Manifest, ShardStore
+from dpfl_jax.data.sources import Row
+from dpfl_jax.data.store import (
+    SEPARATOR,
+    Store,
+    combine_digests,
+    unit_key_of,
+    user_digest,
+    user_order_key,
+)
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError
 
-_DROPPED = "dropped"
+PARTITION_BYTES = 256 * 2**20
+MEMORY = 384  # MiB that DuckDB may take; what does not fit goes to the staging folder
+_ROWS = pa.schema(
+    [("key", pa.uint64()), ("user", pa.binary()), ("seq", pa.int64()), ("data", pa.binary())]
+)
+_BATCH_BYTES, _BATCH_ROWS = 2**22, 2**13
+_TABLE, _GROUPED = "rows.duckdb", "grouped"
 NO_FIRST_OF_SHARED = (
     "some records have several owners, so that nobody has first ones: leave out "
     "max_examples_per_user; mechanism.group_size says how many of each owner's are used"
 )
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildPlan:
+    """Everything a worker must know to encode a partition; equal plans give equal stores.
+
+    Attributes:
+      schema: layout of an example.
+      shard_format: ``"arrow"`` or ``"arrayrecord"``.
+      num_shards: number of partitions.
+      tokenizer: for text rows, the name or file of the tokeniser; None if the rows already are
+        packed records.
+      max_examples_per_user: keep each user's first examples.
+    """
+
+    schema: Schema
+    shard_format: str = "arrow"
+    num_shards: int = 1
+    tokenizer: str | None = "bytes"
+    max_examples_per_user: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        if self.shard_format not in FORMATS:
+            raise BadInputError(
+                f"unknown store format {self.shard_format!r}: use one of {', '.join(FORMATS)}"
+            )
+        if not 1 <= self.num_shards <= 100_000:
+            raise BadInputError(f"the number of shards is {self.num_shards}: use 1 to 100000")
+
+    @classmethod
+    def for_text(
+        cls,
+        tokenizer: str,
+        seq_len: int,
+        conversations: Conversations | None = None,
+        **settings: Any,
+    ) -> BuildPlan:
+        """Returns the plan of a store of texts, or of conversations."""
+        loaded = load_tokenizer(tokenizer)
+        if conversations is not None:
+            schema = conversations.schema(seq_len, loaded)
+        else:
+            schema = Schema.tokens(seq_len, loaded.vocab_size, loaded.fingerprint)
+        return cls(schema, tokenizer=tokenizer, **settings)
+
+    def partition(self, user_id: str) -> int:
+        """Returns the shard in which a user lies."""
+        key = int.from_bytes(user_order_key(user_id)[0], "big")
+        return (key * self.num_shards) >> 64
+
+    def keys(self, shard: int) -> tuple[int, int]:
+        """Returns the smallest and the largest key (of ``user_order_key``) in a shard."""
+        low, end = (-(-((shard + i) << 64) // self.num_shards) for i in (0, 1))
+        return low, end - 1
+
+    def shard_stem(self, shard: int) -> str:
+        """Returns the name of a shard's file without its suffix."""
+        return f"shard-{shard:05d}-of-{self.num_shards:05d}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a JSON object that identifies the plan."""
+        return {**dataclasses.asdict(self), "schema": self.schema.to_json()}
+
+
+def default_num_shards(total_bytes: int) -> int:
+    """Returns a number of partitions that keeps each at about ``PARTITION_BYTES`` of input."""
+    return max(1, min(4096, -(-total_bytes // PARTITION_BYTES)))
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a small file in one step."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+def disk_error(path: pathlib.Path, error: Exception) -> BadInputError:
+    """Returns the error to raise when a build cannot write."""
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    return BadInputError(
+        f"cannot write {path} ({reason}): free space, then run the same command "
+        "again; it goes on where it stopped"
+    )
 
 
 def build_store(
@@ -65,9 +155,8 @@ def build_store(
 
     Args:
       rows: called when the rows must be read (not if an earlier, interrupted build already read
-        them all); yields (user id, sequence number, data). A user's rows are put in the order of
-        their sequence numbers. ``data`` is UTF-8 text, or packed records if the plan has no
-        tokeniser.
+        them all); yields (user id, data). A user's rows keep their order. ``data`` is UTF-8 text,
+        or packed records if the plan has no tokeniser.
       out: folder of the store; must not exist.
       plan: layout and settings.
       sources: identifies the rows (paths, sizes, times): an interrupted build of other sources is
@@ -81,16 +170,10 @@ def build_store(
     """
     out = pathlib.Path(out)
     staging = prepare(out, plan, sources or {})
-    if not (staging / "spilled").exists():
-        spill_rows(_counted(rows(), bad or BadRows(), staging), staging, plan, progress)
+    progress = progress or (lambda *_: None)
+    group_rows(rows, staging, bad or BadRows(), progress)
     encode_partitions(staging, plan, workers, progress)
     return finish(staging, out, plan, sources or {})
-
-
-def _counted(rows: Iterable[Row], bad: BadRows, staging: pathlib.Path) -> Iterator[Row]:
-    """``rows``; at their end notes, for a build that is interrupted, how many were left out."""
-    yield from rows
-    write_text(staging / _DROPPED, str(bad.dropped))
 
 
 def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> pathlib.Path:
@@ -115,6 +198,112 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
     except OSError as error:
         raise BadInputError(f"cannot write {staging}: {error.strerror or error}") from error
     return staging
+
+
+def group_rows(
+    rows: Callable[[], Iterable[Row]], staging: pathlib.Path, bad: BadRows, progress: Progress
+) -> None:
+    """Phase 1: sorts all rows by user, in their order, into a table of the staging folder.
+
+    Raises:
+      BadInputError: if a row is bad (the staging folder is removed: nothing of it can be used), or
+        if the disk is full (it is kept).
+    """
+    if (staging / _GROUPED).exists():
+        return
+    for stale in staging.glob(_TABLE + "*"):
+        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+    count, stopped = 0, None
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        nonlocal count, stopped
+        try:
+            for part in _parts(rows()):
+                yield part
+                count += part.num_rows
+                progress("reading", count, 0)
+        except BaseException as error:  # which DuckDB would tell as one of its own
+            stopped = error
+            raise
+
+    try:
+        with _connect(staging) as connection:
+            connection.register("incoming", pa.RecordBatchReader.from_batches(_ROWS, batches()))
+            connection.execute(
+                'CREATE TABLE "rows" AS SELECT * FROM incoming ORDER BY key, "user", seq'
+            )
+        if not count:
+            raise BadInputError("the data hold no users: there is not one row")
+        write_text(staging / _GROUPED, str(bad.dropped))
+    except (BadInputError, duckdb.Error, OSError) as error:
+        cause = stopped or error
+        if isinstance(cause, BadInputError):
+            shutil.rmtree(staging, ignore_errors=True)
+        elif stopped is None:
+            cause = disk_error(staging, error)
+        raise cause from None
+    progress("reading", count, count)
+
+
+def _parts(rows: Iterable[Row]) -> Iterator[pa.RecordBatch]:
+    waiting: list[tuple[int, bytes, int, bytes]] = []
+    size = 0
+
+    def batch() -> pa.RecordBatch:
+        columns = zip(*waiting, strict=True)
+        return pa.record_batch(list(map(pa.array, columns, _ROWS.types)), schema=_ROWS)
+
+    for seq, (user, data) in enumerate(rows):
+        key, _ = user_order_key(user)
+        waiting.append((int.from_bytes(key, "big"), user.encode(), seq, data))
+        size += len(data)
+        if size > _BATCH_BYTES or len(waiting) == _BATCH_ROWS:
+            yield batch()
+            waiting, size = [], 0
+    if waiting:
+        yield batch()
+
+
+def grouped_users(
+    staging: pathlib.Path, plan: BuildPlan, shard: int, workers: int
+) -> Iterator[tuple[str, list[bytes]]]:
+    """Yields each user of a partition with its data, in store order."""
+    low, high = plan.keys(shard)
+    with _connect(staging, workers) as connection:
+        found = connection.sql(
+            f'SELECT "user", data FROM "rows" WHERE key BETWEEN {low}::UBIGINT AND '
+            f'{high}::UBIGINT ORDER BY key, "user", seq'
+        ).to_arrow_reader(_BATCH_ROWS)
+        yield from by_user(
+            (user.decode(), data)
+            for batch in found
+            for user, data in zip(*(column.to_pylist() for column in batch.columns))
+        )
+
+
+def by_user(rows: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, list[bytes]]]:
+    """Yields (user, list of data) of sorted rows."""
+    for user, mine in itertools.groupby(rows, operator.itemgetter(0)):
+        yield user, [data for _, data in mine]
+
+
+def _connect(staging: pathlib.Path, readers: int = 0) -> duckdb.DuckDBPyConnection:
+    """Opens the table of a build: no other file is read, and no extension loaded.
+
+    Args:
+      staging: the folder of the build.
+      readers: how many processes read it at once; 0: this one writes it.
+    """
+    settings: dict[str, Any] = {
+        "memory_limit": f"{max(128, MEMORY // max(1, readers))}MiB",
+        "threads": 1 if readers else min(4, os.cpu_count() or 1),
+        "temp_directory": os.fspath(staging / f"{_TABLE}.{os.getpid()}.sorting"),
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+    }
+    connection = duckdb.connect(os.fspath(staging / _TABLE), readers > 0, settings)
+    connection.execute("SET enable_external_access = false; SET lock_configuration = true")
+    return connection
 
 
 def encode_partition(
@@ -154,9 +343,9 @@ def encode_partition(
                 yield records
 
     path = _shard_path(staging, plan, shard)
-    total = write_records(path, plan.shard_format, blocks())
+    total = write_records(path, plan.shard_format, schema, blocks())
     side = {
-        "entry": dataclasses.asdict(FileEntry.of(path, len(names), total)),
+        "entry": dataclasses.asdict(FileEntry.of(path, total)),
         "users": names,
         "counts": counts,
         "digests": [d.hex() for d in digests],
@@ -178,12 +367,16 @@ def side_path(staging: pathlib.Path, plan: BuildPlan, shard: int) -> pathlib.Pat
     return staging / (plan.shard_stem(shard) + ".json")
 
 
-def _encode_spilled(staging: pathlib.Path, plan: BuildPlan, shard: int) -> int:
-    return encode_partition(spilled_users(staging, plan, shard), staging, plan, shard)
+def _encode_grouped(staging: pathlib.Path, plan: BuildPlan, shard: int, workers: int) -> int:
+    try:
+        users = grouped_users(staging, plan, shard, workers)
+        return encode_partition(users, staging, plan, shard)
+    except duckdb.Error as error:
+        raise disk_error(staging, error) from error
 
 
 def encode_partitions(
-    staging: pathlib.Path, plan: BuildPlan, workers: int = 1, progress: Progress | None = None
+    staging: pathlib.Path, plan: BuildPlan, workers: int, progress: Progress
 ) -> None:
     """Phase 2: encodes the partitions that are not finished, in ``workers`` processes."""
     todo = [s for s in range(plan.num_shards) if not side_path(staging, plan, s).exists()]
@@ -192,18 +385,17 @@ def encode_partitions(
     def tick() -> None:
         nonlocal done
         done += 1
-        if progress is not None:
-            progress("encoding", done, plan.num_shards)
+        progress("encoding", done, plan.num_shards)
 
     if workers <= 1 or len(todo) <= 1:
         for shard in todo:
-            _encode_spilled(staging, plan, shard)
+            _encode_grouped(staging, plan, shard, 1)
             tick()
         return
     # Forking a process that has threads (Arrow, a tokeniser) can hang: start fresh ones.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(workers, len(todo)), context) as pool:
-        futures = [pool.submit(_encode_spilled, staging, plan, shard) for shard in todo]
+        futures = [pool.submit(_encode_grouped, staging, plan, shard, workers) for shard in todo]
         try:
             for future in concurrent.futures.as_completed(futures):
                 future.result()
@@ -224,7 +416,7 @@ def finish(
 
     ``of_sets``: users are sets of owners, even if each has one: others decided what is kept.
     """
-    noted = staging / _DROPPED
+    noted = staging / _GROUPED
     dropped = int(noted.read_text()) if noted.exists() else 0
     entries, names, counts, digests = [], [], [], []
     for shard in range(plan.num_shards):
@@ -242,12 +434,10 @@ def finish(
         shutil.rmtree(staging)
         raise none_usable(plan.schema)
     try:
-        encoded = [name.encode() for name in names]
-        np.save(staging / "offsets.npy", np.cumsum([0, *counts], dtype=np.int64))
-        np.save(staging / "ids.npy", np.frombuffer(b"".join(encoded), np.uint8))
-        ends = np.cumsum([len(e) for e in encoded], dtype=np.int64)
-        np.save(staging / "ids_ends.npy", ends)
-        index = [FileEntry.of(staging / f) for f in ("offsets.npy", "ids.npy", "ids_ends.npy")]
+        users = pa.table({"user": pa.array(names, pa.large_string()), "examples": counts})
+        with pa.ipc.new_file(os.fspath(staging / USERS), users.schema) as writer:
+            writer.write_table(users)
+        index = FileEntry.of(staging / USERS)
         manifest = Manifest(
             plan.schema,
             plan.shard_format,
@@ -255,7 +445,7 @@ def finish(
             sum(counts),
             combine_digests(plan.schema, map(bytes.fromhex, digests)),
             tuple(entries),
-            tuple(index),
+            index,
             of_sets or any(SEPARATOR in name for name in names),
             {
                 "sources": sources,
@@ -264,9 +454,11 @@ def finish(
             },
         )
         manifest.write(staging)
-        keep = {e.file for e in (*entries, *index)} | {"manifest.json"}
+        keep = {e.file for e in (*entries, index)} | {"manifest.json"}
         for path in staging.iterdir():
-            if path.name not in keep:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in keep:
                 path.unlink()
         staging.rename(out)
     except OSError as error:
@@ -274,14 +466,13 @@ def finish(
     return ShardStore(out)
 
 
-def write_store(
-    store: Store, out: str | os.PathLike[str], format: str = "arrayrecord"
-) -> ShardStore:
+def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow") -> ShardStore:
     """Writes a store that is already grouped (in memory, or a view) to disk, in bounded memory.
 
     Raises:
       BadInputError: if ``out`` exists or cannot be written.
     """
+    store = by_set(store)
     size = store.num_examples * store.schema.record_dtype.itemsize
     plan = BuildPlan(store.schema, format, default_num_shards(size), tokenizer=None)
     sources = {"fingerprint": store.fingerprint, "unit_key": unit_key_of(store)}

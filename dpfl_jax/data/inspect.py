@@ -50,7 +50,7 @@ def summary(store: ShardStore | SharedStore) -> dict[str, Any]:
         "schema": store.schema.to_json(),
         "format": manifest.shard_format,
         "shards": len(manifest.shards),
-        "bytes": sum(s.bytes for s in (*manifest.shards, *manifest.index)),
+        "bytes": sum(s.bytes for s in (*manifest.shards, manifest.index)),
         "fingerprint": store.fingerprint,
         "private": False,
     }

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ from dpfl_jax.data.store import (
     StoreBase,
     unit_key_of,
     user_order_key,
-    write_to,
 )
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling.contribution import limit_shared
@@ -118,10 +116,6 @@ class SharedStore:
     def records(self, positions: np.ndarray) -> np.ndarray:
         """Returns the stored records at ``positions``."""
         return self.sets.records(positions)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the store to a new folder; raises BadInputError if that cannot be."""
-        write_to(self.sets, path)
 
     def bounded(self, limit: int, whole: bool = False) -> BoundedStore:
         """The part in which nobody owns more than ``limit`` records (``whole``: sets of owners).

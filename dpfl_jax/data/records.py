@@ -1,24 +1,30 @@
-"""Files of records: ArrayRecord, and ragged files for memory mapping.
+"""Files of records: Arrow, memory-mapped for random access, and ArrayRecord, compressed.
 
-A record is one item of a structured NumPy type (``Schema.record_dtype``). Files hold each item
-without its trailing zero bytes (padding costs nothing), which the reader puts back. A ragged file
-is the items one behind the other, as many zero bytes as a whole item has, then where each item
-ends (uint32, or uint64 beyond 4 GiB), and the bytes of all items and of such an end, two int64.
+A record is one item of a structured NumPy type (``Schema.record_dtype``). In an Arrow file each of
+its arrays is a column: of texts a list of exactly the tokens that there are, of other examples a
+number or lists of fixed size. All record batches of a file have as many rows, but for the last, so
+that a record is found without a search and read without Arrow's objects. In an ArrayRecord file a
+record is the bytes of the item without its trailing zeros.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import uuid
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
 
+from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 
-FORMATS = {"arrayrecord": ".array_record", "ragged": ".ragged"}
-READABLE = (*FORMATS, "flat")  # items of full width, as were once written
+FORMATS = {"arrow": ".arrow", "arrayrecord": ".array_record"}
+_BATCH_BYTES = 2**24  # of the records of a batch at full width
 
 # Eight records are compressed together: a third of the size of single ones for text, and the
 # reader's index stays at a few bits an example; a random read costs about the same.
@@ -32,13 +38,16 @@ class RecordReader(Protocol):
         """Returns the records at ``positions``."""
 
 
-def write_records(path: pathlib.Path, format: str, blocks: Any) -> int:
+def write_records(
+    path: pathlib.Path, format: str, schema: Schema, blocks: Iterable[np.ndarray]
+) -> int:
     """Writes blocks of records to a new file, durably.
 
     Args:
       path: the file; replaced if there.
       format: a key of ``FORMATS``.
-      blocks: iterable of structured arrays.
+      schema: of the records.
+      blocks: structured arrays.
 
     Returns:
       The number of records.
@@ -48,9 +57,9 @@ def write_records(path: pathlib.Path, format: str, blocks: Any) -> int:
     """
     # A name of its own: two workers may try the same shard.
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    write = _write_array_record if format == "arrayrecord" else write_ragged
+    write = _write_array_record if format == "arrayrecord" else _write_arrow
     try:
-        count = write(partial, blocks)
+        count = write(partial, schema, blocks)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.rename(path)
@@ -64,37 +73,202 @@ def write_records(path: pathlib.Path, format: str, blocks: Any) -> int:
     return count
 
 
-def write_ragged(path: pathlib.Path, blocks: Any) -> int:
-    """Writes a shard of records of any length; returns how many."""
-    sizes, width = [np.zeros(0, np.int64)], 0  # of no records: no bytes behind them, either
-    with path.open("wb") as file:
-        for block in blocks:
-            items = np.ascontiguousarray(block).view(np.uint8).reshape(len(block), -1)
-            width = items.shape[1]
-            real = items != 0
-            size = np.where(real.any(1), width - real[:, ::-1].argmax(1), 0)
-            file.write(items[np.arange(width) < size[:, None]].data)
-            sizes.append(size)
-        ends = np.cumsum(np.concatenate(sizes))
-        total = int(ends[-1]) if len(ends) else 0
-        ends = ends.astype("<u4" if total < 2**32 else "<u8")
-        file.write(bytes(width if len(ends) else 0) + ends.tobytes())
-        file.write(np.array([total, ends.itemsize], "<i8").tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    return len(ends)
+def open_records(path: pathlib.Path, format: str, schema: Schema, count: int) -> RecordReader:
+    """Opens one file of records.
+
+    Raises:
+      BadInputError: naming the file, if it cannot be read or does not hold ``count`` records.
+    """
+    try:
+        return (_ArrowReader if format == "arrow" else _ArrayRecordReader)(path, schema, count)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _damaged(path, str(error).splitlines()[0]) from error
 
 
-def _write_array_record(path: pathlib.Path, blocks: Any) -> int:
+def _damaged(path: pathlib.Path, reason: str) -> BadInputError:
+    return BadInputError(f"{path} is damaged ({reason}): build the store again")
+
+
+def _write_arrow(path: pathlib.Path, schema: Schema, blocks: Iterable[np.ndarray]) -> int:
+    count, rows = 0, max(1, _BATCH_BYTES // max(1, schema.record_dtype.itemsize))
+    empty = to_arrow(np.zeros(0, schema.record_dtype), schema)
+    with pa.OSFile(os.fspath(path), "wb") as file, pa.ipc.new_file(file, empty.schema) as writer:
+        for records in _of_length(blocks, rows):
+            writer.write_batch(to_arrow(records, schema))
+            count += len(records)
+    return count
+
+
+def _of_length(blocks: Iterable[np.ndarray], rows: int) -> Iterator[np.ndarray]:
+    """Yields the records in blocks of ``rows``, and what is left in the last one."""
+    waiting: list[np.ndarray] = []
+    count = 0
+    for block in blocks:
+        waiting.append(block)
+        count += len(block)
+        if count >= rows:
+            whole = np.concatenate(waiting)
+            for start in range(0, count - rows + 1, rows):
+                yield whole[start : start + rows]
+            waiting, count = [whole[count // rows * rows :]], count % rows
+    if count:
+        yield np.concatenate(waiting)
+
+
+def to_arrow(records: np.ndarray, schema: Schema) -> pa.RecordBatch:
+    """Records as columns of Arrow's own types."""
+    columns = {}
+    for name in _columns(schema):
+        values = records[name]
+        if schema.kind == "arrays":
+            columns[name] = _numbers(values)
+            continue
+        rows = values.reshape(-1, values.shape[-1])
+        if schema.kind == "tokens":
+            sizes = records["length"].astype(np.int32)
+        else:
+            real = rows != 0
+            sizes = np.where(real.any(1), rows.shape[1] - real[:, ::-1].argmax(1), 0)
+        ends = np.cumsum(np.concatenate([[0], sizes]), dtype=np.int32)
+        there = rows[np.arange(rows.shape[1]) < sizes[:, None]]
+        column = pa.ListArray.from_arrays(ends, pa.array(there))
+        if values.ndim == 3:  # a pair
+            column = pa.FixedSizeListArray.from_arrays(column, values.shape[1])
+        columns[name] = column
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _columns(schema: Schema) -> list[str]:
+    """Arrays of a record; the length of a text is that of its list."""
+    names = schema.record_dtype.names or ()
+    return list(names[1:] if schema.kind == "tokens" else names)
+
+
+def _numbers(values: np.ndarray) -> pa.Array:
+    """Numbers [n, ...] as lists of fixed size; types that Arrow lacks as integers, or bytes."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    shape = values.shape[1:]
+    if flat.dtype.kind not in "iuf" or flat.dtype.isbuiltin != 1 or flat.dtype.itemsize > 8:
+        size = flat.dtype.itemsize
+        flat = flat.view(f"<u{size}" if size in (1, 2, 4, 8) else np.uint8)
+        shape = shape if size in (1, 2, 4, 8) else (*shape, size)
+    column = pa.array(flat)
+    for size in reversed(shape):
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column
+
+
+class _ArrowReader:
+    def __init__(self, path: pathlib.Path, schema: Schema, count: int):
+        self._path, self._dtype = path, schema.record_dtype
+        self._is_text = schema.kind == "tokens"
+        whole = pa.memory_map(os.fspath(path)).read_buffer()
+        file = pa.ipc.open_file(whole)
+        if file.schema != to_arrow(np.zeros(0, self._dtype), schema).schema:
+            raise ValueError("its columns are not those of its manifest")
+        batches = [file.get_batch(i) for i in range(file.num_record_batches)]
+        for batch in batches:
+            batch.validate()
+        sizes = [batch.num_rows for batch in batches]
+        self._rows = sizes[0] if sizes else 1
+        if sum(sizes) != count or any(size != self._rows for size in sizes[:-1]):
+            raise ValueError(f"it holds {sum(sizes)} records, expected {count}")
+        self._columns = {
+            name: _Column([batch.column(name) for batch in batches], whole, self._dtype[name])
+            for name in _columns(schema)
+        }
+
+    def read(self, positions: np.ndarray) -> np.ndarray:
+        batch, row = np.divmod(positions, self._rows)
+        records = np.empty(len(positions), self._dtype)
+        try:
+            for name, column in self._columns.items():
+                lengths = column.read(batch, row, records[name])
+                if self._is_text:
+                    records["length"] = lengths
+        except ValueError as error:
+            raise _damaged(self._path, str(error)) from error
+        return records
+
+
+class _Column:
+    """A column of all record batches of a mapped file: where in it the values lie."""
+
+    def __init__(self, arrays: list[pa.Array], whole: pa.Buffer, dtype: np.dtype[Any]):
+        """Raises ValueError if a value is missing, or lies elsewhere, as in a compressed file."""
+        values, ends, counts = [], [], []
+        for array in arrays:
+            lists = None
+            while hasattr(array, "values"):
+                if array.null_count:
+                    raise ValueError("a value is missing")
+                lists = array if isinstance(array, pa.ListArray) else lists
+                array = array.values
+            if array.null_count:
+                raise ValueError("a value is missing")
+            values.append(_place(array.buffers()[1], whole))
+            counts.append(len(array))
+            if lists is not None:
+                ends.append(_place(lists.buffers()[1], whole) // 4)
+        self._values, self._ends, self._counts = map(np.array, (values, ends, counts))
+        raw = np.frombuffer(whole, np.uint8)
+        self._ints = raw[: len(raw) // 4 * 4].view("<i4")
+        # As many bytes as the longest value has, from every byte on; behind the last, zeros.
+        self._lists = np.arange(math.prod(dtype.shape[:-1]) if ends else 1)
+        size = dtype.itemsize // len(self._lists)
+        self._bytes = raw if len(raw) >= size else np.pad(raw, (0, size))
+        self._last = len(self._bytes) - size
+        self._from = np.lib.stride_tricks.as_strided(self._bytes, (self._last + 1, size), (1, 1))
+
+    def read(self, batch: np.ndarray, row: np.ndarray, out: np.ndarray) -> np.ndarray | None:
+        """Fills ``out`` [n, ...]; of lists fills up with zeros, and returns their lengths [n].
+
+        Raises:
+          ValueError: the lengths of lists lead elsewhere.
+        """
+        item = out.dtype.itemsize
+        if not len(self._ends):
+            found = self._wide(self._values[batch] + self._from.shape[1] * row)
+            out[...] = found.view(out.dtype).reshape(out.shape)
+            return None
+        at = (self._ends[batch] + len(self._lists) * row)[:, None] + self._lists
+        start, stop = self._ints[at].astype(np.int64), self._ints[at + 1]
+        lengths, width = stop - start, out.shape[-1]
+        past = stop > self._counts[batch][:, None]
+        if ((start < 0) | (lengths < 0) | (lengths > width) | past).any():
+            raise ValueError("the lengths of its lists")
+        found = self._wide((self._values[batch][:, None] + item * start).reshape(-1))
+        # Narrow integers compare several to an instruction. What follows a list is no part of it.
+        narrow = np.uint16 if width < 2**16 else np.uint32
+        real = np.arange(width, dtype=narrow) < lengths.astype(narrow)[:, :, None]
+        np.multiply(found.view(out.dtype).reshape(out.shape), real.reshape(out.shape), out=out)
+        return lengths[:, 0]
+
+    def _wide(self, begin: np.ndarray) -> np.ndarray:
+        found = self._from[np.minimum(begin, self._last)]
+        for i in np.flatnonzero(begin > self._last):
+            rest = self._bytes[begin[i] :]
+            found[i, : len(rest)] = rest
+        return found
+
+
+def _place(buffer: pa.Buffer | None, whole: pa.Buffer) -> int:
+    if buffer is None or not buffer.size:
+        return 0
+    at = int(buffer.address - whole.address)
+    if not 0 <= at <= whole.size - buffer.size or at % 8:
+        raise ValueError("it is compressed")
+    return at
+
+
+def _write_array_record(path: pathlib.Path, schema: Schema, blocks: Iterable[np.ndarray]) -> int:
     from array_record.python import array_record_module
 
     writer = array_record_module.ArrayRecordWriter(os.fspath(path), ARRAY_RECORD_OPTIONS)
-    count = 0
+    count, width = 0, schema.record_dtype.itemsize
     try:
         for block in blocks:
-            items = np.ascontiguousarray(block).view(np.uint8).reshape(len(block), -1)
-            width = items.shape[1]
-            data = items.tobytes()
+            data = np.ascontiguousarray(block).tobytes()
             for begin in range(0, len(data), width):
                 # At least one byte: an empty record could not be told from a missing one.
                 writer.write(data[begin : begin + width].rstrip(b"\0") or b"\0")
@@ -117,68 +291,12 @@ def _write_array_record(path: pathlib.Path, blocks: Any) -> int:
 _READER_OPTIONS = "index_storage_option:in_memory"
 
 
-def open_records(path: pathlib.Path, format: str, dtype: np.dtype[Any], count: int) -> RecordReader:
-    """Opens one file of records.
-
-    Raises:
-      BadInputError: naming the file, if it cannot be read or does not hold ``count`` records.
-    """
-    try:
-        if format == "arrayrecord":
-            return _ArrayRecordReader(path, dtype, count)
-        return (_RaggedReader if format == "ragged" else _FlatReader)(path, dtype, count)
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, BadInputError):
-            raise
-        reason = str(error).splitlines()[0]
-        raise BadInputError(f"{path} is damaged ({reason}): build the store again") from error
-
-
-class _RaggedReader:
-    def __init__(self, path: pathlib.Path, dtype: np.dtype[Any], count: int):
-        self._path, self._dtype, width = path, dtype, dtype.itemsize
-        whole = np.memmap(path, np.uint8, mode="r")
-        total, entry = (int(x) for x in whole[-16:].view("<i8"))
-        index = len(whole) - 16 - entry * count
-        if entry not in (4, 8) or total < 0 or index != total + (width if count else 0):
-            raise ValueError(f"its index is not that of {count} records")
-        self._ends = np.frombuffer(whole, f"<u{entry}", count, index)
-        # A full width from every byte on: what comes after an item's end is taken away.
-        self._from = np.lib.stride_tricks.as_strided(
-            whole, (total + 1 if count else 0, width), (1, 1)
-        )
-
-    def read(self, positions: np.ndarray) -> np.ndarray:
-        ends = self._ends[positions].astype(np.int64)
-        starts = np.where(positions > 0, self._ends[positions - 1], 0).astype(np.int64)
-        sizes, width = ends - starts, self._dtype.itemsize
-        if ((sizes < 0) | (sizes > width) | (ends >= len(self._from))).any():
-            raise BadInputError(f"{self._path} is damaged (its index): build the store again")
-        rows = self._from[starts]
-        narrow = np.uint16 if width < 2**16 else np.uint32  # compared several to an instruction
-        rows *= np.arange(width, dtype=narrow) < sizes.astype(narrow)[:, None]
-        return rows.view(self._dtype).reshape(len(positions))
-
-
-class _FlatReader:
-    def __init__(self, path: pathlib.Path, dtype: np.dtype[Any], count: int):
-        self._dtype = dtype
-        self._rows = np.memmap(path, np.uint8, mode="r").reshape(-1, dtype.itemsize)
-        if len(self._rows) != count:
-            raise ValueError(f"{len(self._rows)} records, expected {count}")
-
-    def read(self, positions: np.ndarray) -> np.ndarray:
-        # Rows of bytes: `take` copies them several times faster than structured items.
-        rows = np.take(self._rows, positions, axis=0)
-        return rows.view(self._dtype).reshape(len(positions))
-
-
 class _ArrayRecordReader:
-    def __init__(self, path: pathlib.Path, dtype: np.dtype[Any], count: int):
+    def __init__(self, path: pathlib.Path, schema: Schema, count: int):
         from array_record.python import array_record_module
 
         self._path = path
-        self._dtype = dtype
+        self._dtype = schema.record_dtype
         self._reader = array_record_module.ArrayRecordReader(os.fspath(path), _READER_OPTIONS)
         if self._reader.num_records() != count:
             raise ValueError(f"{self._reader.num_records()} records, expected {count}")
@@ -188,11 +306,8 @@ class _ArrayRecordReader:
         try:
             items = self._reader.read(positions.tolist()) if len(positions) else []
         except (RuntimeError, ValueError, IndexError) as error:
-            reason = str(error).splitlines()[0]
-            raise BadInputError(
-                f"{self._path} is damaged ({reason}): build the store again"
-            ) from error
+            raise _damaged(self._path, str(error).splitlines()[0]) from error
         data = b"".join([item.ljust(width, b"\0") for item in items])
         if len(data) != width * len(positions):
-            raise BadInputError(f"{self._path} is damaged (a record is too long): build it again")
+            raise _damaged(self._path, "a record is too long")
         return np.frombuffer(data, self._dtype)

@@ -11,12 +11,11 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dpfl_jax.data.build_plan import Row
 from dpfl_jax.data.documents import FORMATS, expand_paths
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
-from dpfl_jax.data.sets import arrays, bundled, characters, text
-from dpfl_jax.data.sources import Source, file_identity, sequence_number
+from dpfl_jax.data.sets import arrays, text
+from dpfl_jax.data.sources import Row, Source, file_identity
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.task import Task
 
@@ -53,24 +52,18 @@ SETS: dict[str, DataSource] = {
     "shakespeare": DataSource(_files(text.read_shakespeare, text.SHAKESPEARE), "speaking role"),
     "stack_overflow": DataSource(_files(text.read_stack_overflow), "account", None, _PARTS),
     "cc_news": DataSource(_files(text.read_cc_news), "base domain"),
-    "characters": DataSource(characters.read_windows, "speaking role", characters.TASK),
+    "characters": DataSource(text.read_windows, "speaking role", text.CHARACTERS_TASK),
     "femnist": DataSource(
         _files(arrays.read_femnist), "writer", Task("classes", (28, 28), 62), _PARTS
     ),
     "mnist": DataSource(_files(arrays.read_mnist), "image", Task("classes", (28, 28), 10), _PARTS),
-    "digits": DataSource(bundled.read_digits, "image", Task("classes", (8, 8), 10)),
+    "digits": DataSource(arrays.read_digits, "image", Task("classes", (8, 8), 10)),
     "heart_disease": DataSource(
         _files(arrays.read_scaled_heart_disease), "patient", Task("classes", (13,), 2)
     ),
-    "breast_cancer": DataSource(bundled.read_breast_cancer, "patient", Task("classes", (30,), 2)),
+    "breast_cancer": DataSource(arrays.read_breast_cancer, "patient", Task("classes", (30,), 2)),
     "diabetes": DataSource(
-        bundled.read_diabetes, "patient", Task("regression", (10,), scaled=False)
-    ),
-    "medical_cost": DataSource(
-        _files(arrays.read_medical_cost), "person", Task("regression", (6,), scaled=False)
-    ),
-    "obesity": DataSource(
-        _files(arrays.read_obesity), "person", Task("classes", (16,), 7, scaled=False)
+        arrays.read_diabetes, "patient", Task("regression", (10,), scaled=False)
     ),
 }
 
@@ -111,8 +104,8 @@ def set_source(section: SourceConfig, split: str = "train") -> Source:
     if chosen.task is None:
 
         def texts() -> Iterator[Row]:
-            for row, (user, document) in enumerate(chosen.read(section, split)):
-                yield user, sequence_number(0, row), document.encode()
+            for user, document in chosen.read(section, split):
+                yield user, document.encode()
 
         return Source(texts, identity, size)
     first = next(chosen.read(section, split), None)
@@ -121,7 +114,7 @@ def set_source(section: SourceConfig, split: str = "train") -> Source:
     schema = Schema.arrays(first[1], leading_axis=True)
 
     def packed() -> Iterator[Row]:
-        for row, (user, batch) in enumerate(chosen.read(section, split)):
-            yield user, sequence_number(0, row), schema.pack(batch).tobytes()
+        for user, batch in chosen.read(section, split):
+            yield user, schema.pack(batch).tobytes()
 
     return Source(packed, identity, size, schema)

@@ -3,14 +3,12 @@
 Layout of a store's folder::
 
     manifest.json            version, schema, counts, checksums, tokeniser, how it was built
-    offsets.npy              int64 [num_users + 1], the positions of each user's examples
-    ids.npy, ids_ends.npy    user ids: UTF-8 bytes of all, int64 end of each
-    shard-00000-of-00016.*   records, users in store order, no user in two shards
+    users.arrow              of each user the id and how many examples there are, in store order
+    shard-00000-of-00016.*   examples, users in store order, no user in two shards
 
-Shards are ArrayRecord files (compressed, readable by other tools) or ragged files (memory-mapped:
-the fastest random access). Opening reads the manifest and the offsets:
-8 bytes a user; ids stay on disk. The manifest is written last and the folder renamed into place, so
-a folder that opens is complete.
+Shards are Arrow files (memory-mapped: the fastest random access) or ArrayRecord files (compressed,
+for object stores). Opening reads the manifest and the counts: 8 bytes a user; ids stay on disk. The
+manifest is written last and the folder renamed into place, so a folder that opens is complete.
 """
 
 from __future__ import annotations
@@ -25,10 +23,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pydantic
 
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
-from dpfl_jax.data.records import READABLE, RecordReader, open_records
+from dpfl_jax.data.records import FORMATS, RecordReader, open_records
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import StoreBase, content_fingerprint
 from dpfl_jax.errors import BadInputError
@@ -36,9 +37,8 @@ from dpfl_jax.files import within
 
 MANIFEST = "manifest.json"
 KIND = "dpfl_jax user-partitioned store"
-VERSION = 1
-_INDEX = {"offsets.npy", "ids.npy", "ids_ends.npy"}
-SHARED_VERSION = 2  # as 1, but of sets of owners: older programs would take each for a user
+VERSION = 3
+USERS = "users.arrow"
 
 
 def sha256_file(path: pathlib.Path) -> str:
@@ -55,20 +55,18 @@ class FileEntry:
       file: name within the store's folder.
       bytes: its size.
       sha256: hex digest of its contents.
-      users: users whose examples it holds (shards only).
       examples: examples it holds (shards only).
     """
 
     file: str
     bytes: int
     sha256: str
-    users: int = 0
     examples: int = 0
 
     @classmethod
-    def of(cls, path: pathlib.Path, users: int = 0, examples: int = 0) -> FileEntry:
+    def of(cls, path: pathlib.Path, examples: int = 0) -> FileEntry:
         """Describes a file that is there."""
-        return cls(path.name, path.stat().st_size, sha256_file(path), users, examples)
+        return cls(path.name, path.stat().st_size, sha256_file(path), examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +75,12 @@ class Manifest:
 
     Attributes:
       schema: layout of an example.
-      shard_format: ``"arrayrecord"`` or ``"ragged"`` (or ``"flat"``, of an older build).
+      shard_format: ``"arrow"`` or ``"arrayrecord"``.
       num_users: users in all shards.
       num_examples: examples in all shards.
       fingerprint: digest of users and examples, the same for every way of storing them.
       shards: in store order.
-      index: ``offsets.npy``, ``ids.npy``, ``ids_ends.npy``.
+      index: ``users.arrow``.
       shared: whether users are sets of owners (``data/owners.py``).
       build: free-form facts about the build (sources, settings); no part of the content.
     """
@@ -93,25 +91,13 @@ class Manifest:
     num_examples: int
     fingerprint: str
     shards: tuple[FileEntry, ...]
-    index: tuple[FileEntry, ...]
+    index: FileEntry
     shared: bool = False
     build: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes ``manifest.json``, durably and in one step."""
-        body = {
-            "kind": KIND,
-            "version": SHARED_VERSION if self.shared else VERSION,
-            "schema": self.schema.to_json(),
-            "tokenizer": self.schema.tokenizer,
-            "shard_format": self.shard_format,
-            "num_users": self.num_users,
-            "num_examples": self.num_examples,
-            "fingerprint": self.fingerprint,
-            "shards": [dataclasses.asdict(s) for s in self.shards],
-            "index": [dataclasses.asdict(s) for s in self.index],
-            "build": self.build,
-        }
+        body = {"kind": KIND, "version": VERSION, **dataclasses.asdict(self)}
         body["checksum"] = _checksum(body)
         partial = folder / (MANIFEST + ".partial")
         with partial.open("w") as file:
@@ -134,30 +120,23 @@ class Manifest:
             )
         try:
             body = json.loads(path.read_bytes().decode())
-            if body["kind"] != KIND:
+            if body.pop("kind") != KIND:
                 raise ValueError("another kind of file")
-            version = body["version"]
-            checksum = body.pop("checksum")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadInputError(f"{path} is not a readable store manifest ({error})") from error
-        if version not in (VERSION, SHARED_VERSION):
-            raise BadInputError(
-                f"{path} has version {version}, but this program reads versions {VERSION} and "
-                f"{SHARED_VERSION}: build the store again"
-            )
-        if checksum != _checksum(body):
-            raise BadInputError(f"{path} was changed after it was written: build the store again")
-        return cls(
-            Schema.from_json(body["schema"]),
-            body["shard_format"],
-            body["num_users"],
-            body["num_examples"],
-            body["fingerprint"],
-            tuple(FileEntry(**s) for s in body["shards"]),
-            tuple(FileEntry(**s) for s in body["index"]),
-            version == SHARED_VERSION,
-            body["build"],
-        )
+            if (version := body.pop("version")) != VERSION:
+                raise BadInputError(
+                    f"{path} has version {version}, but this program reads version {VERSION}: "
+                    "build the store again"
+                )
+            if body.pop("checksum") != _checksum({"kind": KIND, "version": VERSION, **body}):
+                raise BadInputError(
+                    f"{path} was changed after it was written: build the store again"
+                )
+            return pydantic.TypeAdapter(Manifest).validate_python(body)
+        except BadInputError:
+            raise
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+            raise BadInputError(f"{path} is not a readable store manifest ({reason})") from error
 
 
 def _checksum(body: dict[str, Any]) -> str:
@@ -181,22 +160,21 @@ class ShardStore(StoreBase):
         self.manifest = Manifest.read(self.path)
         self.schema, self.of_sets = self.manifest.schema, self.manifest.shared
         self.unit_key = _unit_key(self.manifest.build.get("sources", {}))
-        if self.manifest.shard_format not in READABLE:
+        if self.manifest.shard_format not in FORMATS:
             raise BadInputError(
                 f"{self.path / MANIFEST}: unknown shard format {self.manifest.shard_format!r}"
             )
-        if {entry.file for entry in self.manifest.index} != _INDEX:
-            raise BadInputError(f"{self.path / MANIFEST} does not list {', '.join(sorted(_INDEX))}")
-        for entry in (*self.manifest.shards, *self.manifest.index):
+        if self.manifest.index.file != USERS:
+            raise BadInputError(f"{self.path / MANIFEST} does not list {USERS}")
+        for entry in (*self.manifest.shards, self.manifest.index):
             self._check_size(entry)
-        for entry in self.manifest.index:
-            self._check_sum(entry, "it belongs to another build or was damaged")
-        self.user_offsets = np.load(self.path / "offsets.npy")
-        ends = np.load(self.path / "ids_ends.npy", mmap_mode="r")
-        if len(self.user_offsets) != self.manifest.num_users + 1 or len(ends) != self.num_users:
-            raise BadInputError(f"{self.path / 'offsets.npy'}: the index disagrees with {MANIFEST}")
-        self._ids_ends = ends
-        self._ids = np.load(self.path / "ids.npy", mmap_mode="r")
+        self._check_sum(self.manifest.index, "it belongs to another build or was damaged")
+        users = pa.ipc.open_file(pa.memory_map(os.fspath(self.path / USERS))).read_all()
+        self._ids = users["user"]
+        self.user_offsets = np.concatenate([[0], np.cumsum(users["examples"], dtype=np.int64)])
+        counted = (self.num_users, self.num_examples)
+        if counted != (self.manifest.num_users, self.manifest.num_examples):
+            raise BadInputError(f"{self.path / USERS}: the index disagrees with {MANIFEST}")
         self._starts = np.cumsum([0, *(s.examples for s in self.manifest.shards)])
         self._readers: dict[int, RecordReader] = {}
         self._lock = threading.Lock()
@@ -230,11 +208,7 @@ class ShardStore(StoreBase):
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """Returns the ids of the users with these indices."""
-        names = []
-        for i in indices:
-            begin = int(self._ids_ends[i - 1]) if i else 0
-            names.append(self._ids[begin : int(self._ids_ends[i])].tobytes().decode())
-        return names
+        return list(self._ids.take(pa.array(indices, pa.int64())).to_pylist())
 
     def _reader(self, shard: int) -> RecordReader:
         reader = self._readers.get(shard)
@@ -245,7 +219,7 @@ class ShardStore(StoreBase):
                     self._readers[shard] = open_records(
                         self.path / entry.file,
                         self.manifest.shard_format,
-                        self.schema.record_dtype,
+                        self.schema,
                         entry.examples,
                     )
                 reader = self._readers[shard]
@@ -269,19 +243,14 @@ class ShardStore(StoreBase):
             out[rows] = self._reader(int(s)).read(positions[rows] - self._starts[s])
         return out
 
-    def verify(self, progress: Any = None) -> None:
+    def verify(self) -> None:
         """Reads every file again and compares all checksums, then every record's digest.
-
-        Args:
-          progress: called with the number of bytes of each shard when it is done.
 
         Raises:
           BadInputError: naming the first file that is not what was built.
         """
         for entry in self.manifest.shards:
             self._check_sum(entry, "a byte changed or it belongs to another build")
-            if progress is not None:
-                progress(entry.bytes)
         if content_fingerprint(self) != self.manifest.fingerprint:
             raise BadInputError(
                 f"{self.path}: the records are not those of the manifest; build the store again"

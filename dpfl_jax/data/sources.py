@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.data import python_source
-from dpfl_jax.data.build_plan import Row
 from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.keys import UserKey
@@ -23,13 +22,15 @@ from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 
+Row = tuple[str, bytes]  # user, and text or packed records
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Rows to build a store from.
 
     Attributes:
-      rows: opens the stream of (user id, sequence number, data).
+      rows: opens the stream of (user id, data).
       identity: says which rows these are, so that an interrupted build can tell a changed source.
       size: bytes of input, about; sets the number of shards.
       schema: layout of packed records, or None if the data are text to tokenise.
@@ -41,27 +42,6 @@ class Source:
     size: int
     schema: Schema | None = None
     bad: BadRows = dataclasses.field(default_factory=BadRows)
-
-
-def sequence_number(file: int, row: int) -> int:
-    """Returns the place of a row in its source: files in the order given, rows in file order."""
-    return (file << 40) | row
-
-
-def file_rows(
-    file: int,
-    path: pathlib.Path,
-    format: str | None,
-    user_column: str,
-    text_column: str,
-    csv: CsvFormat = PLAIN_CSV,
-    bad: BadRows | None = None,
-    conversations: Conversations | None = None,
-) -> Iterator[Row]:
-    """Yields the rows of one file; ``file`` is its place among the files of the build."""
-    documents = read_documents([path], format, user_column, text_column, csv, bad, conversations)
-    for row, (user, text) in enumerate(documents):
-        yield user, sequence_number(file, row), text.encode()
 
 
 def file_identity(path: pathlib.Path) -> list[Any]:
@@ -85,8 +65,9 @@ def file_source(
     files = [entry for p in paths for entry in file_identity(p)]
 
     def rows() -> Iterator[Row]:
-        for file, p in enumerate(paths):
-            yield from file_rows(file, p, format, user_column, text_column, csv, bad, conversations)
+        documents = read_documents(paths, format, user_column, text_column, csv, bad, conversations)
+        for user, text in documents:
+            yield user, text.encode()
 
     identity = {
         "files": files,
@@ -109,8 +90,7 @@ def python_files_source() -> Source:
     files = python_source.installed_package_files()
 
     def rows() -> Iterator[Row]:
-        for user, data in files.items():
-            yield user, 0, data
+        yield from files.items()
 
     sizes = {user: len(data) for user, data in files.items()}
     return Source(rows, {"python_files": sizes}, sum(sizes.values()))
@@ -167,10 +147,10 @@ def tfds_source(
             user = key(example, where)
             if schema is None:
                 assert text_column is not None
-                yield user, row, text_of(example, text_column, where).encode()
+                yield user, text_of(example, text_column, where).encode()
             else:
                 arrays = {f.name: np.asarray(example[f.name])[None] for f in schema.fields}
-                yield user, row, schema.pack(arrays).tobytes()
+                yield user, schema.pack(arrays).tobytes()
 
     return Source(rows, identity, size, schema)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,7 +33,7 @@ class Readable(Protocol):
 
 
 @runtime_checkable
-class Store(Protocol):
+class Store(Readable, Protocol):
     """What every store gives; samplers need no more than ``user_offsets``."""
 
     @property
@@ -50,10 +49,6 @@ class Store(Protocol):
         """Number of examples of all users."""
 
     @property
-    def user_offsets(self) -> np.ndarray:
-        """int64 [num_users + 1]: user u owns positions offsets[u]:offsets[u+1]."""
-
-    @property
     def examples_per_user(self) -> np.ndarray:
         """int64 [num_users]."""
 
@@ -63,9 +58,6 @@ class Store(Protocol):
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """Returns the ids of the users with these indices."""
-
-    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the examples at ``positions``: arrays with leading axis len(positions)."""
 
     def records(self, positions: np.ndarray) -> np.ndarray:
         """Returns the stored records at ``positions`` (see ``Schema.record_dtype``)."""
@@ -228,13 +220,6 @@ class StoreBase:
         return f"{type(self).__name__}(users={self.num_users}, examples={self.num_examples})"
 
 
-def write_to(store: Store, path: str | os.PathLike[str]) -> None:
-    """Writes a store to a new folder, memory-mapped when opened; see ``build.write_store``."""
-    from dpfl_jax.data.build import write_store
-
-    write_store(store, path, format="ragged")
-
-
 class ArrayStore(StoreBase):
     """A store whose records are one array, in memory or memory-mapped.
 
@@ -325,21 +310,6 @@ class ArrayStore(StoreBase):
     def records(self, positions: np.ndarray) -> np.ndarray:
         """Returns the stored records at ``positions``."""
         return self._records[positions]
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the store to a new folder that ``load`` memory-maps.
-
-        Raises:
-          BadInputError: if ``path`` exists or cannot be written.
-        """
-        write_to(self, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Store:
-        """Opens a folder written by ``save`` (or any store on disk), memory-mapped."""
-        from dpfl_jax.data.shards import open_store
-
-        return open_store(path)
 
 
 class UserView(StoreBase):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from dpfl_jax.data.columns import (
     inputs_of,
     is_pattern,
     missing_in,
-    read_cell,
     read_row,
     scaled,
     word_of,
@@ -264,25 +263,6 @@ def _other_header(where: str, names: list[str], header: list[str]) -> str:
         f"{where}: the columns are {names}, but those of the first row are {header}: name the "
         "inputs as data.input_columns"
     )
-
-
-def read_coded(
-    rows: Iterable[LocatedRow], columns: Mapping[str, Sequence[str] | None]
-) -> Iterator[list[float]]:
-    """Yields each row as numbers; words of a column count by their place in its list."""
-    words = {name: tuple(listed) for name, listed in columns.items() if listed is not None}
-    table = Table(tuple(columns), "", categories=words)
-    for where, row in rows:
-        numbers = []
-        for name in columns:
-            if name not in row:
-                raise no_column(where, name, sorted(row))
-            value = read_cell(row[name], name, table)
-            if isinstance(value, str):
-                wanted = f"not one of {list(words[name])}" if name in words else "not a number"
-                raise BadInputError(f"{where}: {name} is {wanted}")
-            numbers.append(value)
-        yield numbers
 
 
 def user_key(user_column: str | None) -> Callable[[Mapping[str, Any], str], str]:

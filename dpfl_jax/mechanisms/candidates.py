@@ -10,11 +10,12 @@ import functools
 from typing import Any
 
 from dpfl_jax.config.kinds import CENTRAL, options
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.mechanism import Mechanism
 
 # What mechanisms of all kinds take.
 _LOCAL_STEPS = ("local_learning_rate", "local_batch_size", "local_epochs")
-_COMMON = ("clip_norm", "clipping", "noise_multiplier", "arithmetic", *_LOCAL_STEPS)
+_COMMON = ("clip_norm", "clipping", "clip", "noise_multiplier", "arithmetic", *_LOCAL_STEPS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +87,16 @@ def at_budget(
       budget: expected gradient evaluations a step.
       group_size: for kinds that have one.
       **more: options of its own; those that it does not have are left out.
+
+    Raises:
+      BadInputError: ``chosen`` is no preset, or the sizes do not fit.
     """
-    preset: Any = CENTRAL[kind]
-    known, section = options(preset), {} if chosen is None else chosen.to_section()
+    known, section = options(CENTRAL[kind]), {} if chosen is None else chosen.to_section()
+    if chosen is not None and "kind" not in section:
+        raise BadInputError(
+            "the mechanism is spelled out part by part, of which no other size can be made: name a "
+            "preset (mechanism.kind)"
+        )
     sizes = {
         "group_size": group_size,
         "batch_size": budget,
@@ -97,5 +105,5 @@ def at_budget(
     kept = known if kind == section.get("kind") else _COMMON
     made = {name: section[name] for name in kept if name in section and name in known}
     made |= {name: value for name, value in (sizes | more).items() if name in known}
-    mechanism: Mechanism = preset(**made)
+    mechanism: Mechanism = CENTRAL.parse({"kind": kind, **made})
     return mechanism

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -339,6 +341,11 @@ class Mechanism:
 
         return summed
 
+    @property
+    def first_clip_norm(self) -> tuple[np.float32, ...]:
+        """What the first step gives its sum besides units, where the clip norm adapts."""
+        return (np.float32(self.clip.clip_norm),) if isinstance(self.clip, Adaptive) else ()
+
     def zero_sum(self, params: PyTree, *lead: int) -> PyTree:
         """Zeros in the structure of what a step sums, float32, with leading axes ``lead``."""
         zeros = jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), jnp.float32), params)
@@ -542,6 +549,32 @@ class Mechanism:
 
 
 CENTRAL.without_kind = Mechanism
+
+
+def code_outside(mechanism: Mechanism) -> list[str]:
+    """Digests of the code of parts that are not this package's; [] if there are none.
+
+    A section names such parts. If they are written anew, under the same names, they are another
+    mechanism, which must not draw the noise of the one before.
+    """
+    parts = [getattr(mechanism, f.name) for f in dataclasses.fields(mechanism)]
+    found = []
+    for part in (*parts, getattr(mechanism.participation, "scheme", None)):
+        for cls in type(part).__mro__:
+            if cls.__module__.split(".")[0] in ("dpfl_jax", "builtins", "abc", "typing"):
+                continue
+            members = sorted(vars(cls).items())
+            codes = [_code(getattr(m, "fget", getattr(m, "func", m))) for _, m in members]
+            found.append(hashlib.sha256(repr(codes).encode()).hexdigest())
+    return found
+
+
+def _code(function: Any) -> Any:
+    code = getattr(function, "__code__", function)
+    if not isinstance(code, types.CodeType):
+        return None
+    within = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return code.co_code, within, code.co_names
 
 
 def check_bounded(clip: Rule | Adaptive) -> None:

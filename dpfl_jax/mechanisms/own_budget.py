@@ -83,7 +83,7 @@ class OwnBudget(Named, kinds=BUDGETS):
 
     def check(self, clip: Any, noise_multiplier: float | None) -> None:
         """Raises BadInputError unless users can have budgets with these."""
-        if not isinstance(clip, (Flat, Normalized)):
+        if type(clip) not in (Flat, Normalized):  # what is run instead bounds as these do
             raise BadInputError(
                 f"mechanism.clipping is {clip.kind}, but a user's own bound is that of the whole "
                 "gradient: set it to flat"

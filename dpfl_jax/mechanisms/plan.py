@@ -43,7 +43,7 @@ from dpfl_jax.mechanisms.batches import (
     units_of,
 )
 from dpfl_jax.mechanisms.central_statement import central_statement
-from dpfl_jax.mechanisms.mechanism import Mechanism
+from dpfl_jax.mechanisms.mechanism import Mechanism, code_outside
 from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches, in_pieces
@@ -451,7 +451,9 @@ class Plan:
     @functools.cached_property
     def digest(self) -> str:
         """Identifies mechanism, data, steps and delta. Execution is no part of it."""
-        content = json.dumps([self.stated, self.data_digest], sort_keys=True)
+        content = json.dumps(
+            [self.stated, self.data_digest, *code_outside(self.mechanism)], sort_keys=True
+        )
         return hashlib.sha256(content.encode()).hexdigest()
 
     def event(self, steps: int | None = None) -> Any:

@@ -447,6 +447,10 @@ def parse_known(section: dict[str, Any]) -> Mechanism:
       BadInputError: no mechanism has it.
     """
     if is_earlier(section):
+        if today := {"arithmetic", "cap", "period"} & {*section}:
+            raise BadInputError(
+                f"the section has {', '.join(sorted(today))} beside `noise` of an earlier version"
+            )
         section = dict(section)
         kind, noise = section.get("kind"), section.pop("noise")
         if kind == "none":

@@ -255,16 +255,26 @@ class Selection:
 
     # ---- what runs -------------------------------------------------------------------------
 
-    def noised(self, mechanism: Mechanism, steps: int) -> Mechanism:
-        """A cell's mechanism with the noise that was chosen for it."""
+    def noised(self, run: Trained) -> Mechanism:
+        """A cell's mechanism with the noise that was chosen for it.
 
-        def bare(one: Mechanism) -> Mechanism:
-            return dataclasses.replace(one, noise_multiplier=None)
+        Cells of one mechanism may differ in what is sampled from: another tokenizer makes another
+        number of examples of the same texts.
 
-        return next(
-            cell.mechanism
-            for cell in self.cells
-            if cell.steps == steps and bare(cell.mechanism) == bare(mechanism)
+        Raises:
+          BadInputError: there is no such cell.
+        """
+
+        def bare(one: Trained) -> Trained:
+            quiet = dataclasses.replace(one.mechanism, noise_multiplier=None)
+            return dataclasses.replace(one, mechanism=quiet)
+
+        for cell in self.cells:
+            if bare(cell) == bare(run):
+                return cell.mechanism
+        raise BadInputError(
+            "a cell of the sweep is none of those that its noise was chosen for: its data, "
+            "mechanism or steps changed; start another sweep"
         )
 
     def score(self, losses: np.ndarray, user_offsets: np.ndarray, key: RootKey) -> float:

@@ -99,7 +99,10 @@ def check_sum(
     widths = [pipeline.width(shape) for shape in pipeline.shapes or (None,) * len(host)]
     given = zip(host, capacities, widths, strict=True)
     which = [_places(b.num_units, min(_ROWS, most), width) for b, most, width in given]
-    trial = _Trial(summed, mechanism, params, frozen, pipeline.spread(host, which))
+    # As training gives it, which is the same program then.
+    adapting = place(mechanism.first_clip_norm, replicated(pipeline.mesh))
+    buckets = pipeline.spread(host, which)
+    trial = _Trial(summed, mechanism, params, frozen, buckets, adapting)
     reference = mechanism.clipped_grad(loss_fn, strategy="vmap", trainable=trainable)
     each = [units_of(mechanism, bucket) for bucket in _of_one_size(host)]
     if tolerance is None:
@@ -320,6 +323,7 @@ class _Trial:
     params: PyTree
     frozen: PyTree
     buckets: tuple[Bucket, ...]
+    adapting: tuple[jax.Array, ...]
 
     def run(self, real: Mask, blank: bool = False, rows: int = _ROWS) -> Sum:
         """The sum of the units at ``real``; ``blank``: the others' data are zeros."""
@@ -336,7 +340,7 @@ class _Trial:
                 for new, old in zip(blanked, units, strict=True)
             )
         used = tuple(np.int32(min(bucket.num_rows, rows)) for bucket in self.buckets)
-        return Sum(*self.summed(self.params, units, masks, used, self.frozen))
+        return Sum(*self.summed(self.params, units, masks, used, self.frozen, *self.adapting))
 
 
 @dataclasses.dataclass

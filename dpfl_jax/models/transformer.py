@@ -17,10 +17,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.models.attention import attend, visible, weighted
+from dpfl_jax.models.attention import (
+    attend,
+    rotary_frequencies,
+    rotary_tables,
+    rotate,
+    visible,
+    weighted,
+)
 from dpfl_jax.models.config import TransformerConfig
 from dpfl_jax.models.placement import pinned
-from dpfl_jax.models.rotary import frequencies, rotate, tables
 from dpfl_jax.task import takes_segments
 
 PyTree = Any
@@ -166,9 +172,9 @@ class Attention(nn.Module):
         if c.positions != "rotary":
             return q, k
         most = c.max_seq_len if self.decode else length
-        angles: Any = tables(most, frequencies(c.width, c.rope_theta, c.rope_scaling))
+        angles: Any = rotary_tables(most, rotary_frequencies(c.width, c.rope_theta, c.rope_scaling))
         if c.local_rope_theta is not None:
-            near = tables(most, frequencies(c.width, c.local_rope_theta))
+            near = rotary_tables(most, rotary_frequencies(c.width, c.local_rope_theta))
             angles = [jnp.where(local, a, b) for a, b in zip(near, angles)]
         if self.decode:
             angles = (

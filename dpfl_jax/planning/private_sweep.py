@@ -145,7 +145,8 @@ class PrivateSweep:
         runs = [self._prepared(cell) for cell in self._cells]
         first = runs[0]
         selection = self._calibrated(runs)
-        known = [first.data.train.fingerprint, first.people.fingerprint]
+        of_data = (run.data.train.fingerprint for run in runs)
+        known = [*dict.fromkeys(of_data), first.people.fingerprint]
         for run in {run.config.model.checkpoint: run for run in runs}.values():
             facts = run.facts()  # files may move, but other content would get the same noise
             known += [facts[name] for name in ("checkpoint", "public") if name in facts]
@@ -165,7 +166,9 @@ class PrivateSweep:
             runs = [
                 dataclasses.replace(
                     run,
-                    mechanism=selection.noised(run.mechanism, run.config.train.steps),
+                    mechanism=selection.noised(
+                        Trained(run.mechanism, run.population, run.config.train.steps)
+                    ),
                     delta=selection.delta,
                     selection=selection,
                 )
@@ -277,6 +280,12 @@ class PrivateSweep:
     def _calibrated(self, runs: list[Scored]) -> Selection:
         """The selection with the noise of all its cells."""
         first = runs[0].selection
+        if any(run.selection.bound != first.bound for run in runs):
+            raise BadInputError(
+                "the cells' losses have other natural bounds (vocabularies or classes), but one "
+                "score compares them: give the most that one person's mean loss may count for "
+                "(--loss-bound 4)"
+            )
         trained = {repr(run.selection.cells): run.selection.cells[0] for run in runs}
         return Selection.calibrated(
             list(trained.values()),

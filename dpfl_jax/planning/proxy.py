@@ -39,7 +39,8 @@ from dpfl_jax.planning.planner import Planner
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
-from dpfl_jax.training.start import make_optimizer, starting_params, trained_by_name
+from dpfl_jax.training.optimizers import make_optimizer
+from dpfl_jax.training.start import starting_params, trained_by_name
 
 
 @dataclasses.dataclass(frozen=True)

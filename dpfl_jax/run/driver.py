@@ -247,7 +247,7 @@ def drive(
     )
     asked = _Asked(run_dir, steps, resumed or 0)
     if charge is not None:
-        processes.primary_first(lambda: charge(key.fingerprint))
+        processes.on_primary(lambda: charge(key.fingerprint))
     if run_dir is not None and checkpoints is not None:
         if run_dir.computed_with(algorithm.hardware, algorithm.layout):
             caveats = (*caveats, MOVED_CAVEAT)
@@ -515,7 +515,8 @@ class _Meter:
         """
         columns, row = self._read
         mine = (*self._pending[2:], columns, getattr(signal, stop or "", 0))
-        tokens, places, read, signals = processes.gather_numbers(*mine).T
+        all_of_them = processes.gather([int(number) for number in mine])
+        tokens, places, read, signals = np.array(all_of_them, np.int64).T
         self._seen = (
             round(tokens.sum() * row / read.sum()),
             round(places.sum() * row / read.sum()),

@@ -143,14 +143,14 @@ def run_prepared(
     kept.pop("processes")  # where a run computes is no part of it
     fingerprint = config_fingerprint(config)
     processes.check_same({"configuration": fingerprint})
-    processes.primary_first(lambda: RunDirectory.check(run_dir, fingerprint, kept))
+    processes.on_primary(lambda: RunDirectory.check(run_dir, fingerprint, kept))
     openers = [sink_of(name) for name in config.metrics.sinks]
-    prepared = processes.together(prepare)
+    prepared = processes.on_all_hosts(prepare)
     key = key if config.seed is None else RootKey.from_seed(config.seed)
     directory = open_directory(run_dir, kept, key, prepared.facts(), fingerprint)
     sinks: tuple[Sink, ...] = ()
     try:
-        prepared = processes.together(lambda: prepared.going_on(directory))
+        prepared = processes.on_all_hosts(lambda: prepared.going_on(directory))
         verb = "resuming" if directory.resumed else "starting"
         console.print(f"{verb} {config.name} in {directory.path}")
         for line in prepared.headline():
@@ -203,9 +203,9 @@ def open_directory(
     if fingerprint is None:
         plain = json.dumps(content, sort_keys=True)
         fingerprint = hashlib.sha256(plain.encode()).hexdigest()[:16]
-    mine = processes.primary_first(lambda: RunDirectory(run_dir, content, fingerprint, key, facts))
+    mine = processes.on_primary(lambda: RunDirectory(run_dir, content, fingerprint, key, facts))
     introduction = processes.broadcast(None if mine is None else mine.introduction())
-    return processes.together(lambda: mine or RunDirectory.join(introduction, facts))
+    return processes.on_all_hosts(lambda: mine or RunDirectory.join(introduction, facts))
 
 
 class _Bill:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from dpfl_jax.config.base import ProcessesConfig
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -41,11 +42,6 @@ def is_primary() -> bool:
 def many() -> bool:
     """Whether the run has more than one process."""
     return jax.process_count() > 1
-
-
-def count() -> int:
-    """How many processes the run has."""
-    return jax.process_count()
 
 
 def start(section: ProcessesConfig) -> bool:
@@ -124,12 +120,12 @@ def start(section: ProcessesConfig) -> bool:
 
 def _many_are_announced() -> bool:
     """Whether the environment says that this is one of several processes."""
-    for count, own in (
+    for total, own in (
         ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ):
-        if own in os.environ and os.environ.get(count, "1").isdigit():
-            return int(os.environ.get(count, "1")) > 1
+        if own in os.environ and os.environ.get(total, "1").isdigit():
+            return int(os.environ.get(total, "1")) > 1
     if "JAX_COORDINATOR_ADDRESS" in os.environ or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ:
         return True
     return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
@@ -140,13 +136,10 @@ def _many_are_announced() -> bool:
 
 def gather(value: Any) -> list[Any]:
     """Returns the values (plain JSON) of all processes, in their order. All must call it."""
-    if not many():
-        return [json.loads(json.dumps(value))]
-    from jax.experimental import multihost_utils
-
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).reshape(-1)
-    padded = np.zeros(int(lengths.max()), np.uint8)
+    # Whole pages: a program is compiled for each size.
+    padded = np.zeros(-(-int(lengths.max()) // 512) * 512, np.uint8)
     padded[: len(data)] = data
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [json.loads(row[:n].tobytes()) for row, n in zip(rows, lengths)]
@@ -155,18 +148,6 @@ def gather(value: Any) -> list[Any]:
 def broadcast(value: Any) -> Any:
     """Returns process 0's value (plain JSON) in every process. All must call it."""
     return gather(value if is_primary() else None)[0]
-
-
-def gather_numbers(*values: int) -> np.ndarray:
-    """Returns numbers of all processes, int64 [processes, len(values)]. All must call it."""
-    mine = np.array(values, np.int64)
-    if not many():
-        return mine[None]
-    from jax.experimental import multihost_utils
-
-    # JAX carries 32 bits.
-    halves = np.asarray(multihost_utils.process_allgather(mine.view(np.int32)))
-    return halves.reshape(-1, 2 * len(values)).view(np.int64)
 
 
 def fresh_key() -> RootKey:
@@ -178,39 +159,32 @@ def fresh_key() -> RootKey:
     return RootKey(bytes.fromhex(secret))
 
 
-def together(action: Callable[[], T]) -> T:
+def on_all_hosts(action: Callable[[], T]) -> T:
     """Runs ``action`` in every process; a bad input in one of them is one in all.
 
     Raises:
       AgreedError: the first process's sentence, if any process has one.
     """
-    return _agreed(action, everywhere=True)
+    if not many():
+        return action()
+    result, sentence = None, None
+    try:
+        result = action()
+    except BadInputError as error:
+        sentence = str(error)
+    for process, found in enumerate(gather(sentence)):
+        if found is not None:
+            raise AgreedError(f"{found} (process {process})" if process else found)
+    return result  # type: ignore[return-value]
 
 
-def primary_first(action: Callable[[], T]) -> T | None:
+def on_primary(action: Callable[[], T]) -> T | None:
     """Runs ``action`` in process 0 while the others wait; returns its result there, None here.
 
     Raises:
       AgreedError: in every process, with process 0's sentence.
     """
-    return _agreed(action, everywhere=False)
-
-
-def _agreed(action: Callable[[], Any], everywhere: bool) -> Any:
-    if not many():
-        return action()
-    result, sentence = None, None
-    try:
-        if everywhere or is_primary():
-            result = action()
-    except BadInputError as error:
-        sentence = str(error)
-    sentences = gather(sentence)
-    for process, found in enumerate(sentences):
-        if found is not None:
-            where = f" (process {process})" if process else ""
-            raise AgreedError(f"{found}{where}")
-    return result
+    return on_all_hosts(lambda: action() if is_primary() else None)
 
 
 def check_same(facts: Mapping[str, Any]) -> None:
@@ -236,7 +210,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def ending_together(how: str, section: ProcessesConfig) -> Iterator[None]:
+def synchronized_shutdown(how: str, section: ProcessesConfig) -> Iterator[None]:
     """What goes wrong in one process of many ends the job with one sentence, and at once.
 
     An error that all have agreed on, or a stop that all have heard of, passes through. Anything

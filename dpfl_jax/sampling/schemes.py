@@ -228,8 +228,10 @@ class TruncatedPoisson(_Poisson):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cap is not None and self.cap < 1:
-            raise BadInputError(f"the cap of a draw is {self.cap}, but it must be at least 1")
+        if self.cap is not None and (type(self.cap) is not int or self.cap < 1):
+            raise BadInputError(
+                f"the cap of a draw is {self.cap}, but it must be a whole number, at least 1"
+            )
 
     def of_size(self, size: float, population: int, what: str) -> TruncatedPoisson:
         cap = math.ceil(size + 4.0 * math.sqrt(size)) if self.cap is None else self.cap
@@ -326,7 +328,7 @@ class CyclicPoisson(_Poisson):
 
 
 def _check_period(period: int) -> None:
-    if not (isinstance(period, int) and 1 <= period < 2**62):
+    if type(period) is not int or not 1 <= period < 2**62:
         raise BadInputError(
             f"the period is {period}, but it must be a whole number of steps, at least 1"
         )

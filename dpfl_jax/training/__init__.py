@@ -1,8 +1,29 @@
 """The central training engine: the jit-compiled private step, and the run around it."""
 
-from dpfl_jax.mesh import data_parallel_mesh
-from dpfl_jax.run.state import TrainState
-from dpfl_jax.training.central import FitResult, fit
-from dpfl_jax.training.step import make_train_step
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpfl_jax.mesh import data_parallel_mesh
+    from dpfl_jax.run.state import TrainState
+    from dpfl_jax.training.central import FitResult, fit
+    from dpfl_jax.training.step import make_train_step
+
+# Loaded on first use: an optimiser alone, which plans ask for, needs none of it.
+_HOMES = {
+    "FitResult": "dpfl_jax.training.central",
+    "TrainState": "dpfl_jax.run.state",
+    "data_parallel_mesh": "dpfl_jax.mesh",
+    "fit": "dpfl_jax.training.central",
+    "make_train_step": "dpfl_jax.training.step",
+}
 
 __all__ = ["FitResult", "TrainState", "data_parallel_mesh", "fit", "make_train_step"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,8 @@ import numpy as np
 import optax
 
 from dpfl_jax.accounting import cells
+from dpfl_jax.audit.kept import RunAudit
+from dpfl_jax.audit.trials import LONG
 from dpfl_jax.clipping import join
 from dpfl_jax.clipping.rules import WholeGradientRule
 from dpfl_jax.config.schema import AuditConfig
@@ -31,8 +33,6 @@ from dpfl_jax.data.owners import whole_of
 from dpfl_jax.data.pipeline import is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence.kept import RunAudit
-from dpfl_jax.evidence.trials import LONG
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import splits_parameters

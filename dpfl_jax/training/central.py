@@ -12,6 +12,7 @@ import optax
 from rich.console import Console
 
 from dpfl_jax import accounting
+from dpfl_jax.audit.kept import RunAudit
 from dpfl_jax.clipping import Trainable, convolutions, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.schema import AuditConfig
@@ -21,7 +22,6 @@ from dpfl_jax.data.owners import by_set, people
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, expect_store
 from dpfl_jax.errors import BadInputError, expect, room_on_disk
-from dpfl_jax.evidence.kept import RunAudit
 from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces

@@ -20,7 +20,7 @@ from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, build_by_name
 from dpfl_jax.models.checkpoint import save_adapter, save_checkpoint
-from dpfl_jax.models.checkpoint.families import has_family
+from dpfl_jax.models.checkpoint.families import family_of
 from dpfl_jax.models.checkpoint.load import flat_paths
 from dpfl_jax.models.lora import is_adapter
 from dpfl_jax.run.content import content_digest
@@ -144,7 +144,7 @@ def _adapter(trained: Any, out: Any, dtype: str) -> pathlib.Path:
 def _transformer(
     out: Any, model: LanguageModel, params: PyTree, base: str | None, size: dict[str, Any]
 ) -> tuple[pathlib.Path, str]:
-    if base is not None or has_family(model.config):
+    if base is not None or family_of(model.config):
         return save_checkpoint(out, model.config, params, like=base, **size), "huggingface"
     structure = {"transformer": dataclasses.asdict(model.config)}
     return save_named(out, params, structure, **size)[0], "named"

@@ -21,8 +21,8 @@ from dpfl_jax.accounting.statement import NAME, Statement, read
 from dpfl_jax.errors import BadInputError, repeated
 from dpfl_jax.models import LanguageModel, TransformerConfig, build_by_name
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config
-from dpfl_jax.models.checkpoint.adapter import ADAPTER_CONFIG
 from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, TensorWriter
+from dpfl_jax.models.checkpoint.save import ADAPTER_CONFIG
 from dpfl_jax.task import Task
 from dpfl_jax.training.modules import functional
 from dpfl_jax.training.own_model import built
@@ -135,11 +135,8 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
         params = load_checkpoint(folder, language.config, shapes)
         return Exported(params, language, None, guarantee)
     files = TensorFiles(folder, STRUCTURE)
-    try:
-        found = {name: jnp.asarray(files.whole(name)) for name in files}
-        structure = files.config
-    finally:
-        files.close()
+    found = {name: jnp.asarray(files.whole(name)) for name in files}
+    structure = files.config
     task = Task.of(structure["task"]) if structure.get("task") else None
     model = _library_model(structure, task) if model is None else model
     if like is None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 
+from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.errors import BadInputError, expect
 
 
@@ -109,3 +110,15 @@ def _parameters(factory: Any) -> list[str]:
         return list(inspect.signature(factory).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
+    """The Optax optimiser of a config section."""
+    return build_optimizer(
+        config.name,
+        config.learning_rate,
+        steps,
+        config.schedule,
+        config.warmup_steps,
+        dict(config.options),
+    )

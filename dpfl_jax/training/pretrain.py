@@ -188,7 +188,7 @@ def begin_from(pretrained: Pretrained, directory: RunDirectory, needed: bool) ->
                 "the checkpoint, or start another run"
             )
 
-    processes.primary_first(check)
+    processes.on_primary(check)
     if "base" not in directory.facts:
         directory.note("base", found)
 

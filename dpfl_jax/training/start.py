@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax.config import RunConfig, config_to_dict
-from dpfl_jax.config.schema import ModelConfig, OptimizerConfig
+from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.data import DataConfig, Dataset
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import parameter_shardings, splits_parameters
@@ -32,7 +32,7 @@ from dpfl_jax.models import (
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import is_adapter
-from dpfl_jax.training.optimizers import build_optimizer
+from dpfl_jax.training.optimizers import make_optimizer
 from dpfl_jax.training.own_model import OwnModel
 from dpfl_jax.training.pretrain import Pretrained, pretrain
 
@@ -176,18 +176,6 @@ def check_trainable(section: ModelConfig, model: Any) -> int:
     if not total:
         raise BadInputError(f"model.trainable={section.trainable} leaves no parameter to train")
     return int(total)
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
-    """The Optax optimiser of a config section."""
-    return build_optimizer(
-        config.name,
-        config.learning_rate,
-        steps,
-        config.schedule,
-        config.warmup_steps,
-        dict(config.options),
-    )
 
 
 def starting_params(

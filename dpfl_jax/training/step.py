@@ -54,8 +54,7 @@ class TrainStep:
         def whole(
             state: TrainState, units: PyTree, mask: Any, rows: Any, noise_key: Any, frozen: PyTree
         ) -> tuple[TrainState, StepStats]:
-            adapting = getattr(state.noise, "clip_norm", None)
-            total, stats = summed(state.params, units, mask, rows, frozen, adapting)
+            total, stats = summed(state.params, units, mask, rows, frozen, *_adapting(state))
             return update(state, total, noise_key), stats
 
         self.whole = whole
@@ -70,11 +69,16 @@ class TrainStep:
         frozen: PyTree = None,
     ) -> tuple[TrainState, StepStats]:
         """Takes one step."""
-        adapting = getattr(state.noise, "clip_norm", None)
-        total, stats = self.sum(state.params, units, mask, num_microbatches, frozen, adapting)
-        if adapting is not None:  # a copy: the state is donated
-            stats = dataclasses.replace(stats, clip_norm=jnp.copy(adapting))
+        adapting = _adapting(state)
+        total, stats = self.sum(state.params, units, mask, num_microbatches, frozen, *adapting)
+        if adapting:  # a copy: the state is donated
+            stats = dataclasses.replace(stats, clip_norm=jnp.copy(adapting[0]))
         return self.update(state, total, noise_key), stats
+
+
+def _adapting(state: TrainState) -> tuple[jax.Array, ...]:
+    """The clip norm of this step, where it adapts: else nothing, as the check gives the sum."""
+    return (state.noise.clip_norm,) if hasattr(state.noise, "clip_norm") else ()
 
 
 def make_train_step(

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.data.sets.arrays import read_medical_cost
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.runs.silos import padded
 from reproductions._plots import band, columns, panel, ticks
 from reproductions._seeds import of
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._local_sgd import local_sgd_noise
+from reproductions.isrl._people import COST, read_people
 from reproductions.isrl._published import Published, silo_noise
 from reproductions.isrl._train import Task, best_over_steps, summary
 from reproductions.registry import Claim, Outcome, Settings, less
@@ -70,9 +70,7 @@ def load(folder: pathlib.Path | None) -> tuple[np.ndarray, np.ndarray]:
     if folder is None:
         x, y = bundled("diabetes", "insurance.csv (in a folder `insurance`)")
         return x / x.std(0), y.astype(np.float64)
-    people = [arrays for _, arrays in read_medical_cost(folder, "train")]
-    x = np.concatenate([p["x"] for p in people]).astype(np.float64)
-    return x, np.concatenate([p["label"] for p in people]).astype(np.float64)
+    return read_people(folder / "insurance.csv", COST)
 
 
 def run(settings: Settings) -> Outcome:

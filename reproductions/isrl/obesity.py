@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.data.sets.arrays import OBESITY_COLUMNS, read_obesity
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.runs.tasks import softmax
 from reproductions._plots import band, columns, panel, ticks
 from reproductions._seeds import of
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._local_sgd import local_sgd_noise
+from reproductions.isrl._people import OBESITY, read_people
 from reproductions.isrl._published import Published, silo_noise
 from reproductions.isrl._train import Task, best_over_steps, summary
 from reproductions.registry import Claim, Outcome, Settings, between, less
@@ -56,13 +56,12 @@ def load(folder: pathlib.Path | None) -> tuple[np.ndarray, np.ndarray]:
         kept = digits < CLASSES
         pixels = np.concatenate([pixels[kept] / 16.0, np.ones((kept.sum(), 1))], axis=1)
         return pixels.astype(np.float32), digits[kept]
-    people = [person for _, person in read_obesity(folder, "all")]
-    x = np.concatenate([p["x"] for p in people]).astype(np.float64)
+    x, levels = read_people(folder / "ObesityDataSet_raw_and_data_sinthetic.csv", OBESITY)
     for name in STANDARDISED:
-        column = x[:, list(OBESITY_COLUMNS).index(name)]
+        column = x[:, list(OBESITY).index(name)]
         column[:] = (column - column.mean()) / column.std()
     x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
-    return x.astype(np.float32), np.concatenate([p["label"] for p in people])
+    return x.astype(np.float32), levels.astype(np.int32)
 
 
 def draw(
@@ -160,7 +159,7 @@ def _trial(x: np.ndarray, y: np.ndarray, noise: list[Work], trial: int, repeats:
     train, test, largest = draw(x, y, np.random.default_rng(of(trial)))
     shape = (CLASSES, x.shape[1])
     task = Task(softmax, error_rate, train, test, shape, ROUNDS, BATCH, COHORT)
-    published = PUBLISHED_CLIP if x.shape[1] == len(OBESITY_COLUMNS) else 2 * largest
+    published = PUBLISHED_CLIP if x.shape[1] == len(OBESITY) else 2 * largest
     for arm, algorithm, epsilon, multiplier, theirs, spec in noise:
         clip = published if theirs else math.sqrt(2) * largest
         error = best_over_steps(

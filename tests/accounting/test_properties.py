@@ -15,6 +15,7 @@ from scipy import stats
 from dpfl_jax import accounting
 from dpfl_jax.accounting import cache, events
 from dpfl_jax.accounting.accountant import FINEST
+from dpfl_jax.accounting.calibrate import coarse_noise_multiplier
 from dpfl_jax.errors import BadInputError
 
 few = settings(derandomize=True, deadline=None, max_examples=8)
@@ -83,6 +84,20 @@ def test_calibrated_noise_is_certified_and_not_wasteful(epsilon, prob, size, ste
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("near", [0.2, 1.0, 30.0])
+@pytest.mark.parametrize(
+    "make_event",
+    [lambda s: events.els(s, 0.02, 8, 200), lambda s: events.allocated(s, 20, 50)],
+)
+def test_coarsely_calibrated_noise_is_certified_too(make_event, near, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFL_CACHE_DIR", str(tmp_path))
+    needed = accounting.calibrate_noise_multiplier(make_event, 2.0, 1e-6)
+    sigma = coarse_noise_multiplier(make_event, 2.0, 1e-6, near)
+    assert accounting.epsilon(make_event(sigma), 1e-6) <= 2.0
+    assert 1 <= sigma / needed <= 1.015
+    assert coarse_noise_multiplier(make_event, 2.0, 1e-6, 7.0) == sigma  # from disk
+
+
 def test_steps_probability_and_group_size_are_calibrated():
     def fits(event):
         return accounting.epsilon(event, 1e-6, resolution=FINEST) <= 2.0

@@ -27,7 +27,7 @@ def test_bench_data_small(tmp_path, capsys):
     assert main([*command, "--group-size", "4", "--row", "16", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert len(result["rows"]) == 10
-    assert {r["format"] for r in result["rows"]} == {"ragged", "arrayrecord"}
+    assert {r["format"] for r in result["rows"]} == {"arrow", "arrayrecord"}
     assert all(r["users"] == 300 and r["examples"] == 5000 for r in result["rows"])
     stores = [open_store(p) for p in sorted(tmp_path.iterdir())]
     for store in stores:

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from benchmarks import pods
+from benchmarks._pod_row import turns
+from dpfl_jax.cli._hlo import collectives
 from dpfl_jax.cli.main import main
 
 SMALL = {"vocab_size": 300, "num_layers": 1, "embed_dim": 32, "num_heads": 2}
@@ -52,8 +54,8 @@ def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
         row |= {"topology": job.topology, "group_size": job.group_size, "parameters": 7_500_000_000}
         if job.unit == "uls":
             return {**row, "error": "not compiled within 5 s"}
-        loop = {"kind": "all-gather", "in_loop": True, "bytes": 2**20, "executed_bytes": 2**23}
-        once = {"kind": "all-reduce", "in_loop": False, "bytes": 2**20, "executed_bytes": 2**20}
+        loop = {"kind": "all-gather", "in_loop": True, "bytes": 2**23}
+        once = {"kind": "all-reduce", "in_loop": False, "bytes": 2**20}
         numbers = {"peak_bytes": 3 * 2**30, "hbm_bytes": 16 * 2**30, "flops_ratio": 1.04}
         return {**row, **numbers, "mesh": {"data": 4, "fsdp": 4, "tensor": 1}, "fits": True,
                 "microbatch_size": 8, "largest_microbatch_size": 8,
@@ -89,6 +91,37 @@ def test_what_is_unknown_is_refused(bad, capsys):
     assert bad[1] in error
 
 
+CONDITION = """%cond (t: (s32[], f32[4])) -> pred[] {
+  %limit.1 = s32[]{:T(128)} constant(12)
+  %count = s32[]{:T(128)} get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%count, %limit.1), direction=LT, metadata={op_name="lt"}
+}
+"""
+LOOP = """%inner (p: f32[4]) -> f32[4] {
+  ROOT %ar = f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add
+}
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %c = f32[4]{0} call(%x), to_apply=%inner
+}
+ENTRY %main (a: f32[8,2]) -> f32[8,2] {
+  %w = (s32[], f32[4]{0}) while(%init), condition=%cond, body=%bodyTRIPS
+  %h = f32[16]{0} all-gather(%g), dimensions={0}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "hlo",
+    [
+        LOOP.replace("TRIPS", ', backend_config={"known_trip_count":{"n":"12"}}'),
+        CONDITION + LOOP.replace("TRIPS", ""),  # only the loop's condition says how often it turns
+    ],
+)
+def test_what_a_loop_sends_counts_as_often_as_it_turns(hlo):
+    found = {(c.kind, c.in_loop): c.bytes for c in collectives(hlo, turns)}
+    assert found == {("all-reduce", True): 12 * 16, ("all-gather", False): 64}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("trains", ["full", "lora"])
 def test_a_row_is_compiled_in_a_process_of_its_own(monkeypatch, capsys, trains):
@@ -100,4 +133,4 @@ def test_a_row_is_compiled_in_a_process_of_its_own(monkeypatch, capsys, trains):
     assert row["flops_ratio"] > 0.8
     assert row["temp_bytes"] > 0
     assert (row["trained_parameters"] == row["parameters"]) is (trains == "full")
-    assert any(c["executed_bytes"] > 0 for c in row["collectives"])
+    assert any(c["bytes"] > 0 for c in row["collectives"])

@@ -32,7 +32,7 @@ def train(tmp_path, data, capsys, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("store_format", ["arrayrecord", "ragged"])
+@pytest.mark.parametrize("store_format", ["arrow", "arrayrecord"])
 def test_a_built_store_trains_like_its_files(tmp_path, capsys, store_format):
     rng = np.random.default_rng(0)
     rows = [

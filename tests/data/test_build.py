@@ -1,6 +1,6 @@
 """Stores on disk: one content however built, resumable, all or nothing."""
 
-import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -9,23 +9,25 @@ import random
 import subprocess
 import sys
 
+import duckdb
 import numpy as np
+import pyarrow.dataset
 import pytest
 
 from dpfl_jax.data import (
     ArrayStore,
     ByteTokenizer,
     DataConfig,
+    Schema,
     from_texts,
     load_dataset,
+    records,
     store_from_documents,
 )
 from dpfl_jax.data import build as build_module
-from dpfl_jax.data.build import build_store, write_store
-from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
+from dpfl_jax.data.build import BuildPlan, build_store, default_num_shards, write_store
 from dpfl_jax.data.documents import read_documents
-from dpfl_jax.data.records import open_records
-from dpfl_jax.data.shards import FileEntry, open_store
+from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.sources import file_source
 from dpfl_jax.errors import BadInputError
 
@@ -50,7 +52,7 @@ def memory(files):
     return store_from_documents(documents, ByteTokenizer(), 32)
 
 
-def build(files, out, shards=4, format="arrayrecord", **settings):
+def build(files, out, shards=4, format="arrow", **settings):
     source = file_source(str(files / "*.jsonl"))
     plan = BuildPlan.for_text("bytes", 32, num_shards=shards, shard_format=format)
     return build_store(source.rows, out, plan, sources=source.identity, **settings)
@@ -68,8 +70,8 @@ def assert_same(a, b):
     assert a.fingerprint == b.fingerprint
 
 
-@pytest.mark.parametrize("format", ["arrayrecord", "ragged"])
-@pytest.mark.parametrize("shards", [1, 7, 200])
+@pytest.mark.parametrize("format", ["arrow", "arrayrecord"])
+@pytest.mark.parametrize("shards", [1, 7, 40])
 def test_disk_and_memory_are_the_same_store(files, memory, tmp_path, format, shards):
     store = build(files, tmp_path / "store", shards, format)
     assert_same(store, memory)
@@ -86,7 +88,7 @@ def test_two_processes_build_the_same_bytes(files, tmp_path):
     assert one.manifest.shards == two.manifest.shards
 
 
-@pytest.mark.parametrize("format", ["arrayrecord", "ragged"])
+@pytest.mark.parametrize("format", ["arrow", "arrayrecord"])
 def test_saving_a_view_and_loading_it(memory, tmp_path, format):
     from dpfl_jax.data import limit_store
 
@@ -102,38 +104,84 @@ def test_array_store_save_load_of_plain_arrays(tmp_path):
         for i in range(30)
     ]
     store = ArrayStore.from_users(users)
-    store.save(tmp_path / "store")
-    assert_same(ArrayStore.load(tmp_path / "store"), store)
+    write_store(store, tmp_path / "store")
+    assert_same(open_store(tmp_path / "store"), store)
     # All-zero records survive the removal of trailing zeros.
     zeros = ArrayStore.from_users([("a", {"x": np.zeros((3, 4))})])
-    for format in ("arrayrecord", "ragged"):
+    for format in ("arrow", "arrayrecord"):
         assert_same(write_store(zeros, tmp_path / format, format), zeros)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "float16", "float64", "bfloat16", "float8_e4m3fn", "complex128"]
+)
+def test_numbers_of_every_kind_come_back(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_BATCH_BYTES", 100)  # several record batches
+    rng = np.random.default_rng(0)
+    users = [
+        (f"u{i}", {"a": rng.integers(0, 2, (i + 1, 3, 2)).astype(dtype), "b": np.arange(i + 1)})
+        for i in range(9)
+    ]
+    store = ArrayStore.from_users(users)
+    assert_same(write_store(store, tmp_path / "store"), store)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_answers_of_any_length_come_back(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_BATCH_BYTES", 300)
+    schema = Schema.answers(11, 259, pairs=pairs)
+    rng = np.random.default_rng(0)
+    lead = (2,) if pairs else ()
+    users = []
+    for i in range(20):
+        lengths = rng.integers(0, 12, (i % 3 + 1, *lead, 1))
+        tokens = np.where(
+            np.arange(11) < lengths, rng.integers(0, 259, (*lengths.shape[:-1], 11)), 0
+        )
+        users.append((f"u{i}", {"tokens": tokens, "mask": rng.integers(0, 2, tokens.shape) > 0}))
+    store = ArrayStore.from_users(users, schema)
+    assert_same(write_store(store, tmp_path / "store"), store)
+
+
+def test_duckdb_reads_the_files(memory, tmp_path):
+    write_store(memory, tmp_path / "store")
+    shards = sorted(map(str, (tmp_path / "store").glob("shard-*.arrow")))
+    examples = duckdb.from_arrow(pyarrow.dataset.dataset(shards, format="arrow"))
+    tokens = memory.read(np.arange(memory.num_examples))["mask"].sum()
+    found = examples.aggregate("count(*), sum(len(tokens))").fetchall()
+    assert found == [(memory.num_examples, tokens)]
+    index = pyarrow.dataset.dataset(tmp_path / "store" / "users.arrow", format="arrow")
+    users = duckdb.from_arrow(index).fetchall()
+    names = memory.user_ids(range(memory.num_users))
+    assert users == list(zip(names, memory.examples_per_user.tolist(), strict=True))
+
+
+def test_polars_reads_the_files(memory, tmp_path):
+    polars = pytest.importorskip("polars")
+    write_store(memory, tmp_path / "store")
+    frame = polars.scan_ipc(tmp_path / "store" / "shard-*.arrow")
+    assert frame.select(polars.len()).collect().item() == memory.num_examples
+
+
+@pytest.mark.slow  # of which importing it is most
+def test_datasets_reads_the_files(memory, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    write_store(memory, tmp_path / "store")
+    shards = sorted(map(str, (tmp_path / "store").glob("shard-*.arrow")))
+    found = datasets.Dataset(pyarrow.dataset.dataset(shards, format="arrow").to_table())
+    assert found.num_rows == memory.num_examples
+    first = memory.read(np.arange(1))
+    assert found[0]["tokens"] == first["tokens"][first["mask"]].tolist()
 
 
 def test_a_store_of_short_texts_is_as_small_as_its_text(tmp_path):
     texts = [("u", "x" * length) for length in (1, 40, 60, 3000)] * 500
     store = from_texts(texts, ByteTokenizer(), seq_len=4096)
-    written = write_store(store, tmp_path / "store", "ragged")
+    written = write_store(store, tmp_path / "store", "arrow")
     assert_same(written, store)
-    # Two bytes a token, four its length, four where it ends.
-    held = sum(2 * (len(text) + 2) + 8 for _, text in texts)
-    assert sum(entry.bytes for entry in written.manifest.shards) < 1.01 * held + 2 * 4096 + 64
-
-
-def test_rows_of_full_width_as_they_were_once_written_open(memory, tmp_path):
-    folder = tmp_path / "store"
-    written = write_store(memory, folder, "ragged")
-    shards = []
-    for entry in written.manifest.shards:
-        path = folder / entry.file
-        reader = open_records(path, "ragged", memory.schema.record_dtype, entry.examples)
-        old = path.with_suffix(".records")
-        old.write_bytes(reader.read(np.arange(entry.examples)).tobytes())
-        path.unlink()
-        shards.append(FileEntry.of(old, entry.users, entry.examples))
-    old_manifest = dataclasses.replace(written.manifest, shard_format="flat", shards=tuple(shards))
-    old_manifest.write(folder)
-    assert_same(open_store(folder), memory)
+    # Two bytes a token, four where a text ends.
+    held = sum(2 * (len(text) + 2) + 4 for _, text in texts)
+    assert sum(entry.bytes for entry in written.manifest.shards) < 1.01 * held + 1500
 
 
 def test_a_store_is_a_data_source_and_knows_its_tokenizer(files, tmp_path):
@@ -198,7 +246,7 @@ def test_an_interrupted_build_that_was_sent_changes_no_other_file(tmp_path):
     plan = BuildPlan.for_text("bytes", 8, num_shards=1)
     (tmp_path / "precious").write_text("kept")
     staging = build_module.prepare(tmp_path / "store", plan, {})
-    entry = {"file": "../precious", "bytes": 0, "sha256": "", "users": 0, "examples": 0}
+    entry = {"file": "../precious", "bytes": 0, "sha256": "", "examples": 0}
     side = {"entry": entry, "users": [], "counts": [], "digests": [], "dropped": 0}
     build_module.side_path(staging, plan, 0).write_text(json.dumps(side))
     with pytest.raises(BadInputError, match="usable"):
@@ -224,13 +272,40 @@ def test_changed_input_starts_over(files, tmp_path, monkeypatch):
     assert store.user_ids(range(store.num_users)) == ["only"]
 
 
+def test_a_table_of_rows_that_was_sent_reads_no_other_file(tmp_path):
+    plan = BuildPlan.for_text("bytes", 8)
+    (tmp_path / "secret").write_text("kept")
+    staging = build_module.prepare(tmp_path / "store", plan, {})
+    with duckdb.connect(str(staging / "rows.duckdb")) as made:
+        made.execute(
+            "CREATE VIEW rows AS SELECT 7::UBIGINT AS key, 'a'::BLOB AS user, 0::BIGINT AS seq, "
+            f"content AS data FROM read_blob('{tmp_path / 'secret'}')"
+        )
+        assert made.execute("SELECT data FROM rows").fetchall() == [(b"kept",)]
+    (staging / "grouped").write_text("0")
+    with pytest.raises(BadInputError, match="Permission Error"):
+        build_store(lambda: [], tmp_path / "store", plan)
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_a_killed_sort_left_is_in_no_way(files, memory, tmp_path):
+    source = file_source(str(files / "*.jsonl"))
+    plan = BuildPlan.for_text("bytes", 32)
+    staging = build_module.prepare(tmp_path / "store", plan, source.identity)
+    (staging / "rows.duckdb").write_bytes(b"half a table")
+    (staging / "rows.duckdb.7.sorting").mkdir()
+    built = build_store(source.rows, tmp_path / "store", plan, sources=source.identity)
+    assert_same(built, memory)
+    assert len(list(built.path.iterdir())) == 3
+
+
 @pytest.mark.slow
 def test_killed_build_resumes(files, memory, tmp_path):
     """kill -9 between two shards, in a real process."""
     program = f"""
 import os, signal
 from dpfl_jax.data import build as b
-from dpfl_jax.data.build_plan import BuildPlan
+from dpfl_jax.data.build import BuildPlan
 from dpfl_jax.data.sources import file_source
 real, done = b.encode_partition, []
 def encode(*args):
@@ -251,7 +326,7 @@ b.build_store(source.rows, {str(tmp_path / "store")!r}, plan, sources=source.ide
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("format", ["arrayrecord", "ragged"])
+@pytest.mark.parametrize("format", ["arrow", "arrayrecord"])
 def test_disk_full_is_one_sentence_and_the_build_goes_on_later(files, memory, tmp_path, format):
     """A file-size limit makes every larger write fail, in C++ writers too."""
     program = f"""
@@ -274,19 +349,17 @@ sys.exit(main(["data", "build", "--input", {str(files / "*.jsonl")!r}, "--out",
 
 
 def test_disk_full_while_encoding_names_the_shard(files, memory, tmp_path, monkeypatch):
-    from dpfl_jax.data import records
-
-    def full(path, blocks):
+    def full(path, schema, blocks):
         next(iter(blocks))
         path.write_bytes(b"half")
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "write_ragged", full)
+        patch.setattr(records, "_write_arrow", full)
         with pytest.raises(BadInputError, match=r"shard-00000-of-00004.*No space left on device"):
-            build(files, tmp_path / "store", format="ragged")
-    assert not list((tmp_path / "store.building").glob("*.ragged*"))
-    assert_same(build(files, tmp_path / "store", format="ragged"), memory)
+            build(files, tmp_path / "store", format="arrow")
+    assert not list((tmp_path / "store.building").glob("*.arrow*"))
+    assert_same(build(files, tmp_path / "store", format="arrow"), memory)
 
 
 def test_bad_rows_leave_nothing_behind(tmp_path):
@@ -313,7 +386,18 @@ def test_settings_are_checked():
     with pytest.raises(BadInputError, match="number of shards"):
         BuildPlan.for_text("bytes", 8, num_shards=0)
     assert default_num_shards(1) == 1
-    assert default_num_shards(2**40) == 512
+    assert default_num_shards(2**40) == 4096
+
+
+def test_a_shard_has_the_users_of_its_keys():
+    for shards in (1, 3, 7):
+        plan = BuildPlan.for_text("bytes", 8, num_shards=shards)
+        bounds = [plan.keys(shard) for shard in range(shards)]
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == 2**64 - 1
+        for (_, high), (low, _) in itertools.pairwise(bounds):
+            assert low == high + 1
+            assert ((high * shards) >> 64) + 1 == (low * shards) >> 64
 
 
 def test_users_are_spread_evenly_over_shards():

@@ -5,15 +5,18 @@ import json
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
 import pytest
 
-from dpfl_jax.data import ArrayStore
+from dpfl_jax.data import ArrayStore, from_texts
 from dpfl_jax.data.build import write_store
+from dpfl_jax.data.records import open_records
 from dpfl_jax.data.shards import Manifest, open_store
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.errors import BadInputError
 
-FORMATS = ["arrayrecord", "ragged"]
+FORMATS = ["arrow", "arrayrecord"]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,11 @@ def flip(path, where=None):
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if where is None else where] ^= 0x10
     path.write_bytes(data)
+
+
+def read_all(path, store):
+    opened = open_records(path, "arrow", store.schema, store.num_examples)
+    return opened.read(np.arange(store.num_examples))
 
 
 def test_a_sound_store_passes(store):
@@ -92,20 +100,50 @@ def test_two_shards_swapped(store):
         open_store(store).verify()
 
 
-@pytest.mark.parametrize("name", ["offsets.npy", "ids.npy", "ids_ends.npy"])
-def test_index_of_another_build(store, memory, tmp_path, name):
-    write_store(limit_store(memory, 60), tmp_path / "other", "ragged")
-    shutil.copy(tmp_path / "other" / name, store / name)
-    with pytest.raises(BadInputError, match=rf"{name}.*another build"):
+def test_index_of_another_build(store, memory, tmp_path):
+    write_store(limit_store(memory, 60), tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "users.arrow", store / "users.arrow")
+    with pytest.raises(BadInputError, match=r"users.arrow.*another build"):
         open_store(store)
 
 
 def test_index_of_the_same_size_from_another_build(store):
-    offsets = np.load(store / "offsets.npy")
-    offsets[1] += 1  # the first user is given an example of the second
-    np.save(store / "offsets.npy", offsets)
-    with pytest.raises(BadInputError, match=r"offsets.npy.*checksum"):
+    path = store / "users.arrow"
+    with pa.ipc.open_file(path.read_bytes()) as file:
+        users = file.read_all()
+    counts = users["examples"].to_numpy().copy()
+    counts[:2] += (1, -1)  # the first user is given an example of the second
+    with pa.ipc.new_file(str(path), users.schema) as writer:
+        writer.write_table(pa.table({"user": users["user"], "examples": counts}))
+    with pytest.raises(BadInputError, match=r"users.arrow.*checksum"):
         open_store(store)
+
+
+def test_files_that_others_made_are_read_within_their_bounds(memory, tmp_path):
+    """Lengths that lead elsewhere, compressed columns, gaps, other columns: never other memory."""
+    texts = from_texts([(f"u{i}", "words " * (i % 5 + 1)) for i in range(40)], seq_len=32)
+    write_store(texts, tmp_path / "store")
+    path = shard(tmp_path / "store", 0)
+    good = path.read_bytes()
+    table = pa.ipc.open_file(good).read_all()
+    ends = table["tokens"].chunk(0).offsets.to_numpy().astype("<i4")
+    for i, value in ((1, -5), (3, 10**9), (len(ends) - 1, 10**6), (2, int(ends[2]) + 40)):
+        changed = ends.copy()
+        changed[i] = value
+        path.write_bytes(good.replace(ends.tobytes(), changed.tobytes()))
+        with pytest.raises(BadInputError, match=f"{path.name} is damaged"):
+            read_all(path, texts)
+    gap = pa.array([None, *table["tokens"].to_pylist()[1:]], table.schema.field("tokens").type)
+    for other, options in (
+        (table, {"options": pa.ipc.IpcWriteOptions(compression="lz4")}),
+        (pa.table({"tokens": gap}), {}),
+        (pa.table({"tokens": table["tokens"].cast(pa.list_(pa.int32()))}), {}),
+        (table.slice(1), {}),
+    ):
+        with pa.ipc.new_file(str(path), other.schema, **options) as writer:
+            writer.write_table(other)
+        with pytest.raises(BadInputError, match=f"{path.name} is damaged"):
+            read_all(path, texts)
 
 
 def test_a_whole_shard_of_another_build_with_the_same_size(store, memory, tmp_path):
@@ -124,6 +162,9 @@ def test_a_whole_shard_of_another_build_with_the_same_size(store, memory, tmp_pa
 def test_manifest_damage(store):
     path = store / "manifest.json"
     good = path.read_text()
+    dataclasses.replace(Manifest.read(store), num_users="three").write(store)
+    with pytest.raises(BadInputError, match=r"manifest.json is not a readable"):
+        open_store(store)
     body = json.loads(good)
     path.write_text(json.dumps({**body, "num_users": 3}))
     with pytest.raises(BadInputError, match=r"manifest.json was changed"):
@@ -144,7 +185,7 @@ def test_manifest_damage(store):
 
 def test_a_store_that_somebody_sent_names_its_own_files(memory, tmp_path):
     """Another file of ours would be read as records, and trained on."""
-    write_store(memory, tmp_path / "store", "ragged")
+    write_store(memory, tmp_path / "store", "arrow")
     good = Manifest.read(tmp_path / "store")
     path = tmp_path / "store" / good.shards[0].file
     path.rename(tmp_path / "moved")
@@ -157,6 +198,7 @@ def test_a_store_that_somebody_sent_names_its_own_files(memory, tmp_path):
             open_store(tmp_path / "store")
     path.unlink()
     (tmp_path / "moved").rename(path)
-    dataclasses.replace(good, index=good.index[:2]).write(tmp_path / "store")
-    with pytest.raises(BadInputError, match=r"does not list ids\.npy"):
+    entry = dataclasses.replace(good.index, file=path.name)
+    dataclasses.replace(good, index=entry).write(tmp_path / "store")
+    with pytest.raises(BadInputError, match=r"does not list users\.arrow"):
         open_store(tmp_path / "store")

@@ -15,7 +15,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.data import UserView, split_by_user
 from dpfl_jax.data.build import write_store
 from dpfl_jax.data.owners import BoundedStore, SharedStore, by_set, people
-from dpfl_jax.data.shards import SHARED_VERSION, VERSION, Manifest, open_store
+from dpfl_jax.data.shards import Manifest, open_store
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Population
 from dpfl_jax.training.canaries import check_fit
@@ -78,27 +78,22 @@ def test_one_store_from_every_door(files, tmp_path, capsys):
             validation_fraction=0.0, test_fraction=0.0,
         )  # fmt: skip
         made.append(dpfl.load_dataset(config).train)
-    whole.save(tmp_path / "saved")
-    made.append(dpfl.ArrayStore.load(tmp_path / "saved"))
+    write_store(whole, tmp_path / "saved")
+    made.append(open_store(tmp_path / "saved"))
     assert {store.fingerprint for store in made} == {whole.fingerprint}
     assert all(isinstance(store, SharedStore) for store in made)
 
 
 def test_one_owner_each_is_todays_store_to_the_last_bit(tmp_path):
-    """A list of one is that one; such a store says version 1, which older programs read."""
+    """A list of one is that one."""
     single = [(owners[0], text) for owners, text in MAILS]
     plain = dpfl.from_texts(single)
     assert isinstance(plain, dpfl.ArrayStore)
     listed = dpfl.from_texts([([name], text) for name, text in single])
     assert isinstance(listed, dpfl.ArrayStore)
     assert listed.fingerprint == plain.fingerprint
-    plain.save(tmp_path / "plain")
-    dpfl.from_texts(MAILS).save(tmp_path / "shared")
-    versions = {
-        name: json.loads((tmp_path / name / "manifest.json").read_text())["version"]
-        for name in ("plain", "shared")
-    }
-    assert versions == {"plain": VERSION, "shared": SHARED_VERSION}
+    write_store(plain, tmp_path / "plain")
+    write_store(dpfl.from_texts(MAILS), tmp_path / "shared")
     assert Manifest.read(tmp_path / "plain").shared is False
     assert Manifest.read(tmp_path / "shared").shared is True
 
@@ -228,7 +223,7 @@ def test_a_bounded_part_on_disk_is_no_store_of_people(tmp_path):
     owners = [["a"]] * 6 + [["b"]] * 6 + [["a", "b"]] * 4 + [["c"]] * 6 + ["d"] * 18
     part = dpfl.from_arrays({"x": rows}, owners).bounded(2)
     assert not any("\x1f" in name for name in part.user_ids(range(part.num_users)))
-    write_store(part, tmp_path / "part", format="ragged")
+    write_store(part, tmp_path / "part", format="arrow")
     again = open_store(tmp_path / "part")
     assert isinstance(again, SharedStore)
     mechanism = dpfl.uls(group_size=1, cohort_size=2, noise_multiplier=1.0)

@@ -231,7 +231,7 @@ def launch(path, processes):
 
 @pytest.mark.slow
 def test_two_processes_ship_the_global_batches_of_one(store, tmp_path):
-    write_store(store, tmp_path / "store", "ragged")
+    write_store(store, tmp_path / "store", "arrow")
     (one,) = launch(tmp_path / "store", 1)
     two = launch(tmp_path / "store", 2)
 

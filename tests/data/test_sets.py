@@ -134,15 +134,6 @@ def test_heart_disease_follows_flamby(data_dir):
         assert set(found["silo"].tolist()) == {0}
 
 
-def test_medical_cost(data_dir):
-    store = load_set("medical_cost", data_dir / "insurance", 1).store
-    assert store.num_users == 1338
-    ids = store.user_ids(range(1338))
-    row = store.read(np.array([ids.index("person 00001")]))
-    np.testing.assert_allclose(row["x"][0], [19, 0, 27.9, 0, 1, 3], rtol=1e-6)
-    np.testing.assert_allclose(row["label"], [16884.924], rtol=1e-6)
-
-
 # ---- made files -------------------------------------------------------------------------------
 
 
@@ -221,9 +212,6 @@ def test_damaged_files(tmp_path):
         (tmp_path / f"processed.{hospital}.data").write_text("1,2,3\n")
     with pytest.raises(BadInputError, match="line 1: 3 columns instead of 14"):
         load_set("heart_disease", tmp_path, 1)
-    (tmp_path / "insurance.csv").write_text("age,sex,bmi,children,smoker,region\n1,2,3,4,5,6\n")
-    with pytest.raises(BadInputError, match=r"no column 'charges\'"):
-        load_set("medical_cost", tmp_path, 1)
     with pytest.raises(BadInputError, match="unknown data source"):
         load_set("nothing", tmp_path, 1)
 

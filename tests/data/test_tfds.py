@@ -9,8 +9,7 @@ import pytest
 tfds = pytest.importorskip("tensorflow_datasets")
 
 from dpfl_jax.data import ByteTokenizer  # noqa: E402
-from dpfl_jax.data.build import build_store  # noqa: E402
-from dpfl_jax.data.build_plan import BuildPlan  # noqa: E402
+from dpfl_jax.data.build import BuildPlan, build_store  # noqa: E402
 from dpfl_jax.data.sources import tfds_source  # noqa: E402
 from dpfl_jax.errors import BadInputError  # noqa: E402
 

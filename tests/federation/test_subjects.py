@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
-from dpfl_jax.data.sets.characters import LEAF_CHARACTERS
+from dpfl_jax.data.sets.text import LEAF_CHARACTERS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import spread
 from dpfl_jax.federation.subjects import load_subjects

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks import audit as bench
+from dpfl_jax.audit import audit
 from dpfl_jax.data import from_arrays
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import Population, allocation, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import RandomAllocation

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon
+from dpfl_jax.audit import audit
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import Mechanism, Population, banded_inverse, blt
 
 PEOPLE = Population(100, 200, 100)

@@ -13,8 +13,8 @@ from neighbours import people
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
+from dpfl_jax.audit import audit
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import Population, bandmf, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import CyclicPoisson, Poisson

@@ -9,8 +9,8 @@ from scipy import linalg
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import cells, epsilon, events
+from dpfl_jax.audit import audit
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import audit
 from dpfl_jax.matrices import buffered_column
 from dpfl_jax.mechanisms import Population, allocation, blt
 from dpfl_jax.randomness import RootKey

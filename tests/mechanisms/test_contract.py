@@ -30,12 +30,12 @@ from dpfl_jax.accounting import (
     statement,
 )
 from dpfl_jax.accounting.cells import Contribution, Everyone, NoisedSums, OnePass, TwoStagePoisson
-from dpfl_jax.auditing import simulate
+from dpfl_jax.audit import audit
+from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.clipping import Flat
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data.owners import store_of
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import audit
 from dpfl_jax.federation import silo_statement
 from dpfl_jax.mechanisms import (
     Banded,
@@ -367,7 +367,7 @@ def test_what_is_stated_holds_and_is_read_back(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*PRIVATE, *SILOS])
 def test_an_attack_proves_no_more_than_is_claimed(name):
-    """Of few trials each: tests/auditing has more."""
+    """Of few trials each: tests/audit has more."""
     if name in SILOS:
         trials = bench.SOUND[SILOS[name][1]](EPSILON, 7, 1000)
     elif name in BUDGETS:

@@ -195,7 +195,7 @@ def test_noise_is_found_for_the_whole():
     assert score > 3.0
     for cell in made.cells:
         assert epsilon(cell.event(), DELTA) < 2.8  # a run costs less than the best of many
-        assert made.noised(cell.mechanism, cell.steps) == cell.mechanism
+        assert made.noised(cell) == cell.mechanism
     # Where all cells cost alike none of them pays for another.
     same = selection(of_users(), epsilon=2.0)
     assert best(same.cells[0].event()) > 0.999 * 2.0

@@ -9,8 +9,8 @@ from noising import banded_matrix, buffered_matrix, inverse_banded_matrix
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
+from dpfl_jax.audit import audit
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import Population, banded_inverse, bandmf, blt
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey

@@ -23,8 +23,8 @@ from dpfl_jax.models.checkpoint import (
     save_checkpoint,
     tokenizer_file,
 )
+from dpfl_jax.models.checkpoint.families import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.files import TensorFiles, copy_companions, without_code
-from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.load import flat_paths
 
 
@@ -275,7 +275,9 @@ def test_no_stored_tensor_is_dropped(tmp_path):
         ({"hidden_act": "relu"}, "hidden_act 'relu', but only 'silu'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn'"),
         ({"rope_scaling": {"type": "linear"}}, "has no factor"),
-        ({"attention_bias": True}, "biases in attention or in the MLP"),
+        ({"attention_bias": True}, "attention_bias True and mlp_bias False, but only the same"),
+        ({"rope_theta": "far"}, "rope_theta 'far', which does not fit it"),
+        ({"rope_parameters": [1]}, "a setting of the wrong type"),
         ({"hidden_size": None}, "no number hidden_size"),
         ({"model_type": "mixtral"}, "model_type 'mixtral', but only .*, qwen3_moe"),
         ({"model_type": "qwen3_moe"}, "no number moe_intermediate_size"),

@@ -11,7 +11,11 @@ from dpfl_jax.mechanisms.candidates import CANDIDATES
 
 ROOT = pathlib.Path(__file__).parents[2] / "dpfl_jax"
 FILES = [
-    *(path for folder in ("planning", "cli", "auditing") for path in (ROOT / folder).glob("*.py")),
+    *(
+        path
+        for folder in ("planning", "cli", "audit/attacks")
+        for path in (ROOT / folder).glob("*.py")
+    ),
     ROOT / "accounting" / "statement.py",
 ]
 ORDINARY = {"allocation", "individual", "none", "truncated"}  # words that say other things, too
@@ -21,8 +25,8 @@ NAMES = KINDS | {candidate.name for candidate in CANDIDATES.values()} - ORDINARY
 ALLOWED = {
     "cli/_account_rows.py": "the table of `dpfl account`: its names are those of commands",
     "cli/_plan_federation.py": "a picture, whose axis is no share that this one keeps",
-    "auditing/participation.py": "runs without noise, and rates that follow from the noise",
-    "auditing/simulate.py": "a sentence that says which ones to audit instead",
+    "audit/attacks/participation.py": "runs without noise, and rates that follow from the noise",
+    "audit/attacks/simulate.py": "a sentence that says which ones to audit instead",
     "cli/finetune.py": "the configuration that `dpfl finetune` starts from, to be changed",
     "cli/verify.py": "says by which rules a section of a guarantee file is read",
 }

@@ -10,7 +10,7 @@ from rich.console import Console
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import Budget
 from reproductions import registry
-from reproductions.isrl import audit
+from reproductions.isrl import audit, insurance
 from reproductions.isrl._published import Published, message_of, silo_noise
 from reproductions.registry import Settings
 
@@ -41,6 +41,26 @@ def test_noise_golden():
     assert published.epsilon == pytest.approx(20.27, rel=2e-3)  # were its batches Poisson
     with pytest.raises(BadInputError, match="formula holds only for"):
         silo_noise(Budget(100.0, 1e-5), 10, 5, 5, arm="paper_closed_form")
+
+
+def test_people_of_files_are_numbers_by_name(tmp_path):
+    file = tmp_path / "insurance.csv"
+    file.write_text(
+        "charges,age,sex,bmi,children,smoker,region\n9.5,19,male,27.9,0,yes,southwest\n"
+    )
+    x, y = insurance.load(tmp_path)
+    np.testing.assert_allclose(x, [[19, 1, 27.9, 0, 1, 3]], rtol=1e-6)
+    assert y == [9.5]
+    file.write_text("age,sex,bmi,children,smoker,region,charges\n19,other,27.9,0,yes,southwest,1\n")
+    with pytest.raises(BadInputError, match=r"insurance.csv, row 1: a cell is no number"):
+        insurance.load(tmp_path)
+
+
+def test_medical_cost(data_dir):
+    x, y = insurance.load(data_dir / "insurance")
+    assert x.shape == (1338, 6)
+    np.testing.assert_allclose(x[0], [19, 0, 27.9, 0, 1, 3], rtol=1e-6)
+    assert y[0] == pytest.approx(16884.924)
 
 
 @pytest.mark.slow

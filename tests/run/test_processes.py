@@ -86,10 +86,10 @@ def test_an_unknown_mode_is_refused(monkeypatch):
 def test_alone_one_agrees_with_oneself():
     assert processes.gather({"a": 1}) == [{"a": 1}]
     assert processes.broadcast("b") == "b"
-    assert processes.primary_first(lambda: 3) == processes.together(lambda: 3) == 3
+    assert processes.on_primary(lambda: 3) == processes.on_all_hosts(lambda: 3) == 3
     processes.check_same({"a": 1})
     assert processes.fresh_key() != processes.fresh_key()
-    with processes.ending_together("", ProcessesConfig()), pytest.raises(KeyError):
+    with processes.synchronized_shutdown("", ProcessesConfig()), pytest.raises(KeyError):
         raise KeyError
 
 
@@ -177,6 +177,7 @@ def workspace(tmp_path_factory):
         "name": "table",
         "data": {"source": "digits", "records_per_user": 6},
         "model": {"kind": "mlp", "options": {"hidden": [8]}},
+        "privacy": config["privacy"] | {"account": "table"},  # another unit, another budget
     }
     (folder / "table.yaml").write_text(yaml.safe_dump(config | table))
     # The same on adapters of a checkpoint in the Hugging Face layout, in two files.

@@ -29,7 +29,7 @@ def test_dpfl_train_keeps_its_programs(unset, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(processes, "start", lambda config: None)
-    monkeypatch.setattr(processes, "ending_together", stop)
+    monkeypatch.setattr(processes, "synchronized_shutdown", stop)
     with pytest.raises(KeyboardInterrupt):
         train._train(type("Config", (), {"processes": None}), unset / "run", None)
     assert jax.config.jax_compilation_cache_dir == str(unset / "compiled")

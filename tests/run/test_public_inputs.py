@@ -14,6 +14,8 @@ from silo_configs import SILOS
 import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.load import validate_config
+from dpfl_jax.data.build import write_store
+from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.isrl.runs import isrl_run
@@ -130,8 +132,8 @@ def test_the_key_of_a_unit_goes_with_the_data(tmp_path):
     """Through splits, limits and a store on disk, into the guarantee of a plan of one's own."""
     rows = [{"a": f"p{i % 9}", "x": 1.0, "y": 0.0} for i in range(36)]
     store = dpfl.from_rows(rows, user="{a}-{a}", target="y", inputs=["x"])
-    store.save(tmp_path / "store")
-    for data in (store, dpfl.ArrayStore.load(tmp_path / "store")):
+    write_store(store, tmp_path / "store")
+    for data in (store, open_store(tmp_path / "store")):
         plan = dpfl.uls(group_size=2, cohort_size=3).plan(data, steps=2, epsilon=4.0, delta=1e-3)
         assert "for each user by key {a}-{a} (" in plan.guarantee().summary()
 

@@ -13,9 +13,9 @@ from scipy import linalg
 
 import dpfl_jax as dpfl
 from benchmarks import audit as bench
+from dpfl_jax.audit import kept
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import kept
 from dpfl_jax.mechanisms import allocation, bandmf, blt, els, non_private, uls
 from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey

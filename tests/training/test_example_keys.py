@@ -96,7 +96,7 @@ def test_training_draws_and_evaluation_does_not(mechanism):
     held_out = users([2, 3], 1)
     if mechanism.private:
         mechanism = els(
-            group_size=5, batch_size=20, clip_norm=1e4, noise_multiplier=1e-12, noise="float"
+            group_size=5, batch_size=20, clip_norm=1e4, noise_multiplier=1e-12, arithmetic="float"
         )
     result = fit(
         loss_fn=dropout_loss,

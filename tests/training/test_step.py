@@ -80,7 +80,7 @@ def made_uls(**kwargs):
 
 def reference_sum(mechanism, params, units, n):
     """One unit after the other, plain jax.grad."""
-    unit_loss = mechanism.unit_loss(loss_fn)
+    unit_loss = mechanism.participation.unit_loss(loss_fn)
     total = jax.tree.map(np.zeros_like, params)
     for i in range(n):
         g = jax.grad(unit_loss)(params, jax.tree.map(lambda u: u[i], units))  # noqa: B023

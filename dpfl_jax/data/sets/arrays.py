@@ -1,4 +1,4 @@
-"""Sets of arrays: LEAF's FEMNIST, MNIST, heart disease in four hospitals, medical cost, obesity.
+"""Sets of arrays: LEAF's FEMNIST, MNIST, heart disease, what scikit-learn bundles.
 
 Every reader yields (user, dict of arrays with leading axis). Features are raw, or scaled by
 published constants: means and deviations of the data themselves would be information about the
@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.data.rows import open_binary, read_rows
-from dpfl_jax.data.table import read_coded
+from dpfl_jax.data.rows import open_binary
+from dpfl_jax.data.sections import SourceConfig
+from dpfl_jax.data.sets.text import read_leaf
 from dpfl_jax.errors import BadInputError
 
 User = tuple[str, dict[str, np.ndarray]]
@@ -26,26 +27,6 @@ User = tuple[str, dict[str, np.ndarray]]
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 # Kinds of chest pain and of resting ECG, by UCI's description.
 _CODES = {2: (1, 2, 3, 4), 6: (0, 1, 2)}
-
-
-def read_leaf(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (user, data) of one LEAF JSON file, after checking its counts."""
-    from dpfl_jax.data.sets.text import read_json
-
-    body = read_json(path)
-    try:
-        for user, count in zip(body["users"], body["num_samples"], strict=True):
-            data = body["user_data"][user]
-            if not len(data["x"]) == len(data["y"]) == count:
-                raise BadInputError(
-                    f"{path}: user {user!r} has {len(data['x'])} inputs and {len(data['y'])} "
-                    f"labels, but num_samples says {count}"
-                )
-            yield user, data
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, BadInputError):
-            raise
-        raise BadInputError(f"{path}: not a LEAF file (users, num_samples, user_data)") from error
 
 
 def read_femnist(path: pathlib.Path, split: str) -> Iterator[User]:
@@ -187,71 +168,60 @@ def read_scaled_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
         yield name, {**patient, "x": ((patient["x"] - middle) / width).astype(np.float32)}
 
 
-_YES = ("no", "yes")
-COST_COLUMNS: dict[str, tuple[str, ...] | None] = {
-    "age": None,
-    "sex": ("female", "male"),
-    "bmi": None,
-    "children": None,
-    "smoker": _YES,
-    "region": ("northeast", "northwest", "southeast", "southwest"),
-    "charges": None,
-}
-_OFTEN = ("Always", "Frequently", "Sometimes", "no")
-# By name (public copies order the columns differently).
-OBESITY_COLUMNS: dict[str, tuple[str, ...] | None] = {
-    "Gender": ("Female", "Male"),
-    "Age": None,
-    "Height": None,
-    "Weight": None,
-    "family_history_with_overweight": _YES,
-    "FAVC": _YES,
-    "FCVC": None,
-    "NCP": None,
-    "CAEC": _OFTEN,
-    "SMOKE": _YES,
-    "CH2O": None,
-    "SCC": _YES,
-    "FAF": None,
-    "TUE": None,
-    "CALC": _OFTEN,
-    "MTRANS": ("Automobile", "Bike", "Motorbike", "Public_Transportation", "Walking"),
-    "NObeyesdad": (
-        "Insufficient_Weight",
-        "Normal_Weight",
-        "Overweight_Level_I",
-        "Overweight_Level_II",
-        "Obesity_Type_I",
-        "Obesity_Type_II",
-        "Obesity_Type_III",
-    ),
-}
+# ---- what scikit-learn bundles: real, and no download --------------------------------------------
+
+# Least and largest value of each of the 30 features, as scikit-learn's description prints them.
+BREAST_CANCER_RANGES = np.array(
+    [
+        *((6.981, 28.11), (9.71, 39.28), (43.79, 188.5), (143.5, 2501.0), (0.053, 0.163)),
+        *((0.019, 0.345), (0.0, 0.427), (0.0, 0.201), (0.106, 0.304), (0.05, 0.097)),
+        *((0.112, 2.873), (0.36, 4.885), (0.757, 21.98), (6.802, 542.2), (0.002, 0.031)),
+        *((0.002, 0.135), (0.0, 0.396), (0.0, 0.053), (0.008, 0.079), (0.001, 0.03)),
+        *((7.93, 36.04), (12.02, 49.54), (50.41, 251.2), (185.2, 4254.0), (0.071, 0.223)),
+        *((0.027, 1.058), (0.0, 1.252), (0.0, 0.291), (0.156, 0.664), (0.055, 0.208)),
+    ],
+    np.float64,
+)
 
 
-def _people(
-    path: pathlib.Path, name: str, columns: dict[str, tuple[str, ...] | None], label: Any
-) -> Iterator[User]:
-    """Rows of a CSV file, each a person; the last column is the label, words are their places."""
-    file = path if path.is_file() else path / name
-    if not file.is_file():
-        raise BadInputError(f"{path} holds no {name}: put the file there")
-    rows = read_coded(read_rows(file, "csv", list(columns)), columns)
-    for number, (*x, y) in enumerate(rows, start=1):
-        yield (
-            f"person {number:05d}",
-            {"x": np.array([x], np.float32), "label": np.array([y], label)},
-        )
+def _load(name: str) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from sklearn import datasets
+    except ImportError:
+        raise BadInputError(
+            f"data.source={name} needs scikit-learn, which bundles it: install it, or use a source "
+            "with data.path"
+        ) from None
+    found: Any = getattr(datasets, f"load_{name}")()
+    return np.asarray(found.data, np.float64), np.asarray(found.target)
 
 
-def read_medical_cost(path: pathlib.Path, split: str) -> Iterator[User]:
-    """Yields ``x`` float32 [6] and ``label`` float32 (charges, US dollars); each row is a person.
+def _people(what: str, x: np.ndarray, label: np.ndarray) -> Iterator[User]:
+    for i in range(len(x)):
+        yield f"{what} {i:05d}", {"x": x[i : i + 1].astype(np.float32), "label": label[i : i + 1]}
 
-    Words count by their place in alphabetical order (Lowy & Razaviyayn 2023 encode them so).
+
+def read_digits(section: SourceConfig, split: str) -> Iterator[User]:
+    """1,797 images: ``x`` float32 [8, 8] in 0..1, ``label`` int32; each is a user of its own."""
+    x, label = _load("digits")
+    return _people("image", x.reshape(-1, 8, 8) / 16.0, label.astype(np.int32))
+
+
+def read_breast_cancer(section: SourceConfig, split: str) -> Iterator[User]:
+    """569 patients: ``x`` float32 [30] about in -1..1, ``label`` int32.
+
+    Features are square roots of their place in the published range, stretched to -1..1.
     """
-    yield from _people(path, "insurance.csv", COST_COLUMNS, np.float32)
+    x, label = _load("breast_cancer")
+    low, high = BREAST_CANCER_RANGES.T
+    return _people(
+        "patient",
+        2 * np.sqrt(np.clip((x - low) / (high - low), 0, 1)) - 1,
+        label.astype(np.int32),
+    )
 
 
-def read_obesity(path: pathlib.Path, split: str) -> Iterator[User]:
-    """Obesity levels (Palechor and de la Hoz 2019): ``x`` float32 [16], ``label`` int32 in 0..6."""
-    name = "ObesityDataSet_raw_and_data_sinthetic.csv"
-    yield from _people(path, name, OBESITY_COLUMNS, np.int32)
+def read_diabetes(section: SourceConfig, split: str) -> Iterator[User]:
+    """442 patients: ``x`` float32 [10], ``label`` float32 (progression after a year); unscaled."""
+    x, label = _load("diabetes")
+    return _people("patient", x, label.astype(np.float32))

@@ -1,6 +1,7 @@
 """Text sets: Shakespeare by speaker, Stack Overflow by user, CC-News by base domain.
 
-Every reader yields (user, text) documents; a user's documents keep the order of the files.
+Every reader yields (user, text) documents; a user's documents keep the order of the files. LEAF's
+task on Shakespeare is the character that follows a window of them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dpfl_jax.data.documents import Document
+import numpy as np
+
+from dpfl_jax.data.documents import Document, expand_paths
 from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.rows import guess_format, open_binary, read_rows, text_of
+from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.task import Task
 
 # Charles et al. 2024, appendix on data (the federated Stack Overflow set): train before, test from.
 STACK_OVERFLOW_CUT = datetime.datetime(2018, 1, 1, tzinfo=datetime.UTC)
@@ -96,8 +101,6 @@ def _speaker_blocks(path: pathlib.Path) -> Iterator[Document]:
 
 def _leaf_text(path: pathlib.Path) -> Iterator[Document]:
     """LEAF gives 80 characters and the next one; the next ones of a user spell its text."""
-    from dpfl_jax.data.sets.arrays import read_leaf
-
     for user, data in read_leaf(path):
         if data["x"]:
             yield user, data["x"][0] + "".join(data["y"])
@@ -174,3 +177,48 @@ def read_json(path: pathlib.Path) -> Any:
             return json.loads(file.read().decode())
         except (ValueError, OSError) as error:
             raise BadInputError(f"{path}: not a readable JSON file ({error})") from error
+
+
+def read_leaf(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (user, data) of one LEAF JSON file, after checking its counts."""
+    body = read_json(path)
+    try:
+        for user, count in zip(body["users"], body["num_samples"], strict=True):
+            data = body["user_data"][user]
+            if not len(data["x"]) == len(data["y"]) == count:
+                raise BadInputError(
+                    f"{path}: user {user!r} has {len(data['x'])} inputs and {len(data['y'])} "
+                    f"labels, but num_samples says {count}"
+                )
+            yield user, data
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, BadInputError):
+            raise
+        raise BadInputError(f"{path}: not a LEAF file (users, num_samples, user_data)") from error
+
+
+# LEAF's 80 characters of Shakespeare; id 0 stands for any other.
+LEAF_CHARACTERS = (
+    "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+)
+_IDS = len(LEAF_CHARACTERS) + 1
+CHARACTERS_TASK = Task("classes", (), _IDS, _IDS)
+
+
+def read_windows(section: SourceConfig, split: str) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yields ``x`` int32 [n, seq_len] and ``label`` int32 [n] of each role with enough text."""
+    codes = np.zeros(256, np.int32)
+    for i, character in enumerate(LEAF_CHARACTERS, start=1):
+        codes[ord(character)] = i
+    speeches: dict[str, list[str]] = {}
+    for role, speech in read_shakespeare(expand_paths(section.path or SHAKESPEARE)[0], split):
+        speeches.setdefault(role, []).append(speech)
+    length = section.seq_len
+    for role, parts in speeches.items():
+        raw = np.frombuffer(" ".join(parts).encode("latin-1", "replace"), np.uint8)
+        if len(raw) <= length:
+            continue
+        starts = np.arange(0, len(raw) - length, section.stride)
+        ids = codes[raw]
+        x = ids[starts[:, None] + np.arange(length)]
+        yield role, {"x": x, "label": ids[starts + length]}

@@ -1,35 +1,71 @@
-"""The families of checkpoints: their configuration as ours, and the names of their tensors.
+"""The families of checkpoints, a row each: what config.json says, and which tensor holds what.
 
-A tensor of the checkpoint holds one of our parameters of one block, perhaps transposed, or several
-of them side by side (queries, keys and values of GPT-2 and Phi-3).
+What changes the function that a model computes and is not known here is refused, never ignored.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.models.config import TransformerConfig
+from dpfl_jax.models.config import RopeScaling, TransformerConfig
+
+Json = Mapping[str, Any]
+_HEAD = "lm_head"
+HEAD = f"{_HEAD}.weight"
+_TOP = {"embed_tokens": "embedding", "norm": "final_norm", _HEAD: "head"}
+_REQUIRED: Any = object()
+
+
+def _as_it_is(value: Any) -> Any:
+    """The same: most settings mean in config.json what they mean here."""
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """Where one of our parameters (of one block) is found.
+class Key:
+    """Where config.json has one field of ``TransformerConfig``.
 
     Attributes:
-      name: of the checkpoint's tensor, ``{}`` for the block's number, and another for the expert's.
-      transposed: its axes are in the other order.
-      beside: the parameters of the block that it holds side by side along our last axis, ours
-        among them; empty: ours alone.
+      name: the key.
+      default: what the file means where it has none, or a function of the file; without a default
+        the file must have a whole number.
+      older: the key of older files.
+      alike: another key, which always has the same value.
+      null: null is a value (None) of its own, not the default.
+      read: from the file's value to ours.
+      write: and back.
     """
 
     name: str
-    transposed: bool = False
-    beside: tuple[str, ...] = ()
+    default: Any = _REQUIRED
+    older: str = ""
+    alike: str = ""
+    null: bool = False
+    read: Callable[[Any], Any] = _as_it_is
+    write: Callable[[Any], Any] = _as_it_is
+
+    def of(self, found: Json, where: str) -> Any:
+        """Our value of a file's content."""
+        name = self.name if self.name in found or not self.older else self.older
+        value = found.get(name)
+        if self.default is _REQUIRED and not isinstance(value, int):
+            raise BadInputError(f"{where} has no number {self.name}")
+        if value is None and not (self.null and name in found):
+            value = self.default(found) if callable(self.default) else self.default
+        if self.alike and found.get(self.alike, self.default) != value:
+            raise BadInputError(
+                f"{where} has {name} {value!r} and {self.alike} {found.get(self.alike)!r}, but "
+                "only the same for both is supported"
+            )
+        try:
+            return value if value is None else self.read(value)
+        except (TypeError, ValueError, ArithmeticError):
+            raise BadInputError(f"{where} has {name} {value!r}, which does not fit it") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,202 +75,428 @@ class Family:
     Attributes:
       model_type: as in config.json.
       architecture: class that ``transformers`` opens it with.
-      prefix: of all tensors but the head, left out in some checkpoints.
-      top: our parameters outside the blocks -> tensors (without prefix).
-      block: our parameters in a block -> tensors (without prefix).
-      head: the tensor of an untied head.
+      block: modules of a block (``{}`` for the number of an expert) -> ours, of which one may hold
+        several side by side along our last axis.
+      keys: fields of ``TransformerConfig`` -> where config.json has them.
+      implies: fields that all models of the family have alike.
+      requires: keys of config.json -> the values that are known, of which the first is written.
+      also: keys that are written and not read.
+      every: where a file does not list them, one of so many layers is not local; None: all are, and
+        files do not list them.
+      top: modules outside of blocks -> ours.
+      prefix: of all modules but the head, left out in some checkpoints.
+      blocks: what comes before a block's number.
+      transposed: kernels have their axes in the other order (that of a head always is).
       buffers: ends of names that are no parameters.
     """
 
     model_type: str
     architecture: str
-    prefix: str
-    top: dict[str, Tensor]
-    block: dict[str, Tensor]
-    head: str = "lm_head.weight"
+    block: Mapping[str, str]
+    keys: Mapping[str, Key]
+    implies: Mapping[str, Any]
+    requires: Mapping[str, tuple[Any, ...]]
+    also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    every: int | None = None
+    top: Mapping[str, str] = dataclasses.field(default_factory=_TOP.copy)
+    prefix: str = "model."
+    blocks: str = "layers"
+    transposed: bool = True
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 
-def _projections(names: dict[str, str]) -> dict[str, Tensor]:
-    found = {}
-    for ours, theirs in names.items():
-        found[f"{ours}/kernel"] = Tensor(f"layers.{{}}.{theirs}.weight", transposed=True)
-        found[f"{ours}/bias"] = Tensor(f"layers.{{}}.{theirs}.bias")
-    return found
+# ---- what rows are made of ---------------------------------------------------------------------
 
-
-_LLAMA_BLOCK = _projections(
-    {
-        "attention/query": "self_attn.q_proj",
-        "attention/key": "self_attn.k_proj",
-        "attention/value": "self_attn.v_proj",
-        "attention/out": "self_attn.o_proj",
-        "mlp/gate": "mlp.gate_proj",
-        "mlp/up": "mlp.up_proj",
-        "mlp/down": "mlp.down_proj",
-    }
-)
-_EXPERTS = _projections(
-    {
-        "mlp/router": "mlp.gate",
-        **{f"mlp/{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
-    }
-)
-_LLAMA_TOP = {
-    "embedding": Tensor("embed_tokens.weight"),
-    "final_norm/scale": Tensor("norm.weight"),
+_ATTENTION = {
+    "self_attn.q_proj": "attention/query",
+    "self_attn.k_proj": "attention/key",
+    "self_attn.v_proj": "attention/value",
+    "self_attn.o_proj": "attention/out",
 }
-_LLAMA_NORMS = {
-    "norm1/scale": Tensor("layers.{}.input_layernorm.weight"),
-    "norm2/scale": Tensor("layers.{}.post_attention_layernorm.weight"),
-}
-_GEMMA2_NORMS = {
-    "norm1/scale": Tensor("layers.{}.input_layernorm.weight"),
-    "post_norm1/scale": Tensor("layers.{}.post_attention_layernorm.weight"),
-    "norm2/scale": Tensor("layers.{}.pre_feedforward_layernorm.weight"),
-    "post_norm2/scale": Tensor("layers.{}.post_feedforward_layernorm.weight"),
-}
-
-
+_MLP = {"mlp.gate_proj": "mlp/gate", "mlp.up_proj": "mlp/up", "mlp.down_proj": "mlp/down"}
+_NORMS = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2"}
 _HEAD_NORMS = {
-    "attention/query_norm/scale": Tensor("layers.{}.self_attn.q_norm.weight"),
-    "attention/key_norm/scale": Tensor("layers.{}.self_attn.k_norm.weight"),
+    "self_attn.q_norm": "attention/query_norm",
+    "self_attn.k_norm": "attention/key_norm",
 }
-_VAULT_NORMS = {name: _GEMMA2_NORMS[name] for name in ("norm1/scale", "norm2/scale")}
+_LLAMA = _ATTENTION | _MLP | _NORMS
+_VAULTGEMMA = _ATTENTION | _MLP
+_VAULTGEMMA |= {"input_layernorm": "norm1", "pre_feedforward_layernorm": "norm2"}
+_GEMMA2 = _VAULTGEMMA | {
+    "post_attention_layernorm": "post_norm1",
+    "post_feedforward_layernorm": "post_norm2",
+}
+
+_KEYS = {
+    "vocab_size": Key("vocab_size"),
+    "max_seq_len": Key("max_position_embeddings"),
+    "num_layers": Key("num_hidden_layers"),
+    "embed_dim": Key("hidden_size"),
+    "num_heads": Key("num_attention_heads"),
+    "num_kv_heads": Key("num_key_value_heads", lambda f: f["num_attention_heads"]),
+    "head_dim": Key("head_dim", lambda f: f["hidden_size"] // f["num_attention_heads"]),
+    "mlp_dim": Key("intermediate_size"),
+    "norm_eps": Key("rms_norm_eps", 1e-6),
+    "rope_theta": Key("rope_theta", 1e4, read=float),
+    "tie_embeddings": Key("tie_word_embeddings", False),
+}
+_GEMMA_KEYS = _KEYS | {
+    "head_dim": Key("head_dim", 256),
+    "tie_embeddings": Key("tie_word_embeddings", True),
+}
+_WINDOW = {"sliding_window": Key("sliding_window", 4096, null=True)}
 
 
-def _side_by_side(name: str, ours: tuple[str, ...], transposed: bool = False) -> dict[str, Tensor]:
-    return {path: Tensor(name, transposed, ours) for path in ours}
-
-
-def _phi3_block() -> dict[str, Tensor]:
-    found = dict(_LLAMA_BLOCK)
-    for theirs, ours in (
-        ("self_attn.qkv_proj", ("attention/query", "attention/key", "attention/value")),
-        ("mlp.gate_up_proj", ("mlp/gate", "mlp/up")),
-    ):
-        kernels = tuple(f"{name}/kernel" for name in ours)
-        found |= _side_by_side(f"layers.{{}}.{theirs}.weight", kernels, transposed=True)
-    return found
-
-
-def _gpt2_block() -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for kind, theirs in (("kernel", "weight"), ("bias", "bias")):
-        held = tuple(f"attention/{name}/{kind}" for name in ("query", "key", "value"))
-        found |= _side_by_side(f"h.{{}}.attn.c_attn.{theirs}", held)
-    plain = {
-        "attention/out": "attn.c_proj",
-        "mlp/up": "mlp.c_fc",
-        "mlp/down": "mlp.c_proj",
+def _of_scores(attention_cap: float | None, logit_cap: float | None) -> dict[str, Key]:
+    """What later Gemmas do with scores; their first files leave the caps out."""
+    return {
+        "query_scale": Key(
+            "query_pre_attn_scalar",
+            256,
+            read=lambda scalar: float(scalar) ** -0.5,
+            write=lambda scale: _plain(round(scale**-2, 6)),
+        ),
+        "attention_softcap": Key("attn_logit_softcapping", attention_cap, null=True),
+        "logit_softcap": Key("final_logit_softcapping", logit_cap, null=True),
     }
-    for ours, theirs in plain.items():
-        found[f"{ours}/kernel"] = Tensor(f"h.{{}}.{theirs}.weight")
-        found[f"{ours}/bias"] = Tensor(f"h.{{}}.{theirs}.bias")
-    for ours, theirs in (("norm1", "ln_1"), ("norm2", "ln_2")):
-        found[f"{ours}/scale"] = Tensor(f"h.{{}}.{theirs}.weight")
-        found[f"{ours}/bias"] = Tensor(f"h.{{}}.{theirs}.bias")
-    return found
 
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family(
-            "gpt2",
-            "GPT2LMHeadModel",
-            "transformer.",
-            {
-                "embedding": Tensor("wte.weight"),
-                "positions": Tensor("wpe.weight"),
-                "final_norm/scale": Tensor("ln_f.weight"),
-                "final_norm/bias": Tensor("ln_f.bias"),
-            },
-            _gpt2_block(),
-            buffers=("attn.bias", "attn.masked_bias"),
-        ),
-        *(
-            Family(model_type, f"{name}ForCausalLM", "model.", _LLAMA_TOP, block)
-            for model_type, name, block in (
-                ("llama", "Llama", _LLAMA_BLOCK | _LLAMA_NORMS),
-                ("mistral", "Mistral", _LLAMA_BLOCK | _LLAMA_NORMS),
-                ("qwen2", "Qwen2", _LLAMA_BLOCK | _LLAMA_NORMS),
-                ("qwen3", "Qwen3", _LLAMA_BLOCK | _LLAMA_NORMS | _HEAD_NORMS),
-                (
-                    "qwen3_moe",
-                    "Qwen3Moe",
-                    _LLAMA_BLOCK | _EXPERTS | _LLAMA_NORMS | _HEAD_NORMS,
-                ),
-                ("phi3", "Phi3", _phi3_block() | _LLAMA_NORMS),
-                ("gemma", "Gemma", _LLAMA_BLOCK | _LLAMA_NORMS),
-                ("gemma2", "Gemma2", _LLAMA_BLOCK | _GEMMA2_NORMS),
-                ("gemma3_text", "Gemma3", _LLAMA_BLOCK | _GEMMA2_NORMS | _HEAD_NORMS),
-                ("vaultgemma", "VaultGemma", _LLAMA_BLOCK | _VAULT_NORMS),
-            )
-        ),
-    )
+def _plain(value: float) -> float:
+    """A whole number as an int, as ``transformers`` wants it."""
+    return int(value) if value.is_integer() else value
+
+
+_SWIGLU: dict[str, Any] = {"norm": "rms", "positions": "rotary", "activation": "swiglu"}
+_GEMMA: dict[str, Any] = {"norm": "rms", "positions": "rotary", "activation": "geglu"}
+_GEMMA |= {"norm_plus_one": True, "scale_embeddings": True}
+_SILU = {"hidden_act": ("silu", None)}
+_NO_BIASES = _SILU | {"attention_bias": (False, None)}
+_QWEN = _NO_BIASES | {"use_sliding_window": (False, None)}
+_GELU = {
+    "attention_bias": (False, None),
+    "hidden_activation": ("gelu_pytorch_tanh", None),
+    # Gemma's first files say "gelu" and mean its tanh form.
+    "hidden_act": ("gelu_pytorch_tanh", "gelu", None),
+    "use_bidirectional_attention": (False, None),
+}
+# Another MLP in some layers, and a loss of routing over a batch, in which one unit's gradient would
+# depend on the others.
+_ALL_EXPERTS = {
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "output_router_logits": (False, None),
+}
+
+# ---- the table ---------------------------------------------------------------------------------
+
+_ROWS = (
+    Family(
+        "gpt2",
+        "GPT2LMHeadModel",
+        {
+            "ln_1": "norm1",
+            "ln_2": "norm2",
+            "attn.c_attn": "attention/query attention/key attention/value",
+            "attn.c_proj": "attention/out",
+            "mlp.c_fc": "mlp/up",
+            "mlp.c_proj": "mlp/down",
+        },
+        {
+            "vocab_size": Key("vocab_size"),
+            "max_seq_len": Key("n_positions", older="n_ctx"),
+            "num_layers": Key("n_layer"),
+            "embed_dim": Key("n_embd"),
+            "num_heads": Key("n_head"),
+            "mlp_dim": Key("n_inner", lambda found: 4 * found["n_embd"]),
+            "norm_eps": Key("layer_norm_epsilon", 1e-5),
+            "tie_embeddings": Key("tie_word_embeddings", True),
+        },
+        {"norm": "layer", "positions": "learned", "activation": "gelu", "use_bias": True},
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh", None),
+            "scale_attn_weights": (True, None),
+            "scale_attn_by_inverse_layer_idx": (False, None),
+            "add_cross_attention": (False, None),
+        },
+        also={"eos_token_id": None},  # else it would be GPT-2's own
+        top={"wte": "embedding", "wpe": "positions", "ln_f": "final_norm", _HEAD: "head"},
+        prefix="transformer.",
+        blocks="h",
+        transposed=False,
+        buffers=("attn.bias", "attn.masked_bias"),
+    ),
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        _LLAMA,
+        _KEYS | {"use_bias": Key("attention_bias", False, alike="mlp_bias")},
+        _SWIGLU,
+        _SILU,
+    ),
+    Family("mistral", "MistralForCausalLM", _LLAMA, _KEYS | _WINDOW, _SWIGLU, _NO_BIASES),
+    Family("qwen2", "Qwen2ForCausalLM", _LLAMA, _KEYS, _SWIGLU | {"qkv_bias": True}, _QWEN),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _LLAMA | _HEAD_NORMS,
+        _KEYS | {"head_dim": Key("head_dim", 128)},
+        _SWIGLU | {"head_norms": True},
+        _QWEN,
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _ATTENTION
+        | _NORMS
+        | _HEAD_NORMS
+        | {"mlp.gate": "mlp/router"}
+        | {theirs.replace("mlp.", "mlp.experts.{}."): ours for theirs, ours in _MLP.items()},
+        _KEYS
+        | {
+            "mlp_dim": Key("moe_intermediate_size"),
+            "num_experts": Key("num_experts", older="num_local_experts"),
+            "experts_per_token": Key("num_experts_per_tok"),
+            "experts_sum_to_one": Key("norm_topk_prob", False),
+        },
+        _SWIGLU | {"head_norms": True},
+        _QWEN | _ALL_EXPERTS,
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        {
+            "self_attn.qkv_proj": "attention/query attention/key attention/value",
+            "self_attn.o_proj": "attention/out",
+            "mlp.gate_up_proj": "mlp/gate mlp/up",
+            "mlp.down_proj": "mlp/down",
+        }
+        | _NORMS,
+        _KEYS | {"sliding_window": Key("sliding_window", None)},
+        _SWIGLU,
+        _NO_BIASES,
+    ),
+    Family("gemma", "GemmaForCausalLM", _LLAMA, _GEMMA_KEYS, _GEMMA, _GELU),
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _GEMMA2,
+        _GEMMA_KEYS | _WINDOW | _of_scores(50.0, 30.0),
+        _GEMMA | {"post_norms": True},
+        _GELU,
+        every=2,
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _GEMMA2 | _HEAD_NORMS,
+        _GEMMA_KEYS
+        | _WINDOW
+        | _of_scores(None, None)
+        | {
+            "rope_theta": Key("rope_theta", 1e6, read=float),
+            "local_rope_theta": Key("rope_local_base_freq", 1e4, read=float),
+        },
+        _GEMMA | {"post_norms": True, "head_norms": True},
+        _GELU,
+        every=6,
+    ),
+    Family(
+        "vaultgemma",
+        "VaultGemmaForCausalLM",
+        _VAULTGEMMA,
+        _GEMMA_KEYS | _WINDOW | _of_scores(50.0, 30.0),
+        _GEMMA,
+        _GELU,
+        every=2,
+    ),
+)
+FAMILIES = {family.model_type: family for family in _ROWS}
+
+# ---- config.json -------------------------------------------------------------------------------
+
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_SCALING = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_len": "original_max_position_embeddings",
+    },
 }
 
 
-def family_of(config: TransformerConfig) -> Family:
-    """The family that a model of this shape belongs to.
+def to_transformer(found: Json, where: str) -> TransformerConfig:
+    """The transformer that a config.json describes.
 
-    A function that several families compute (Mistral without a window is Llama) is written as the
-    first of them.
+    Args:
+      found: content of config.json.
+      where: its path, for messages.
 
     Raises:
-      BadInputError: none.
+      BadInputError: another family, or a setting that this transformer does not have.
     """
-    c = config
-    gemma = c.norm_plus_one and c.scale_embeddings
-    kind = (c.norm, c.positions, c.activation, gemma or c.norm_plus_one or c.scale_embeddings)
-    capped = c.attention_softcap is not None or c.logit_softcap is not None
-    name = None
-    if kind == ("layer", "learned", "gelu", False):
-        square = c.kv_heads == c.num_heads and c.width * c.num_heads == c.embed_dim
-        plain = not (c.post_norms or capped or c.query_scale or c.sliding_window or c.head_norms)
-        name = "gpt2" if square and plain and c.use_bias and not c.qkv_bias else None
-    elif kind == ("rms", "rotary", "swiglu", False):
-        odd = c.post_norms or capped or c.query_scale or c.global_every or c.local_rope_theta
-        # Windows and biases of llama's relatives: (biases, those of queries alone, norms, window).
-        which = (c.use_bias, c.qkv_bias, c.head_norms, c.sliding_window is not None)
-        names = {
-            (False, False, False, False): "llama",
-            (True, False, False, False): "llama",
-            (False, False, False, True): "mistral",
-            (False, True, False, False): "qwen2",
-            (False, False, True, False): "qwen3",
-        }
-        name = None if odd else names.get(which)
-    elif kind == ("rms", "rotary", "geglu", True) and gemma and not (c.use_bias or c.qkv_bias):
-        windowed = c.sliding_window is not None
-        if c.head_norms:
-            whole = c.post_norms and windowed and c.global_every and c.local_rope_theta
-            name = "gemma3_text" if whole else None
-        elif c.post_norms or windowed or capped or c.query_scale:
-            alternate = not windowed or c.global_every == 2
-            fits = alternate and not c.local_rope_theta
-            name = ("gemma2" if c.post_norms else "vaultgemma") if fits else None
-        else:
-            name = "gemma"
-    if c.num_experts is not None:
-        name = "qwen3_moe" if name == "qwen3" else None
-    if name is None:
+    kind = found.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise BadInputError(
+            f"{where} has model_type {kind!r}, but only {', '.join(FAMILIES)} are known"
+        )
+    try:
+        return _transformer(FAMILIES[kind], found, where)
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise BadInputError(f"{where} has a setting of the wrong type ({error})") from None
+
+
+def _transformer(family: Family, found: Json, where: str) -> TransformerConfig:
+    # Newer files have the rotary settings in a group, or in one for each kind of layer.
+    rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
+    near = rope.pop(_LOCAL, None) or {}
+    rope |= rope.pop(_GLOBAL, None) or {}
+    _require(near, where, rope_type=("default", None))
+    _require(rope, where, partial_rotary_factor=(1.0, None))
+    # A window of Qwen's has another pattern.
+    _require(found, where, partial_rotary_factor=(1.0, None), use_sliding_window=(False, None))
+    _require(found, where, **family.requires)
+    flat = {
+        **found,
+        "rope_theta": rope.get("rope_theta", found.get("rope_theta")),
+        "rope_local_base_freq": near.get("rope_theta", found.get("rope_local_base_freq")),
+    }
+    fields = {name: key.of(flat, where) for name, key in family.keys.items()}
+    fields["global_every"] = _global_every(family, found, where, fields)
+    window = fields.get("sliding_window")
+    # A window as long as any sequence is none, unless local layers differ in more than it.
+    if window is None or (window >= fields["max_seq_len"] and "local_rope_theta" not in fields):
+        fields |= {"sliding_window": None, "global_every": None}
+    bos = found.get("bos_token_id")
+    return TransformerConfig(
+        **family.implies,
+        **fields,
+        rope_scaling=_scaling(rope, where),
+        bos_id=bos if isinstance(bos, int) else None,
+    )
+
+
+def from_transformer(config: TransformerConfig, dtype: str) -> dict[str, Any]:
+    """A config.json from which ``transformers`` builds the same model.
+
+    Args:
+      config: the model.
+      dtype: of the tensors beside it.
+
+    Raises:
+      BadInputError: the model belongs to no family.
+    """
+    family = family_of(config)
+    if family is None:
         raise BadInputError(
             f"a model with norm {config.norm}, positions {config.positions}, activation "
             f"{config.activation}, biases {config.use_bias} and experts {config.num_experts} "
             f"belongs to none of the families {', '.join(FAMILIES)}, so it has no place in their "
             "layout"
         )
-    return FAMILIES[name]
+    return _written(config, family) | {"torch_dtype": dtype}
 
 
-def has_family(config: TransformerConfig) -> bool:
-    """Whether ``family_of`` finds one."""
+def family_of(config: TransformerConfig) -> Family | None:
+    """The first family whose config.json, read again, describes the same function."""
+    for family in FAMILIES.values():
+        try:
+            again = to_transformer(_written(config, family), "")
+        except BadInputError:
+            continue
+        if _computed(again) == _computed(config):
+            return family
+    return None
+
+
+def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    computed = _computed(config)
+    written = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "bos_token_id": config.bos_id,
+        **{name: values[0] for name, values in family.requires.items()},
+        **family.also,
+    }
+    for name, key in family.keys.items():
+        for theirs in filter(None, (key.name, key.alike)):
+            written[theirs] = key.write(computed[name])
+    if scaling := computed["rope_scaling"]:
+        names = {"kind": "rope_type"} | _SCALING[scaling["kind"]]
+        written["rope_scaling"] = {theirs: scaling[ours] for ours, theirs in names.items()}
+    if family.every is not None:
+        local = config
+        if config.sliding_window is None:  # a window that is no shorter than any sequence
+            written["sliding_window"] = config.max_seq_len
+            local = dataclasses.replace(config, sliding_window=1, global_every=family.every)
+        written["layer_types"] = [_LOCAL if near else _GLOBAL for near in local.local_layers]
+    return written
+
+
+def _computed(config: TransformerConfig) -> dict[str, Any]:
+    """The function that a model computes: fields with their defaults, and not how it does so."""
+    fields = dataclasses.asdict(config) | {
+        "num_kv_heads": config.kv_heads,
+        "head_dim": config.width,
+        "mlp_dim": config.hidden,
+        "query_scale": round((config.query_scale or config.width**-0.5) ** -2, 6) ** -0.5,
+        "local_layers": config.local_layers,  # and so not global_every
+    }
+    for how in ("scan_layers", "last_layers", "remat", "attention", "dtype", "lora"):
+        del fields[how]
+    del fields["global_every"]
+    if config.positions == "learned":
+        fields |= {"rope_theta": 10_000.0, "rope_scaling": None}
+    window = config.sliding_window or 0
+    if window >= config.max_seq_len and config.local_rope_theta is None:
+        fields |= {"sliding_window": None, "local_layers": (False,) * config.num_layers}
+    return fields
+
+
+def _global_every(family: Family, found: Json, where: str, fields: Mapping[str, Any]) -> int | None:
+    every = family.every and (found.get("sliding_window_pattern") or family.every)
+    types = found.get("layer_types")
+    if types is None:
+        return every
+    window, layers = fields.get("sliding_window"), fields["num_layers"]
+    stated = types.index(_GLOBAL) + 1 if _GLOBAL in types else None
+    for n in (every, stated):
+        is_global = [window is None or bool(n and (i + 1) % n == 0) for i in range(layers)]
+        if [_GLOBAL if whole else _LOCAL for whole in is_global] == list(types):
+            return n
+    raise BadInputError(
+        f"{where} has layer_types {types}, but only a window in all layers but every n-th "
+        "is supported"
+    )
+
+
+def _scaling(rope: Json, where: str) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in _SCALING:
+        raise BadInputError(
+            f"{where} has rope scaling {kind!r}, but only {' and '.join(_SCALING)} are known"
+        )
     try:
-        return bool(family_of(config))
-    except BadInputError:
-        return False
+        return RopeScaling(kind=kind, **{name: rope[key] for name, key in _SCALING[kind].items()})
+    except KeyError as error:
+        raise BadInputError(f"{where}: rope scaling {kind!r} has no {error.args[0]}") from None
+
+
+def _require(found: Json, where: str, **allowed: tuple[Any, ...]) -> None:
+    for name, values in allowed.items():
+        if found.get(name) not in values:
+            raise BadInputError(
+                f"{where} has {name} {found[name]!r}, but only {values[0]!r} is supported"
+            )
+
+
+# ---- tensors -----------------------------------------------------------------------------------
+
+# What a tensor of a module may be to us: its only parameter, or one of them.
+_PARAMETERS = {"weight": ("", "/kernel", "/scale"), "bias": ("/bias",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,16 +506,23 @@ class Entry:
     Attributes:
       path: our parameter, e.g. ``blocks/mlp/up/kernel``.
       row: of each stack that it is in, of blocks and of experts; empty for what is whole.
-      tensor: with its full name.
+      tensor: its name.
+      transposed: the tensor's axes are in the other order.
       start: where ours begins in it, along our last axis.
       width: of all that it holds, along our last axis.
     """
 
     path: str
     row: tuple[int, ...]
-    tensor: Tensor
+    tensor: str
+    transposed: bool
     start: int
     width: int
+
+    def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor, from that of our (perhaps stacked) parameter."""
+        own = (*shape[len(self.row) : -1], self.width)
+        return own[::-1] if self.transposed else own
 
 
 def entries(
@@ -268,30 +537,22 @@ def entries(
       prefix: the family's, or nothing.
     """
 
-    def entry(path: str, row: tuple[int, ...], tensor: Tensor, block: str = "") -> Entry:
-        held = [block + name for name in tensor.beside] or [path]
-        widths = [ours[name].shape[-1] for name in held]
-        return Entry(path, row, tensor, sum(widths[: held.index(path)]), sum(widths))
+    def of(modules: Mapping[str, str], before: str, stack: str, row: tuple) -> Iterator[Entry]:
+        for theirs, names in modules.items():
+            experts = (config.num_experts or 0,) if "{}" in theirs else ()
+            for at in np.ndindex(*experts):
+                module = theirs if theirs == _HEAD else before + theirs.format(*at)
+                for end, kinds in _PARAMETERS.items():
+                    paths = [stack + name + kind for name in names.split() for kind in kinds]
+                    held = [path for path in paths if path in ours]
+                    ends = np.cumsum([0, *(ours[path].shape[-1] for path in held)]).tolist()
+                    for path, start in zip(held, ends):
+                        kernel = family.transposed and path.endswith("/kernel")
+                        turned = kernel or theirs == _HEAD
+                        yield Entry(path, (*row, *at), f"{module}.{end}", turned, start, ends[-1])
 
-    for path, tensor in family.top.items():
-        if path in ours:
-            yield entry(path, (), dataclasses.replace(tensor, name=prefix + tensor.name))
-    if "head" in ours:
-        yield entry("head", (), Tensor(family.head, transposed=True))
+    yield from of(family.top, prefix, "", ())
     for block in range(config.num_layers):
-        where, row = config.place_of_block(block)
-        for path, tensor in family.block.items():
-            if f"{where}/{path}" not in ours:
-                continue
-            of_experts = tensor.name.count("{}") > 1
-            for at in np.ndindex(config.num_experts or 0) if of_experts else [()]:
-                name = prefix + tensor.name.format(block, *at)
-                named = dataclasses.replace(tensor, name=name)
-                rows = at if row is None else (row, *at)
-                yield entry(f"{where}/{path}", rows, named, f"{where}/")
-
-
-def full_shape(entry: Entry, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an entry's tensor, from that of our (perhaps stacked) parameter."""
-    own = (*shape[len(entry.row) : -1], entry.width)
-    return own[::-1] if entry.tensor.transposed else own
+        stack, row = config.place_of_block(block)
+        before = f"{prefix}{family.blocks}.{block}."
+        yield from of(family.block, before, f"{stack}/", () if row is None else (row,))

@@ -11,9 +11,15 @@ import jax
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.models.checkpoint.families import FAMILIES, Entry, Family, entries, full_shape
+from dpfl_jax.models.checkpoint.families import (
+    FAMILIES,
+    HEAD,
+    Entry,
+    Family,
+    entries,
+    to_transformer,
+)
 from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, checkpoint_dir, read_json
-from dpfl_jax.models.checkpoint.hf_config import to_transformer
 from dpfl_jax.models.config import TransformerConfig
 from dpfl_jax.models.lora import without_adapters
 
@@ -36,11 +42,7 @@ def read_config(path: Any) -> TransformerConfig:
 
 def fingerprint(path: Any) -> str:
     """Identifies a checkpoint by its configuration and some of every tensor."""
-    files = TensorFiles(path)
-    try:
-        return files.fingerprint()
-    finally:
-        files.close()
+    return TensorFiles(path).fingerprint()
 
 
 def describe(path: Any) -> dict[str, Any]:
@@ -51,12 +53,9 @@ def describe(path: Any) -> dict[str, Any]:
       and ``files``: bytes of each weights file by name.
     """
     files = TensorFiles(path)
-    try:
-        is_path = files.path == pathlib.Path(path)
-        name = files.path.resolve().name if is_path else str(path)
-        return {"name": name, "digest": files.fingerprint(), "files": files.sizes()}
-    finally:
-        files.close()
+    is_path = files.path == pathlib.Path(path)
+    name = files.path.resolve().name if is_path else str(path)
+    return {"name": name, "digest": files.fingerprint(), "files": files.sizes()}
 
 
 def load_checkpoint(
@@ -85,22 +84,19 @@ def load_checkpoint(
       BadInputError: a tensor is missing, has no place, or has another shape.
     """
     files = TensorFiles(path)
-    try:
-        to_transformer(files.config, str(files.path / CONFIG))  # refuses what is not known
-        family = FAMILIES[files.config["model_type"]]
-        wanted = flat_paths(without_adapters(shapes))
-        places = None if shardings is None else flat_paths(without_adapters(shardings))
-        sources = _sources(files, config, family, wanted)
-        choose = dtype if callable(dtype) else (lambda _: dtype)
-        loaded = {}
-        for name, like in wanted.items():
-            place = places[name] if places is not None else _first_device()
-            reader = _Reader(files, sources[name], tuple(like.shape), DTYPES[choose(name)])
-            loaded[name] = jax.make_array_from_callback(tuple(like.shape), place, reader)
-            loaded[name].block_until_ready()  # the host's copy can go
-        return nested(loaded)
-    finally:
-        files.close()
+    to_transformer(files.config, str(files.path / CONFIG))  # refuses what is not known
+    family = FAMILIES[files.config["model_type"]]
+    wanted = flat_paths(without_adapters(shapes))
+    places = None if shardings is None else flat_paths(without_adapters(shardings))
+    sources = _sources(files, config, family, wanted)
+    choose = dtype if callable(dtype) else (lambda _: dtype)
+    loaded = {}
+    for name, like in wanted.items():
+        place = places[name] if places is not None else _first_device()
+        reader = _Reader(files, sources[name], tuple(like.shape), DTYPES[choose(name)])
+        loaded[name] = jax.make_array_from_callback(tuple(like.shape), place, reader)
+        loaded[name].block_until_ready()  # the host's copy can go
+    return nested(loaded)
 
 
 def _first_device() -> Any:
@@ -115,13 +111,13 @@ def _sources(
     sources: dict[str, list[Entry]] = {name: [] for name in wanted}
     known = set()
     for entry in entries(config, family, wanted, prefix):
-        name = entry.tensor.name
+        name = entry.tensor
         known.add(name)
         if name not in files:
             raise BadInputError(
                 f"the checkpoint {files.path} has no tensor {name!r}, which its {CONFIG} asks for"
             )
-        expected = full_shape(entry, tuple(wanted[entry.path].shape))
+        expected = entry.full_shape(tuple(wanted[entry.path].shape))
         if files.shape(name) != expected:
             raise BadInputError(
                 f"the tensor {name!r} of {files.path} has shape {files.shape(name)}, but its "
@@ -133,13 +129,13 @@ def _sources(
             f"a {family.model_type} checkpoint has no tensor for the parameter {unknown[0]!r}"
         )
     for name in files:
-        tied = name == family.head and config.tie_embeddings
+        tied = name == HEAD and config.tie_embeddings
         if name not in known and not tied and not name.endswith(family.buffers):
             raise BadInputError(
                 f"the checkpoint {files.path} has a tensor {name!r}, for which a model of its "
                 f"{CONFIG} has no place"
             )
-        embedding = prefix + family.top["embedding"].name
+        embedding = sources["embedding"][0].tensor
         if tied and not files.equal(name, embedding):
             raise BadInputError(
                 f"{files.path / CONFIG} ties the output head to the embedding, but {name!r} holds "
@@ -174,10 +170,10 @@ class _Reader:
     def _one(self, entry: Entry, cut: list[slice]) -> np.ndarray:
         last = cut[-1]
         cut = [*cut[:-1], slice(last.start + entry.start, last.stop + entry.start)]
-        if entry.tensor.transposed:
-            found = self.files.read(entry.tensor.name, tuple(cut[::-1])).T
+        if entry.transposed:
+            found = self.files.read(entry.tensor, tuple(cut[::-1])).T
         else:
-            found = self.files.read(entry.tensor.name, tuple(cut))
+            found = self.files.read(entry.tensor, tuple(cut))
         return np.ascontiguousarray(found.astype(self.dtype))
 
 

@@ -1,6 +1,6 @@
 """What trials of attacks prove about epsilon, from below; knows no data and no training."""
 
-from dpfl_jax.evidence.proof import Audit, audit
-from dpfl_jax.evidence.trials import Trials
+from dpfl_jax.audit.proof import Audit, audit
+from dpfl_jax.audit.trials import Trials
 
 __all__ = ["Audit", "Trials", "audit"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import dp_accounting
@@ -25,10 +26,11 @@ from dp_accounting import NeighboringRelation
 from scipy import special, stats
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting import plot_attacks
 from dpfl_jax.accounting.attacks import Meaning, meaning
 from dpfl_jax.accounting.guarantee import rounded_up
+from dpfl_jax.audit.trials import Trials, scaled
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence.trials import Trials, scaled
 
 # Noise is divided by these for the family that proofs are stated in: 2 % apart.
 _FACTORS = 1.02 ** np.arange(-125, 71)
@@ -39,6 +41,7 @@ _FEW = 800  # trials, of which none are spared for choosing an attack
 _PARTS = 8  # of the trials: of one attacks learn, on one they are compared, the others prove
 _BREAKS = 1e-4  # p-value among those that says that a claim is wrong, some fifty being looked at
 _GUESSED = (0.5, 0.25, 0.125, 0.0625)  # parts of the texts that are guessed in, and out
+_SEVERAL = 10  # false alarms: rates of fewer are chance, and are not drawn
 _ALARMS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 5e-3, 2e-3, 1e-3)
 
 
@@ -372,3 +375,38 @@ def _one_run_p(units: int, guesses: int, right: int, epsilon: float, delta: floa
     fewer = np.arange(1, right + 1)
     within = np.cumsum(stats.binom.pmf(right - fewer, guesses, chance)) / np.maximum(fewer, 1)
     return min(1.0, tail + 2.0 * units * delta * float(within.max(initial=0.0)))
+
+
+def plot_audits(audits: Sequence[Audit]) -> Any:
+    """Draws each claim's trade-off curve, and the attack's rates with what is sure of them.
+
+    Returns:
+      A figure of Matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6 * len(audits), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(audits), squeeze=False)
+    for ax, found in zip(axes[0], audits, strict=True):
+        plot_attacks(ax, found.curve)
+        false, out, right, inside = found.alarms
+        points = found.points[found.points[:, 0] * out >= _SEVERAL]
+        ax.plot(points[:, 0], points[:, 1], color="#c2571a", lw=1.2, label="this attack")
+        level = (1 - found.confidence) / 2
+        low = stats.beta.ppf(level, right, inside - right + 1) if right else 0.0
+        high = stats.beta.ppf(1 - level, false + 1, max(out - false, 1e-9))
+        ax.errorbar(
+            [max(false / out, 1e-4)],
+            [right / inside],
+            xerr=[[0], [max(high - max(false / out, 1e-4), 0)]],
+            yerr=[[max(right / inside - low, 0)], [0]],
+            fmt="o",
+            ms=4,
+            color="#c2571a",
+            label="what the proof rests on",
+        )
+        verdict = "REFUTED" if found.exceeds else f"proved {found.proved:.3g}"
+        claimed = rounded_up(found.claimed, 3)
+        ax.set_title(f"{found.name}: epsilon {claimed} claimed, {verdict}", fontsize=10)
+        ax.legend(loc="best", fontsize=8)
+    return figure

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import audit as bench
-from dpfl_jax.evidence import audit
+from dpfl_jax.audit import audit
 from dpfl_jax.mechanisms import uls
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dpfl_jax.auditing.participation import participation
+from dpfl_jax.audit.attacks.participation import participation
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.randomness import RootKey

@@ -9,11 +9,10 @@ from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
+from dpfl_jax.audit import Trials, audit
+from dpfl_jax.audit.proof import guessed, one_run_bound, plot_audits
+from dpfl_jax.audit.trials import laws, log_likelihood_ratio, scaled
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import Trials, audit
-from dpfl_jax.evidence.proof import guessed, one_run_bound
-from dpfl_jax.evidence.trade_off import plot_audits
-from dpfl_jax.evidence.trials import laws, log_likelihood_ratio, scaled
 
 DELTA = 1e-5
 

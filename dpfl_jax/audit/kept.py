@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.accounting.statement import Statement
+from dpfl_jax.audit.proof import Audit, audit, guessed, plot_audits
+from dpfl_jax.audit.trials import Trials
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence.proof import Audit, audit, guessed
-from dpfl_jax.evidence.trade_off import plot_audits
-from dpfl_jax.evidence.trials import Trials
 
 SUMMARY, SEEN, PICTURE = "audit.json", "audit.npz", "audit.png"
 FILES = (SUMMARY, SEEN, PICTURE)

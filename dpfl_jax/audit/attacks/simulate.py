@@ -26,12 +26,12 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax.accounting import REPLACE, cells, events
+from dpfl_jax.audit.trials import LONG, Trials
 from dpfl_jax.clipping import Adaptive
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence.trials import LONG, Trials
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federation import Federation, SiloPlan

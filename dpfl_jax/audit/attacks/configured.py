@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from dpfl_jax.auditing import simulate
+from dpfl_jax.audit.attacks import simulate
+from dpfl_jax.audit.trials import Trials
 from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence.trials import Trials
 from dpfl_jax.randomness import RootKey
 
 _NOTHING = "this configuration promises nothing, so that there is nothing to audit: choose a "

@@ -17,13 +17,13 @@ from rich.console import Console
 from scipy import stats
 
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
-from dpfl_jax.auditing.simulate import refuse_filtered
+from dpfl_jax.audit import Audit
+from dpfl_jax.audit.attacks.simulate import refuse_filtered
+from dpfl_jax.audit.proof import guessed
 from dpfl_jax.clipping import NoClip
 from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
 from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError, StoppedError
-from dpfl_jax.evidence import Audit
-from dpfl_jax.evidence.proof import guessed
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.accountant import whole_event
 from dpfl_jax.federation.isrl.message import SiloData

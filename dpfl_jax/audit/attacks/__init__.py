@@ -1,0 +1,1 @@
+"""Attacks on mechanisms, and on runs: what they prove is ``audit.proof``'s."""

@@ -1,1 +1,0 @@
-"""Attacks on mechanisms, and on runs: what they prove is ``evidence``'s."""
