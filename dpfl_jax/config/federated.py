@@ -159,7 +159,8 @@ class FederatedConfig(RunSection):
     Attributes:
       init_seed: of the initial parameters.
       mechanism: what a silo does at a local step: ``kind`` (fed_avg, local_item, local_group,
-        hi_grad_avg, user_ldp, subject_uls, rpdp, or ``package.module:Class``), and its fields.
+        hi_grad_avg, user_ldp, subject_uls, rpdp, or ``package.module:function``), and its options;
+        or its parts: ``participation``, ``clip``, ``noise``.
     """
 
     name: str = Field("federated-run", pattern=NAME)

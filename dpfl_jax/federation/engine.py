@@ -27,7 +27,7 @@ from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.mesh import DATA_AXIS
-from dpfl_jax.noise import Noise, compiler_options
+from dpfl_jax.noise import compiler_options
 
 PyTree = Any
 
@@ -151,16 +151,9 @@ def make_release(
             )
             sensitivity = mechanism.rule(silo.clip_norm).sensitivity
             # proof: noise-4
-            noise = Noise(step["stddev"], sensitivity, mechanism.noise.arithmetic)
-            noised = jax.lax.cond(  # a run without privacy draws none
-                step["stddev"] == 0,
-                lambda tree: tree,
-                lambda tree: noise.add(step["noise_key"], tree),
-                total,
-            )
-            gradient = jax.tree.map(
-                lambda g, p: (g / step["divisor"]).astype(p.dtype), noised, params
-            )
+            noise = mechanism.noise.transform(step["stddev"], sensitivity, step["divisor"])
+            key = step["noise_key"]
+            gradient, _ = noise.update(total, noise.init(params), params, noise_key=key)
             updates, new_state = optimizer.update(gradient, state, params)
             new = (optax.apply_updates(params, updates), new_state)
             kept = jax.tree.map(lambda a, b: jnp.where(step["active"], a, b), new, (params, state))

@@ -26,7 +26,13 @@ from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.guidance import balance_of
-from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism, Subjects, subject_uls
+from dpfl_jax.federation.mechanisms import (
+    Records,
+    SiloFacts,
+    SiloMechanism,
+    Subjects,
+    WholeBatch,
+)
 from dpfl_jax.federation.personal.personalise import (
     personal_guarantee,
     personalise,
@@ -338,29 +344,30 @@ def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knob
         return f"{where}.{key}", [(value, would(section, key, value)) for value in values]
 
     largest = max(known.num_records for known in facts)
-    if drawn.personal:
-        if drawn.expected_batch is None:
-            yield knob("federation", "local_steps", doubled(config.federation.local_steps, 1e3, 3))
-    elif drawn.has_fixed_rate:
-        yield knob("mechanism", "sampling_prob", doubled(drawn.sampling_prob, 1.0))
-    else:
-        yield knob("mechanism", "batch_size", doubled(drawn.batch_size, largest))
-    cap = drawn.max_items_per_subject
-    yield knob(
-        "mechanism", "max_items_per_subject", [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap]
-    )
+    own = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
+    if own.get("batch_size") is not None:
+        yield knob("mechanism", "batch_size", doubled(own["batch_size"], largest))
+    elif own.get("sampling_prob") is not None:
+        yield knob("mechanism", "sampling_prob", doubled(own["sampling_prob"], 1.0))
+    elif drawn.personal and drawn.expected_batch is None:
+        yield knob("federation", "local_steps", doubled(config.federation.local_steps, 1e3, 3))
+    if (cap := own.get("max_items_per_subject")) is not None:
+        smaller = [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap]
+        yield knob("mechanism", "max_items_per_subject", smaller)
     if config.privacy.epsilon is not None:
         yield knob("privacy", "epsilon", doubled(config.privacy.epsilon, math.inf, 4))
-    if mechanism.unit == "subject" and drawn.contribution("subject") is not None:
-        same = {"batch_size": drawn.batch_size, "sampling_prob": drawn.sampling_prob}
-        whole = Subjects(**same, max_items_per_subject=cap, group_size=cap)
+    if isinstance(drawn, Records | WholeBatch) and mechanism.unit == "subject":
+        same = {name: own[name] for name in ("batch_size", "sampling_prob")}
+        most = drawn.max_items_per_subject
+        whole = Subjects(**same, max_items_per_subject=most, group_size=most)
         uls = dataclasses.replace(mechanism, participation=whole)
 
         def by_subject() -> Balance:
             federation, _ = noised(config.model_copy(update={"mechanism": uls}), facts)
             return balance_of(federation, dim)
 
-        yield "mechanism.kind", [(subject_uls.__name__, by_subject)]
+        kind = whole.kind if uls.kind == "custom" else uls.kind
+        yield f"{by_parts}.kind", [(kind, by_subject)]
     yield knob("federation", "rounds", [int(r) for r in doubled(config.federation.rounds, 1e6, 3)])
 
 

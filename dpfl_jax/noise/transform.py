@@ -97,13 +97,16 @@ class Noise:
         chex.assert_shape(key, (8,))
         chex.assert_type(key, jnp.uint32)  # another key would be another law of noise
         known = isinstance(self.stddev, float | int | np.floating)
-        if known and GaussianNoise(self.stddev).stddev == 0:
+        if not known:
+            return jax.lax.cond(  # where there is none, none is drawn
+                self.stddev == 0,
+                lambda tree: tree if rest is None else jax.tree.map(jnp.add, tree, rest),
+                lambda tree: self._added(key, tree, rest, earlier),
+                tree,
+            )
+        if GaussianNoise(self.stddev).stddev == 0:
             return tree if rest is None else jax.tree.map(jnp.add, tree, rest)
-        over = (
-            self.law == "exact"
-            and known
-            and isinstance(self.sensitivity, float | int | np.floating)
-        )
+        over = self.law == "exact" and isinstance(self.sensitivity, float | int | np.floating)
         most = MOST_NOISE / self.rows**0.5
         if over and not self.stddev <= most * self.sensitivity * (1 + 1e-6):
             raise BadInputError(
@@ -117,18 +120,17 @@ class Noise:
                 f"exact noise needs {_LEAST_NOISE:g} times: its grid ends at 3.4 million standard "
                 "deviations; set mechanism.arithmetic=float (isrl.noise=float)"
             )
+        return self._added(key, tree, rest, earlier)
+
+    def _added(self, key: jax.Array, tree: PyTree, rest: Any, earlier: Any) -> PyTree:
         if self.law == "exact":
-            noised = add_exact(key, tree, self.stddev, self.sensitivity, self.rows, rest, earlier)
-        else:
-            drawn = _drawn(key, tree)
-            for again, part in () if earlier is None else zip(*earlier, strict=True):
-                taken = part.astype(jnp.float32) * 2.0**-16
-                drawn = jax.tree.map(lambda z, y, f=taken: z - f * y, drawn, _drawn(again, tree))
-            tree = tree if rest is None else jax.tree.map(jnp.add, tree, rest)
-            noised = jax.tree.map(lambda x, z: x + self.stddev * z, tree, drawn)
-        if known:
-            return noised
-        return jax.tree.map(lambda x, y: jnp.where(self.stddev == 0, y, x), noised, tree)
+            return add_exact(key, tree, self.stddev, self.sensitivity, self.rows, rest, earlier)
+        drawn = _drawn(key, tree)
+        for again, part in () if earlier is None else zip(*earlier, strict=True):
+            taken = part.astype(jnp.float32) * 2.0**-16
+            drawn = jax.tree.map(lambda z, y, f=taken: z - f * y, drawn, _drawn(again, tree))
+        tree = tree if rest is None else jax.tree.map(jnp.add, tree, rest)
+        return jax.tree.map(lambda x, z: x + self.stddev * z, tree, drawn)
 
 
 def _drawn(key: jax.Array, tree: PyTree) -> PyTree:

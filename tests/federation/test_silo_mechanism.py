@@ -5,10 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dpfl_jax.auditing import simulate
 from dpfl_jax.clipping import Adaptive, Automatic, Flat, NoClip, Normalized, PerLayer
 from dpfl_jax.config.kinds import SILOS
+from dpfl_jax.config.load import validate_config
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence import audit
 from dpfl_jax.federation import federated_epsilon
+from dpfl_jax.federation.federated_run import knobs
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
     PersonalRecords,
@@ -26,6 +30,7 @@ from dpfl_jax.federation.mechanisms import (
     user_ldp,
 )
 from dpfl_jax.mechanisms import Banded, Independent, NoNoise
+from dpfl_jax.randomness import RootKey
 
 FACTS = SiloFacts(100, 40)
 DRAWN = {"batch_size": 20, "max_items_per_subject": 4}
@@ -118,3 +123,42 @@ def test_draws_of_which_nothing_is_proven_are_refused(fields):
 def test_rules_without_a_clip_norm_are_the_same_in_all_silos():
     made = SiloMechanism(participation=Records(**DRAWN), clip=Automatic(), noise_multiplier=2.0)
     assert (made.rule(7.0), made.clip_norm, made.noise_stddev) == (Automatic(), 1.0, 2.0)
+
+
+def test_what_may_be_changed_is_named_where_it_stands():
+    sections = {
+        "federation": {"silos": 2, "rounds": 5, "local_steps": 1},
+        "privacy": {"epsilon": 1.0, "delta": 1e-4},
+    }
+    drawn = {"sampling_prob": 0.1, "max_items_per_subject": 4}
+    for mechanism, names in (
+        ({"kind": "local_group", **drawn}, {"mechanism.sampling_prob", "mechanism.kind"}),
+        (
+            {
+                "participation": {"kind": "records", **drawn},
+                "clip": {"kind": "per_layer", "clip_norm": 2.0},
+            },
+            {"mechanism.participation.sampling_prob", "mechanism.participation.kind"},
+        ),
+    ):
+        config = validate_config(sections | {"mechanism": mechanism}, "here")
+        found = dict(knobs(config, [FACTS] * 2, 10))
+        assert names < found.keys()
+        ((kind, ask),) = found[max(n for n in names if n.endswith("kind"))]
+        assert kind in ("subject_uls", "subjects")
+        assert 0 < ask().ratio < np.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [Normalized(0.5), PerLayer(2.0)])
+def test_an_audit_holds_what_is_claimed_of_any_clip_rule_and_refutes_less(clip):
+    made = SiloMechanism(
+        participation=Records(sampling_prob=0.5, max_items_per_subject=2),
+        clip=clip,
+        noise_multiplier=1.0,
+    )
+    plan, key = SiloPlan(made, FACTS, 2), RootKey.from_seed(0)
+    trials = simulate.silos([plan], 2, 1e-3, key, trials=2000)
+    assert not audit(trials, 0.999).exceeds
+    louder = dataclasses.replace(made, noise_multiplier=2.0).event(FACTS, 4)
+    assert audit(dataclasses.replace(trials, event=louder), 0.999).exceeds
