@@ -254,6 +254,7 @@ class Sum:
         self.stats = [np.asarray(x) for x in jax.tree.leaves(stats)]
 
     def same_bits(self, other: Sum) -> bool:
+        """Whether another sum, and what it says of its units, is this one to the last bit."""
         mine, theirs = self.parts + self.stats, other.parts + other.stats
         return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
@@ -262,6 +263,7 @@ class Sum:
         return [whole[i][index] for i, index in zip(self.leaf, self.index, strict=True)]
 
     def plus(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """The parts of this sum and another's, added up."""
         return [a + b for a, b in zip(self.parts, parts, strict=True)]
 
     def error(self, want: list[np.ndarray], size: float) -> tuple[str, float]:
