@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dpfl_jax.auditing import simulate
+from dpfl_jax.audit import audit
+from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.clipping import Adaptive, Automatic, Flat, NoClip, Normalized, PerLayer
 from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.config.load import validate_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import audit
 from dpfl_jax.federation import federated_epsilon
 from dpfl_jax.federation.federated_run import knobs
 from dpfl_jax.federation.federation import Federation, SiloPlan
