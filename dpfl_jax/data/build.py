@@ -30,7 +30,7 @@ from dpfl_jax.data.owners import by_set
 from dpfl_jax.data.records import FORMATS, write_records
 from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.shards import USERS, FileEntry, Manifest, ShardStore
+from dpfl_jax.data.shards import INDEX, USERS, FileEntry, Manifest, ShardStore
 from dpfl_jax.data.sources import Row
 from dpfl_jax.data.store import (
     SEPARATOR,
@@ -434,9 +434,8 @@ def finish(
         shutil.rmtree(staging)
         raise none_usable(plan.schema)
     try:
-        users = pa.table({"user": pa.array(names, pa.large_string()), "examples": counts})
-        with pa.ipc.new_file(os.fspath(staging / USERS), users.schema) as writer:
-            writer.write_table(users)
+        with pa.ipc.new_file(os.fspath(staging / USERS), INDEX) as writer:
+            writer.write_table(pa.table([names, counts], schema=INDEX))
         index = FileEntry.of(staging / USERS)
         manifest = Manifest(
             plan.schema,

@@ -91,8 +91,10 @@ def _damaged(path: pathlib.Path, reason: str) -> BadInputError:
 
 def _write_arrow(path: pathlib.Path, schema: Schema, blocks: Iterable[np.ndarray]) -> int:
     count, rows = 0, max(1, _BATCH_BYTES // max(1, schema.record_dtype.itemsize))
-    empty = to_arrow(np.zeros(0, schema.record_dtype), schema)
-    with pa.OSFile(os.fspath(path), "wb") as file, pa.ipc.new_file(file, empty.schema) as writer:
+    with (
+        pa.OSFile(os.fspath(path), "wb") as file,
+        pa.ipc.new_file(file, arrow_schema(schema)) as writer,
+    ):
         for records in _of_length(blocks, rows):
             writer.write_batch(to_arrow(records, schema))
             count += len(records)
@@ -115,27 +117,22 @@ def _of_length(blocks: Iterable[np.ndarray], rows: int) -> Iterator[np.ndarray]:
         yield np.concatenate(waiting)
 
 
-def to_arrow(records: np.ndarray, schema: Schema) -> pa.RecordBatch:
-    """Records as columns of Arrow's own types."""
+def arrow_schema(schema: Schema) -> pa.Schema:
+    """The columns of records in an Arrow file."""
     columns = {}
     for name in _columns(schema):
-        values = records[name]
+        dtype = schema.record_dtype[name]
+        *shape, base = (*dtype.shape, dtype.base)
         if schema.kind == "arrays":
-            columns[name] = _numbers(values)
-            continue
-        rows = values.reshape(-1, values.shape[-1])
-        if schema.kind == "tokens":
-            sizes = records["length"].astype(np.int32)
+            base, more = _held(base)
+            shape += more
         else:
-            real = rows != 0
-            sizes = np.where(real.any(1), rows.shape[1] - real[:, ::-1].argmax(1), 0)
-        ends = np.cumsum(np.concatenate([[0], sizes]), dtype=np.int32)
-        there = rows[np.arange(rows.shape[1]) < sizes[:, None]]
-        column = pa.ListArray.from_arrays(ends, pa.array(there))
-        if values.ndim == 3:  # a pair
-            column = pa.FixedSizeListArray.from_arrays(column, values.shape[1])
+            shape[-1] = -1  # of any length
+        column = pa.from_numpy_dtype(base)
+        for size in reversed(shape):
+            column = pa.list_(column, size)
         columns[name] = column
-    return pa.RecordBatch.from_pydict(columns)
+    return pa.schema(columns)
 
 
 def _columns(schema: Schema) -> list[str]:
@@ -144,18 +141,40 @@ def _columns(schema: Schema) -> list[str]:
     return list(names[1:] if schema.kind == "tokens" else names)
 
 
-def _numbers(values: np.ndarray) -> pa.Array:
-    """Numbers [n, ...] as lists of fixed size; types that Arrow lacks as integers, or bytes."""
-    flat = np.ascontiguousarray(values).reshape(-1)
-    shape = values.shape[1:]
-    if flat.dtype.kind not in "iuf" or flat.dtype.isbuiltin != 1 or flat.dtype.itemsize > 8:
-        size = flat.dtype.itemsize
-        flat = flat.view(f"<u{size}" if size in (1, 2, 4, 8) else np.uint8)
-        shape = shape if size in (1, 2, 4, 8) else (*shape, size)
-    column = pa.array(flat)
-    for size in reversed(shape):
-        column = pa.FixedSizeListArray.from_arrays(column, size)
-    return column
+def _held(base: np.dtype[Any]) -> tuple[np.dtype[Any], list[int]]:
+    """The numbers as which Arrow holds those of a type: of one that it lacks integers, or bytes."""
+    size = base.itemsize
+    if base.kind in "iuf" and base.type.__module__ == "numpy" and size <= 8:
+        return base, []
+    return (np.dtype(f"<u{size}"), []) if size in (1, 2, 4, 8) else (np.dtype("u1"), [size])
+
+
+def to_arrow(records: np.ndarray, schema: Schema) -> pa.RecordBatch:
+    """Records as columns of Arrow's own types."""
+    columns, arrow = [], arrow_schema(schema)
+    for name, kind in zip(arrow.names, arrow.types):
+        values = records[name]
+        if schema.kind == "arrays":
+            flat = np.ascontiguousarray(values).reshape(-1)
+            column = pa.array(flat.view(_held(flat.dtype)[0]))
+        else:
+            rows = values.reshape(-1, values.shape[-1])
+            if schema.kind == "tokens":
+                sizes = records["length"].astype(np.int32)
+            else:
+                real = rows != 0
+                sizes = np.where(real.any(1), rows.shape[1] - real[:, ::-1].argmax(1), 0)
+            ends = np.cumsum(np.concatenate([[0], sizes]), dtype=np.int32)
+            there = rows[np.arange(rows.shape[1]) < sizes[:, None]]
+            column = pa.ListArray.from_arrays(ends, pa.array(there))
+        columns.append(_in_lists(column, kind))
+    return pa.RecordBatch.from_arrays(columns, schema=arrow)
+
+
+def _in_lists(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    if column.type == kind:
+        return column
+    return pa.FixedSizeListArray.from_arrays(_in_lists(column, kind.value_type), kind.list_size)
 
 
 class _ArrowReader:
@@ -164,7 +183,7 @@ class _ArrowReader:
         self._is_text = schema.kind == "tokens"
         whole = pa.memory_map(os.fspath(path)).read_buffer()
         file = pa.ipc.open_file(whole)
-        if file.schema != to_arrow(np.zeros(0, self._dtype), schema).schema:
+        if file.schema != arrow_schema(schema):
             raise ValueError("its columns are not those of its manifest")
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
         for batch in batches:

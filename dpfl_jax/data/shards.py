@@ -39,6 +39,7 @@ MANIFEST = "manifest.json"
 KIND = "dpfl_jax user-partitioned store"
 VERSION = 3
 USERS = "users.arrow"
+INDEX = pa.schema([("user", pa.large_string()), ("examples", pa.int64())])
 
 
 def sha256_file(path: pathlib.Path) -> str:
@@ -169,9 +170,8 @@ class ShardStore(StoreBase):
         for entry in (*self.manifest.shards, self.manifest.index):
             self._check_size(entry)
         self._check_sum(self.manifest.index, "it belongs to another build or was damaged")
-        users = pa.ipc.open_file(pa.memory_map(os.fspath(self.path / USERS))).read_all()
-        self._ids = users["user"]
-        self.user_offsets = np.concatenate([[0], np.cumsum(users["examples"], dtype=np.int64)])
+        self._ids, counts = _read_users(self.path / USERS)
+        self.user_offsets = np.concatenate([[0], np.cumsum(counts)])
         counted = (self.num_users, self.num_examples)
         if counted != (self.manifest.num_users, self.manifest.num_examples):
             raise BadInputError(f"{self.path / USERS}: the index disagrees with {MANIFEST}")
@@ -208,7 +208,9 @@ class ShardStore(StoreBase):
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """Returns the ids of the users with these indices."""
-        return list(self._ids.take(pa.array(indices, pa.int64())).to_pylist())
+        chosen = np.fromiter(indices, np.int64, len(indices))
+        places = pa.Array.from_buffers(pa.int64(), len(chosen), [None, pa.py_buffer(chosen)])
+        return list(self._ids.take(places).to_pylist())
 
     def _reader(self, shard: int) -> RecordReader:
         reader = self._readers.get(shard)
@@ -255,6 +257,19 @@ class ShardStore(StoreBase):
             raise BadInputError(
                 f"{self.path}: the records are not those of the manifest; build the store again"
             )
+
+
+def _read_users(path: pathlib.Path) -> tuple[pa.Array, np.ndarray]:
+    """Ids and counts of ``users.arrow``, mapped; without what imports pandas in Arrow's own way."""
+    try:
+        users = pa.ipc.open_file(pa.memory_map(os.fspath(path))).read_all().combine_chunks()
+        users.validate()
+        if users.schema != INDEX or any(column.null_count for column in users.columns):
+            raise ValueError("other columns than user and examples")
+        ids, counts = (column.chunk(0) for column in users.columns)
+        return ids, np.frombuffer(counts.buffers()[1], "<i8", len(counts))
+    except (OSError, ValueError, IndexError) as error:
+        raise BadInputError(f"{path} is no index of a store ({error})") from error
 
 
 def _unit_key(sources: dict[str, Any]) -> str:

@@ -88,12 +88,8 @@ def file_source(
 def python_files_source() -> Source:
     """Returns the installed packages' source files, one user each."""
     files = python_source.installed_package_files()
-
-    def rows() -> Iterator[Row]:
-        yield from files.items()
-
     sizes = {user: len(data) for user, data in files.items()}
-    return Source(rows, {"python_files": sizes}, sum(sizes.values()))
+    return Source(lambda: iter(files.items()), {"python_files": sizes}, sum(sizes.values()))
 
 
 def tfds_source(

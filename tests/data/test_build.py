@@ -119,11 +119,22 @@ def test_numbers_of_every_kind_come_back(dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "_BATCH_BYTES", 100)  # several record batches
     rng = np.random.default_rng(0)
     users = [
-        (f"u{i}", {"a": rng.integers(0, 2, (i + 1, 3, 2)).astype(dtype), "b": np.arange(i + 1)})
+        (
+            f"u{i}",
+            {"a": (rng.integers(0, 3, (i + 1, 3, 2)) / 2).astype(dtype), "b": -np.arange(i + 1)},
+        )
         for i in range(9)
     ]
     store = ArrayStore.from_users(users)
-    assert_same(write_store(store, tmp_path / "store"), store)
+    written = write_store(store, tmp_path / "store")
+    assert_same(written, store)
+    shard = pyarrow.dataset.dataset(
+        tmp_path / "store" / written.manifest.shards[0].file, format="arrow"
+    )
+    held, numbers = shard.to_table(), store.read(np.arange(store.num_examples))
+    assert held["b"].to_pylist() == numbers["b"].tolist()
+    if dtype in ("uint8", "float16", "float64"):  # which others read as what they are
+        assert held["a"].to_pylist() == numbers["a"].tolist()
 
 
 @pytest.mark.parametrize("pairs", [False, True])

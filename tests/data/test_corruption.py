@@ -12,7 +12,7 @@ import pytest
 from dpfl_jax.data import ArrayStore, from_texts
 from dpfl_jax.data.build import write_store
 from dpfl_jax.data.records import open_records
-from dpfl_jax.data.shards import Manifest, open_store
+from dpfl_jax.data.shards import INDEX, FileEntry, Manifest, open_store
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.errors import BadInputError
 
@@ -117,6 +117,30 @@ def test_index_of_the_same_size_from_another_build(store):
         writer.write_table(pa.table({"user": users["user"], "examples": counts}))
     with pytest.raises(BadInputError, match=r"users.arrow.*checksum"):
         open_store(store)
+
+
+def test_an_index_that_others_made_is_one_sentence(memory, tmp_path):
+    write_store(memory, tmp_path / "store")
+    good = Manifest.read(tmp_path / "store")
+    path = tmp_path / "store" / "users.arrow"
+    names = memory.user_ids(range(memory.num_users))
+    counts = memory.examples_per_user
+    for made in (
+        pa.table({"user": names, "examples": counts}),  # ids of another type
+        pa.table([pa.array(names), pa.array(counts)], names=["user", "count"]),
+        pa.table([[*names[1:], None], counts], schema=INDEX),
+        pa.table([names[1:], counts[1:]], schema=INDEX),
+        pa.table([[], []], schema=INDEX),
+        None,
+    ):
+        if made is None:
+            path.write_bytes(b"ARROW1 no more")
+        else:
+            with pa.ipc.new_file(str(path), made.schema) as writer:
+                writer.write_table(made)
+        dataclasses.replace(good, index=FileEntry.of(path)).write(tmp_path / "store")
+        with pytest.raises(BadInputError, match=r"users.arrow"):
+            open_store(tmp_path / "store")
 
 
 def test_files_that_others_made_are_read_within_their_bounds(memory, tmp_path):
