@@ -111,28 +111,3 @@ def test_three_walks_have_ten_stops_at_most():
             path = ROOT / stop if "/" in stop else folder / stop
             assert path.is_file(), stop
             folder = path.parent
-
-
-# There classes are extended that are used alone, too.
-EXTENDING = ("accounting/leaves.py", "accounting/statement.py", "clipping/self_check.py")
-
-
-def test_parts_and_mechanisms_extend_abstract_classes_alone():
-    """Each is read in one place: a class that can be made is extended by none."""
-    made, bases = set(), {}
-    for part in ("mechanisms", "sampling", "noise", "clipping", "accounting", "federation"):
-        for path in (ROOT / part).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if not isinstance(node, ast.ClassDef):
-                    continue
-                own = {ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases}
-                if not own & {
-                    "ABC",
-                    "Protocol",
-                    "TypedDict",
-                } and "abstractmethod" not in ast.unparse(node):
-                    made.add(node.name)
-                if str(path.relative_to(ROOT)) not in EXTENDING:
-                    bases[node.name] = own
-    found = {name: own & made for name, own in bases.items() if own & made}
-    assert not {k: v for k, v in found.items() if not k.endswith("Error")}, found
