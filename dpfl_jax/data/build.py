@@ -16,8 +16,9 @@ import operator
 import os
 import pathlib
 import shutil
+import struct
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import duckdb
 import numpy as np
@@ -46,10 +47,18 @@ from dpfl_jax.errors import BadInputError
 PARTITION_BYTES = 256 * 2**20
 MEMORY = 384  # MiB that DuckDB may take; what does not fit goes to the staging folder
 _ROWS = pa.schema(
-    [("key", pa.uint64()), ("user", pa.binary()), ("seq", pa.int64()), ("data", pa.binary())]
+    [
+        ("key", pa.uint64()),
+        ("user", pa.binary()),
+        ("seq", pa.int64()),
+        ("data", pa.binary()),
+        ("large", pa.bool_()),
+    ]
 )
-_BATCH_BYTES, _BATCH_ROWS = 2**22, 2**13
-_TABLE, _GROUPED = "rows.duckdb", "grouped"
+_BATCH_BYTES, _BATCH_ROWS = 2**22, 2**12
+# DuckDB holds some thousands of rows of each sorted run at once: of larger data it sorts places.
+_LARGE = 512
+_TABLE, _LONG, _GROUPED = "rows.duckdb", "rows.large", "grouped"
 NO_FIRST_OF_SHARED = (
     "some records have several owners, so that nobody has first ones: leave out "
     "max_examples_per_user; mechanism.group_size says how many of each owner's are used"
@@ -218,11 +227,12 @@ def group_rows(
     def batches() -> Iterator[pa.RecordBatch]:
         nonlocal count, stopped
         try:
-            for part in _parts(rows()):
-                yield part
-                count += part.num_rows
-                progress("reading", count, 0)
-        except BaseException as error:  # which DuckDB would tell as one of its own
+            with (staging / _LONG).open("wb") as long:
+                for part in _parts(rows(), long):
+                    yield part
+                    count += part.num_rows
+                    progress("reading", count, 0)
+        except (Exception, KeyboardInterrupt) as error:  # DuckDB would tell it as one of its own
             stopped = error
             raise
 
@@ -239,14 +249,15 @@ def group_rows(
         cause = stopped or error
         if isinstance(cause, BadInputError):
             shutil.rmtree(staging, ignore_errors=True)
-        elif stopped is None:
-            cause = disk_error(staging, error)
+        elif isinstance(cause, duckdb.Error | OSError):
+            cause = disk_error(staging, cause)
         raise cause from None
     progress("reading", count, count)
 
 
-def _parts(rows: Iterable[Row]) -> Iterator[pa.RecordBatch]:
-    waiting: list[tuple[int, bytes, int, bytes]] = []
+def _parts(rows: Iterable[Row], long: IO[bytes]) -> Iterator[pa.RecordBatch]:
+    """Yields rows as ``_ROWS``; data that are large go to a file of their own."""
+    waiting: list[tuple[int, bytes, int, bytes, bool]] = []
     size = 0
 
     def batch() -> pa.RecordBatch:
@@ -255,7 +266,11 @@ def _parts(rows: Iterable[Row]) -> Iterator[pa.RecordBatch]:
 
     for seq, (user, data) in enumerate(rows):
         key, _ = user_order_key(user)
-        waiting.append((int.from_bytes(key, "big"), user.encode(), seq, data))
+        if large := len(data) > _LARGE:
+            place = struct.pack("<qq", long.tell(), len(data))
+            long.write(data)
+            data = place
+        waiting.append((int.from_bytes(key, "big"), user.encode(), seq, data, large))
         size += len(data)
         if size > _BATCH_BYTES or len(waiting) == _BATCH_ROWS:
             yield batch()
@@ -269,15 +284,23 @@ def grouped_users(
 ) -> Iterator[tuple[str, list[bytes]]]:
     """Yields each user of a partition with its data, in store order."""
     low, high = plan.keys(shard)
-    with _connect(staging, workers) as connection:
+    with _connect(staging, workers) as connection, (staging / _LONG).open("rb") as long:
+
+        def whole(data: bytes, large: bool) -> bytes:
+            if not large:
+                return data
+            place, size = struct.unpack("<qq", data)
+            long.seek(place)
+            return long.read(size)
+
         found = connection.sql(
-            f'SELECT "user", data FROM "rows" WHERE key BETWEEN {low}::UBIGINT AND '
+            f'SELECT "user", data, large FROM "rows" WHERE key BETWEEN {low}::UBIGINT AND '
             f'{high}::UBIGINT ORDER BY key, "user", seq'
         ).to_arrow_reader(_BATCH_ROWS)
         yield from by_user(
-            (user.decode(), data)
+            (user.decode(), whole(data, large))
             for batch in found
-            for user, data in zip(*(column.to_pylist() for column in batch.columns))
+            for user, data, large in zip(*(column.to_pylist() for column in batch.columns))
         )
 
 
@@ -296,7 +319,7 @@ def _connect(staging: pathlib.Path, readers: int = 0) -> duckdb.DuckDBPyConnecti
     """
     settings: dict[str, Any] = {
         "memory_limit": f"{max(128, MEMORY // max(1, readers))}MiB",
-        "threads": 1 if readers else min(4, os.cpu_count() or 1),
+        "threads": 1,  # each further one holds rows of its own
         "temp_directory": os.fspath(staging / f"{_TABLE}.{os.getpid()}.sorting"),
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,

@@ -290,13 +290,22 @@ def test_a_table_of_rows_that_was_sent_reads_no_other_file(tmp_path):
     with duckdb.connect(str(staging / "rows.duckdb")) as made:
         made.execute(
             "CREATE VIEW rows AS SELECT 7::UBIGINT AS key, 'a'::BLOB AS user, 0::BIGINT AS seq, "
-            f"content AS data FROM read_blob('{tmp_path / 'secret'}')"
+            f"content AS data, false AS large FROM read_blob('{tmp_path / 'secret'}')"
         )
         assert made.execute("SELECT data FROM rows").fetchall() == [(b"kept",)]
+    (staging / "rows.large").touch()
     (staging / "grouped").write_text("0")
     with pytest.raises(BadInputError, match="Permission Error"):
         build_store(lambda: [], tmp_path / "store", plan)
     assert not (tmp_path / "store").exists()
+
+
+def test_rows_of_any_size_keep_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_module, "_LARGE", 300)
+    documents = [(f"u{i % 3}", f"{i} " * (1 + 97 * i % 200)) for i in range(60)]
+    plan = BuildPlan.for_text("bytes", 32, num_shards=2)
+    built = build_store(lambda: ((u, t.encode()) for u, t in documents), tmp_path / "store", plan)
+    assert_same(built, from_texts(documents, seq_len=32))
 
 
 def test_what_a_killed_sort_left_is_in_no_way(files, memory, tmp_path):
