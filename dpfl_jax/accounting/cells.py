@@ -84,7 +84,7 @@ class Contribution:
 
 @dataclasses.dataclass(frozen=True)
 class StrategyMatrix:
-    """C of the noise C^-1 Z, lower triangular and Toeplitz, by its first column.
+    """K of the noise K^-1 Z, lower triangular and Toeplitz, by its first column.
 
     Attributes:
       column: float [steps], or as far as it is not 0.
@@ -107,7 +107,7 @@ class NoisedSums:
       noise_multiplier: standard deviation of each entry of Z over the sensitivity of a drawn unit.
       steps: taken.
       population: units that may be drawn.
-      matrix: C of the noise.
+      matrix: K of the noise.
       contribution: what one privacy unit has in a draw; None: it is itself what is drawn.
       relation: whether a privacy unit is added or removed, or replaced by another.
     """
@@ -310,7 +310,7 @@ def _turns(drawn: np.ndarray, period: int, inside: np.ndarray) -> np.ndarray:
 def _column_of_each_turn(
     matrix: StrategyMatrix, seen: np.ndarray, inside: np.ndarray, sampler: Any
 ) -> np.ndarray:
-    """Of every turn of a unit what its column of C says; NaN where it has no such turn."""
+    """Of every turn of a unit what its column of K says; NaN where it has no such turn."""
     scheme: schemes.CyclicPoisson = sampler.scheme
     if scheme.period == 1:
         return seen
@@ -332,7 +332,7 @@ def _column_of_each_turn(
 def _columns_of_all_turns(
     matrix: StrategyMatrix, seen: np.ndarray, inside: np.ndarray, sampler: Any
 ) -> np.ndarray:
-    """Of all turns of a unit together what its columns of C say; of the steps that were."""
+    """Of all turns of a unit together what its columns of K say; of the steps that were."""
     scheme: schemes.Cyclic = sampler.scheme
     period = scheme.steps
     seen = seen[:, ~np.isnan(seen).all(axis=0)]

@@ -1,7 +1,7 @@
-"""The banded matrix C whose noise C^-1 Z has the least mean square in a workload.
+"""The banded matrix K whose noise K^-1 Z has the least mean square in a workload.
 
 Source: Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization" (arXiv 2306.08153);
-McKenna 2024 (arXiv 2405.15913). C is lower triangular and Toeplitz, with b numbers in a column.
+McKenna 2024 (arXiv 2405.15913). K is lower triangular and Toeplitz, with b numbers in a column.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dpfl_jax.matrices.workload import PREFIX_SUMS, Workload
 
 @functools.lru_cache(maxsize=256)
 def strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[float, ...]:
-    """The first column of the C whose noise has the least mean square in a workload.
+    """The first column of the K whose noise has the least mean square in a workload.
 
     At sensitivity 1 (a column's norm). McKenna 2024 finds it by gradients, in O(steps bands) each.
 
     Args:
       bands: b, numbers of the column that are not 0.
-      steps: T, rows and columns of C.
+      steps: T, rows and columns of K.
       workload: what an optimiser makes of the noise.
 
     Returns:
@@ -48,7 +48,7 @@ def strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[
         change = signal.lfilter([1.0], column, first)  # -d first / d column_j, delayed by j
         moved = columns.moved(first)
         error, norm = np.vdot(columns.weights, moved**2), column @ column
-        if not np.isfinite(error * (change @ change)):  # so long a step that C^-1 explodes
+        if not np.isfinite(error * (change @ change)):  # so long a step that K^-1 explodes
             return 1e3, np.zeros(bands - 1)
         weighted = columns.pulled(columns.weights * moved)
         slope = np.array([(weighted[j:] * change[:-j]).sum() for j in range(1, bands)])
@@ -68,11 +68,11 @@ def strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[
 
 
 def prefix_error(column: tuple[float, ...], steps: int, workload: Workload = PREFIX_SUMS) -> float:
-    """``Workload.error`` of the C with first column ``column``, in ``steps`` steps."""
+    """``Workload.error`` of the K with first column ``column``, in ``steps`` steps."""
     return workload.error(signal.lfilter([1.0], column, workload.response(steps)))
 
 
 def best_banded(steps: int, separation: int | None, *, bands: int = 4) -> StrategyMatrix:
-    """C of the banded noise that is best for sums over these steps."""
+    """K of the banded noise that is best for sums over these steps."""
     del separation
     return StrategyMatrix(strategy(bands, steps), "banded")

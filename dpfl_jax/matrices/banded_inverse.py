@@ -1,8 +1,8 @@
-"""Matrices C whose inverse has few bands, with the least noise C^-1 Z in a workload.
+"""Matrices K whose inverse has few bands, with the least noise K^-1 Z in a workload.
 
 Source: Kalinin, McKenna, Upadhyay and Lampert 2025, "Back to square roots" (arXiv 2505.12128),
-whose bands are those of a square root (BISR); here they are the best for a run. C is lower
-triangular and Toeplitz; with f_1, ..., f_{b-1} of 0 or more, C^-1 has the first column 1, -f_1,
+whose bands are those of a square root (BISR); here they are the best for a run. K is lower
+triangular and Toeplitz; with f_1, ..., f_{b-1} of 0 or more, K^-1 has the first column 1, -f_1,
 ..., -f_{b-1}.
 """
 
@@ -22,10 +22,10 @@ MOST_BANDS = 64
 
 
 def inverse_column(taken: tuple[float, ...], steps: int) -> np.ndarray:
-    """The first column of C, float64 [steps], rounded upwards to one that never grows.
+    """The first column of K, float64 [steps], rounded upwards to one that never grows.
 
-    No number is below that of C, and none below a later one: what is accounted by it for users who
-    take part some steps apart or more is a bound, and exact where C's own column never grows.
+    No number is below that of K, and none below a later one: what is accounted by it for users who
+    take part some steps apart or more is a bound, and exact where K's own column never grows.
 
     Args:
       taken: f, numbers of 0 or more that add up to 1 at most.
@@ -115,11 +115,11 @@ def inverse_strategy(
 
 
 def best_banded_inverse(steps: int, separation: int, *, bands: int = 3) -> StrategyMatrix:
-    """C of the noise with few bands of C^-1 that is best for sums over these steps."""
+    """K of the noise with few bands of K^-1 that is best for sums over these steps."""
     taken = inverse_strategy(bands, steps, separation)
     return StrategyMatrix(tuple(inverse_column(taken, steps).tolist()), "toeplitz")
 
 
 def _bands(taken: tuple[float, ...]) -> np.ndarray:
-    """The first column of C^-1, as far as it is not 0."""
+    """The first column of K^-1, as far as it is not 0."""
     return np.r_[1.0, -np.asarray(taken, float)]

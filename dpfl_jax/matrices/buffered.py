@@ -1,7 +1,7 @@
-"""Buffered Toeplitz matrices C whose noise C^-1 Z has the least mean square in a workload.
+"""Buffered Toeplitz matrices K whose noise K^-1 Z has the least mean square in a workload.
 
 Source: Dvijotham et al. 2024 (arXiv 2404.16706); McMahan, Xu and Xu 2024, "A hassle-free algorithm
-for private learning in practice" (arXiv 2408.08868), for users who take part several times. C is
+for private learning in practice" (arXiv 2408.08868), for users who take part several times. K is
 lower triangular; with decays d and scales w of B buffers its first column is
 1, sum w_i, sum w_i d_i, sum w_i d_i^2, ...
 """
@@ -25,7 +25,7 @@ Buffers = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def buffered_column(buffers: Buffers, steps: int) -> np.ndarray:
-    """The first column of C, float64 [steps], rounded upwards; no number is above the one before.
+    """The first column of K, float64 [steps], rounded upwards; no number is above the one before.
 
     Args:
       buffers: decays in [0, 1], and scales of 0 or more that add up to 1 at most.
@@ -126,7 +126,7 @@ def buffered_strategy(
 
 
 def best_buffered(steps: int, separation: int, *, buffers: int = 2) -> StrategyMatrix:
-    """C of the buffered noise that is best for sums over these steps."""
+    """K of the buffered noise that is best for sums over these steps."""
     chosen = buffered_strategy(buffers, steps, separation)
     return StrategyMatrix(tuple(buffered_column(chosen, steps).tolist()), "toeplitz")
 
@@ -163,7 +163,7 @@ def _delayed(decay: float, rows: np.ndarray) -> np.ndarray:
 
 
 def _divided(decays: np.ndarray, scales: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """C^-1 times rows, one factor (1 - d_i x) / (1 - e_i x) of 1 / C after the other.
+    """K^-1 times rows, one factor (1 - d_i x) / (1 - e_i x) of 1 / K after the other.
 
     The poles e are eigenvalues of a symmetric matrix, and lie between the d: which is why no factor
     grows, where polynomials of all of them would lose their digits.

@@ -1,8 +1,8 @@
 """What an optimiser makes of noise: the linear map from gradients to the way of the parameters.
 
 Source: Denisov, McMahan, Rush, Smith and Thakurta 2022 (arXiv 2202.08312), sections 2 and 5:
-momentum and a schedule of learning rates are factors of the workload A, and a strategy C is as good
-as A C^-1 is small. Optax's SGD moves parameters in step t by
+momentum and a schedule of learning rates are factors of the workload A, and a strategy K is as good
+as A K^-1 is small. Optax's SGD moves parameters in step t by
 
     rate_t * (memory_0 g_t + memory_1 g_{t-1} + ...)
 
@@ -10,7 +10,7 @@ as A C^-1 is small. Optax's SGD moves parameters in step t by
 no momentum it makes prefix sums. What noise adds to the parameters, root mean square over the
 steps, is the error. Decay of weights is left out: it is no part of how gradients are added up.
 
-With r the first column of memory times C^-1, column i of A C^-1 is the running sum of
+With r the first column of memory times K^-1, column i of A K^-1 is the running sum of
 rate_i r_0, rate_{i+1} r_1, ... Where rates are alike all columns are parts of the first. Else a
 search takes 128 of them, each for its neighbours, as rates change slowly: in O(128 steps) a look.
 An error that is stated is that of 8,192 columns at most.
@@ -43,7 +43,7 @@ class Workload:
     rates: tuple[float, ...] | None = None
 
     def response(self, steps: int) -> np.ndarray:
-        """What to divide by C: [steps]; of rates that are alike, summed up over the steps."""
+        """What to divide by K: [steps]; of rates that are alike, summed up over the steps."""
         given = np.zeros(steps)
         given[: len(self.memory)] = self.memory[:steps]
         return np.cumsum(given) if self.rates is None else given
@@ -55,10 +55,10 @@ class Workload:
     def error(self, divided: np.ndarray) -> float:
         """Root mean square of the noise in parameters on their way, over independent noise's.
 
-        Both for noise of standard deviation 1 in C G (independent: in G).
+        Both for noise of standard deviation 1 in K G (independent: in G).
 
         Args:
-          divided: ``response`` divided by C, [T].
+          divided: ``response`` divided by K, [T].
         """
         given = self.response(len(divided))
         if self.rates is None:
@@ -92,7 +92,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Squares of which an error is made, as a function of a response that was divided by C.
+    """Squares of which an error is made, as a function of a response that was divided by K.
 
     Attributes:
       weights: of what is squared; [T], or [columns, T] where rates differ.

@@ -1,4 +1,4 @@
-"""Noise strategies: how the noise of a step is correlated with that of others, C^-1 Z.
+"""Noise strategies: how the noise of a step is correlated with that of others, K^-1 Z.
 
 A strategy is fitted to the number of steps, to how far apart a unit's steps are and to what the
 optimiser does with gradients (``fit``); then it has a matrix, by which it is accounted, and a
@@ -92,10 +92,10 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
 
     @abc.abstractmethod
     def matrix(self, steps: int) -> StrategyMatrix:
-        """C; raises BadInputError before it is fitted, or beyond the steps it was fitted to."""
+        """K; raises BadInputError before it is fitted, or beyond the steps it was fitted to."""
 
     def error(self, steps: int, workload: Workload) -> float:
-        """``Workload.error`` of C; 1 of independent noise."""
+        """``Workload.error`` of K; 1 of independent noise."""
         return prefix_error(self.matrix(steps).column, steps, workload)
 
     @abc.abstractmethod
@@ -144,14 +144,14 @@ class Independent(NoiseStrategy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Banded(NoiseStrategy):
-    """C has few bands: the noise of a step is subtracted again, in parts, over the next steps.
+    """K has few bands: the noise of a step is subtracted again, in parts, over the next steps.
 
     Source: Choquette-Choo et al. 2023 (arXiv 2306.08153); strategies of McKenna 2024 (arXiv
     2405.15913). The matrix is that of ``matrices/banded.py``.
 
     Attributes:
       bands: b. 1 is independent noise.
-      strategy: first column of C, one number for each band; None: the best for the number of steps
+      strategy: first column of K, one number for each band; None: the best for the number of steps
         and the optimiser.
     """
 
@@ -208,7 +208,7 @@ class Banded(NoiseStrategy):
     def transform(
         self, stddev: float, sensitivity: float, divisor: float
     ) -> optax.GradientTransformationExtraArgs:
-        """Noise of the standard deviation in every row of C G, correlated as the bands say."""
+        """Noise of the standard deviation in every row of K G, correlated as the bands say."""
         column = self.column
         reach = float(np.linalg.norm(column)) * sensitivity
         # proof: bandmf-noise-2
@@ -217,7 +217,7 @@ class Banded(NoiseStrategy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
-    """C is Toeplitz, with a column that never rises; the noise of a step shows in all later ones.
+    """K is Toeplitz, with a column that never rises; the noise of a step shows in all later ones.
 
     Attributes:
       horizon: most steps of the run; None: those it is fitted to.
@@ -283,11 +283,11 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
 
     @abc.abstractmethod
     def column(self, steps: int) -> np.ndarray:
-        """The first column of C, or more; float64 [steps], none above the one before."""
+        """The first column of K, or more; float64 [steps], none above the one before."""
 
     @abc.abstractmethod
     def _correlated(self, noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
-        """The transformation that adds C^-1 Z, where ``noise`` draws Z."""
+        """The transformation that adds K^-1 Z, where ``noise`` draws Z."""
 
     def matrix(self, steps: int) -> StrategyMatrix:
         if steps > self._steps:
@@ -299,7 +299,7 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
     def transform(
         self, stddev: float, sensitivity: float, divisor: float
     ) -> optax.GradientTransformationExtraArgs:
-        """Noise of the standard deviation in every row of C G, correlated over all steps."""
+        """Noise of the standard deviation in every row of K G, correlated over all steps."""
         # What one unit moves: no more than is accounted, so that the grid is fine enough.
         reach = float(np.linalg.norm(self.column(self._steps))) * sensitivity
         # proof: in-turns-noise-1
@@ -365,14 +365,14 @@ class Buffered(_Toeplitz):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandedInverse(_Toeplitz):
-    """C^-1 has few bands.
+    """K^-1 has few bands.
 
     Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128). The matrix is that of
     ``matrices/banded_inverse.py``. At the same memory ``Buffered`` is as good to 0.1 % where units
     pause for 6 to 10 steps, and else less.
 
     Attributes:
-      bands: b, of C^-1.
+      bands: b, of K^-1.
       taken: the parts of a step's noise that are subtracted in each of the next b - 1 steps, 0 or
         more, which add up to 1 at most; None: the best for the number of steps and the optimiser.
       redrawn: whether past noise is drawn again from its keys, bands times as much of it at every

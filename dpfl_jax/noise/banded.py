@@ -1,18 +1,18 @@
-"""Noise that is correlated between steps: C^-1 Z for a banded lower-triangular Toeplitz matrix C.
+"""Noise that is correlated between steps: K^-1 Z for a banded lower-triangular Toeplitz matrix K.
 
 Source: Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization" (arXiv 2306.08153),
-Algorithm 9; strategies of McKenna 2024 (arXiv 2405.15913). With c the first column of C (b numbers)
+Algorithm 9; strategies of McKenna 2024 (arXiv 2405.15913). With c the first column of K (b numbers)
 and g_t the bounded sum of step t:
 
     y_t = c_0 g_t + c_1 g_{t-1} + ... + c_{b-1} g_{t-b+1} + z_t       # the only noise: independent
-    x_t = (y_t - c_1 x_{t-1} - ... - c_{b-1} x_{t-b+1}) / c_0         # = g_t + (C^-1 Z)_t
+    x_t = (y_t - c_1 x_{t-1} - ... - c_{b-1} x_{t-b+1}) / c_0         # = g_t + (K^-1 Z)_t
 
-What is noised is C G, in the order in which its rows are known; all that follows is computed from
+What is noised is K G, in the order in which its rows are known; all that follows is computed from
 what is noised. So noise is drawn, and added, as if it were independent: exactly (``exact``). To add
-C^-1 Z itself would round numbers of the size of the noise next to people's data.
+K^-1 Z itself would round numbers of the size of the noise next to people's data.
 
 Both windows, of sums and of what was released, are kept: 2 (b - 1) numbers a parameter, split over
-devices like it. Past noise could be drawn again from its keys, but C^-1 has no bands: step t would
+devices like it. Past noise could be drawn again from its keys, but K^-1 has no bands: step t would
 draw that of all steps before it.
 """
 
@@ -31,10 +31,10 @@ from dpfl_jax.noise.transform import Noise, transformation
 def banded(
     noise: Noise, column: tuple[float, ...], divisor: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds C^-1 Z over the steps, where ``noise`` draws Z, and divides.
+    """Adds K^-1 Z over the steps, where ``noise`` draws Z, and divides.
 
     Args:
-      noise: of each row of C G; its ``rows`` must be the number of bands, and its standard
+      noise: of each row of K G; its ``rows`` must be the number of bands, and its standard
         deviation and the clip norm the same at every step, as rows mix several.
       column: c; (1.0,) is independent noise.
       divisor: expected number of units, a constant.

@@ -1,13 +1,13 @@
-"""Noise that is correlated between all steps, by few of its own: C^-1 Z where C^-1 has b bands.
+"""Noise that is correlated between all steps, by few of its own: K^-1 Z where K^-1 has b bands.
 
 Source: Kalinin, McKenna, Upadhyay and Lampert 2025, "Back to square roots" (arXiv 2505.12128),
-whose bands are those of a square root (BISR); here they are the best for a run. C is lower
-triangular and Toeplitz; with f_1, ..., f_{b-1} of 0 or more, C^-1 has the first column 1, -f_1,
+whose bands are those of a square root (BISR); here they are the best for a run. K is lower
+triangular and Toeplitz; with f_1, ..., f_{b-1} of 0 or more, K^-1 has the first column 1, -f_1,
 ..., -f_{b-1}: of the noise of a step these parts are taken back in the steps that follow.
 
-    h_t = g_t + f_1 h_{t-1} + ... + f_{b-1} h_{t-b+1}                  # = (C G)_t
+    h_t = g_t + f_1 h_{t-1} + ... + f_{b-1} h_{t-b+1}                  # = (K G)_t
     y_t = h_t + z_t                                                    # independent noise
-    x_t = y_t - f_1 y_{t-1} - ... - f_{b-1} y_{t-b+1}                  # = g_t + (C^-1 Z)_t
+    x_t = y_t - f_1 y_{t-1} - ... - f_{b-1} y_{t-b+1}                  # = g_t + (K^-1 Z)_t
 
 So 3 (b - 1) numbers are kept for each parameter (the h are pairs), as for b - 1 buffers. Or none:
 
@@ -35,12 +35,12 @@ from dpfl_jax.noise.transform import Noise, NoiseState, divided, goes_on
 def banded_inverse(
     noise: Noise, taken: tuple[float, ...], divisor: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds C^-1 Z over the steps, where ``noise`` draws Z, and divides.
+    """Adds K^-1 Z over the steps, where ``noise`` draws Z, and divides.
 
     Rows without noise are pairs of numbers, of 48 bits, as ``buffered`` has them and why.
 
     Args:
-      noise: of each row of C G; as for ``buffered``.
+      noise: of each row of K G; as for ``buffered``.
       taken: f.
       divisor: expected number of units, a constant.
 
@@ -78,7 +78,7 @@ def redrawn(
     """As ``banded_inverse``, with noise of b steps drawn at every step, and nothing kept.
 
     Args:
-      noise: of each row of C G; its ``rows`` are ``redrawn_rows``.
+      noise: of each row of K G; its ``rows`` are ``redrawn_rows``.
       taken: f, multiples of 2^-16.
       divisor: expected number of units, a constant.
 
@@ -111,10 +111,10 @@ def redrawn(
 
 
 def redrawn_rows(column: np.ndarray) -> int:
-    """Rows of noise for rounding that C passes on: 2 at every step, and C is no more than its sum.
+    """Rows of noise for rounding that K passes on: 2 at every step, and K is no more than its sum.
 
     Args:
-      column: first of C, [T], numbers of 0 or more.
+      column: first of K, [T], numbers of 0 or more.
     """
     # proof: redrawn-rows-1
     return math.ceil(4 * len(column) * column.sum() ** 2)

@@ -1,13 +1,13 @@
-"""Noise that is correlated between all steps, by a few buffers: C^-1 Z for a buffered Toeplitz C.
+"""Noise that is correlated between all steps, by a few buffers: K^-1 Z for a buffered Toeplitz K.
 
 Source: Dvijotham et al. 2024, "Efficient and near-optimal noise generation for streaming
 differential privacy" (arXiv 2404.16706); McMahan, Xu and Xu 2024, "A hassle-free algorithm for
-private learning in practice" (arXiv 2408.08868), for users who take part several times. C is lower
+private learning in practice" (arXiv 2408.08868), for users who take part several times. K is lower
 triangular and Toeplitz; with decays d and scales w of B buffers its first column is
 1, sum w_i, sum w_i d_i, sum w_i d_i^2, ...
 
     y_t = g_t + w_1 a_1 + ... + w_B a_B + z_t,  then  a_i = d_i a_i + g_t     # independent noise
-    x_t = y_t - w_1 r_1 - ... - w_B r_B,        then  r_i = d_i r_i + x_t     # = g_t + (C^-1 Z)_t
+    x_t = y_t - w_1 r_1 - ... - w_B r_B,        then  r_i = d_i r_i + x_t     # = g_t + (K^-1 Z)_t
 
 So 3 B numbers are kept for each parameter (the a are pairs), whatever the number of steps, and
 split like it.
@@ -29,13 +29,13 @@ from dpfl_jax.noise.transform import Noise
 def buffered(
     noise: Noise, buffers: Buffers, divisor: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds C^-1 Z over the steps, where ``noise`` draws Z, and divides.
+    """Adds K^-1 Z over the steps, where ``noise`` draws Z, and divides.
 
     Buffers of sums have 48 bits, as two numbers, and so have rows: in 24, what a unit adds would be
     rounded with the sum of all units of all steps before, and not be forgotten as decays say.
 
     Args:
-      noise: of each row of C G; its ``rows`` are four times the steps of the run, all of which a
+      noise: of each row of K G; its ``rows`` are four times the steps of the run, all of which a
         unit may move, and its standard deviation and the clip norm are the same at every step.
       buffers: decays and scales.
       divisor: expected number of units, a constant.

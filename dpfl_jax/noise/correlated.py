@@ -1,6 +1,6 @@
-"""What all noise that is correlated between steps does: C^-1 Z for a lower-triangular matrix C.
+"""What all noise that is correlated between steps does: K^-1 Z for a lower-triangular matrix K.
 
-With G the bounded sums, row by row, what is noised is C G: so noise is drawn, and added, as if it
+With G the bounded sums, row by row, what is noised is K G: so noise is drawn, and added, as if it
 were independent. What is released of a row is computed from noised rows alone.
 """
 
@@ -27,15 +27,15 @@ def correlated(
     decode: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     keep: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds C^-1 Z over the steps, where ``noise`` draws Z, and divides.
+    """Adds K^-1 Z over the steps, where ``noise`` draws Z, and divides.
 
     Args:
-      noise: of each row of C G.
+      noise: of each row of K G.
       divisor: expected number of units, a constant.
       lengths: of what is kept for each parameter, of earlier sums and of what was released.
-      encode: (sum, kept float32 [length, ...], step) -> the row of C G, and what float32 has no
+      encode: (sum, kept float32 [length, ...], step) -> the row of K G, and what float32 has no
         room for of it, or None.
-      decode: (noised row, kept, step) -> the row of G + C^-1 Z.
+      decode: (noised row, kept, step) -> the row of G + K^-1 Z.
       keep: (kept, new row, step) -> kept.
 
     Returns:
