@@ -216,7 +216,9 @@ class Mechanism:
 
     def bounded(self, data: Readable) -> Readable:
         """What may be used of the data; see ``Participation.bounded``."""
-        if self.budget is not None:  # a record would leave with its first owner who does
+        # With budgets of their own a record of several owners would leave with the first of them:
+        # such data are refused, even by participations that bound what each owner has part in.
+        if self.budget is not None:
             return Participation.bounded(self.participation, data)
         return self.participation.bounded(data)
 

@@ -300,7 +300,8 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
         self, stddev: float, sensitivity: float, divisor: float
     ) -> optax.GradientTransformationExtraArgs:
         """Noise of the standard deviation in every row of K G, correlated over all steps."""
-        # What one unit moves: no more than is accounted, so that the grid is fine enough.
+        # Only the grid on which exact noise is drawn follows from this: one turn of a unit moves
+        # rows by so much, less than the sum of all turns that is accounted, so it is fine enough.
         reach = float(np.linalg.norm(self.column(self._steps))) * sensitivity
         # proof: in-turns-noise-1
         noise = Noise(stddev, reach, self.arithmetic, rows=4 * self._steps)

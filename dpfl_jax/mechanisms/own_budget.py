@@ -100,7 +100,10 @@ class OwnBudget(Named, kinds=BUDGETS):
         return OwnBound(clip.clip_norm, isinstance(clip, Normalized))
 
     def sampler(self, made: Any) -> Any:
-        """The sampler without budgets, but of nobody until it is known how long each stays."""
+        """The sampler without budgets, in which every unit has left already.
+
+        The run (``training.filtered``) replaces that as it learns how long each stays.
+        """
         nobody = np.zeros(made.population, np.int64)
         return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.prob, nobody))
 

@@ -407,7 +407,11 @@ for _name, _preset in PRESETS.items():
 
 
 def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
-    """The section by which a preset makes this mechanism; None if none does."""
+    """The section by which a preset makes this mechanism; None if none does.
+
+    It is looked for, and not remembered, so that a mechanism that is spelled out is the one of its
+    preset: equal values have one section, and keys of runs follow from that.
+    """
     clip = mechanism.clip
     values: dict[str, Any] = {"clip": clip}
     norm = getattr(clip, "clip_norm", 1.0)

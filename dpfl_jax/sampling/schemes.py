@@ -435,6 +435,7 @@ class Cyclic(_OncePerPeriod):
         return turns
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
+        # One stretch of random allocation, again and again.
         # proof: turns-1
         return RandomAllocation(self.steps).indices(key, step % self.steps, population)
 
