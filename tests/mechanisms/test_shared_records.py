@@ -255,7 +255,7 @@ def test_a_user_moves_what_is_drawn_of_them_by_the_clip_norm_each(mechanism, dev
         of = np.searchsorted(plan.data.user_offsets, np.arange(plan.data.num_examples), "right")
         return np.stack(sums), draws, [names[i - 1].split("\x1f") for i in of]
 
-    limit = getattr(mechanism, "sets_per_user", mechanism.group_size)
+    limit = getattr(mechanism.participation, "sets_per_user", mechanism.group_size)
     moved_at_all = 0.0
     for user in range(6):
         emptied, draws, owners = released(user, 0.0)
@@ -286,7 +286,7 @@ def test_what_is_drawn_of_a_user_is_what_is_accounted(mechanism):
     owned = {
         u: sum(s for n, s in zip(names, sizes) if f"u{u}" in n.split("\x1f")) for u in range(6)
     }
-    limit = getattr(mechanism, "sets_per_user", mechanism.group_size)
+    limit = getattr(mechanism.participation, "sets_per_user", mechanism.group_size)
     user = max(owned, key=owned.get)
     assert owned[user] == max(owned.values()) == limit
     whose = np.repeat(np.array([f"u{user}" in n.split("\x1f") for n in names]), sizes)
@@ -330,7 +330,7 @@ def test_the_guarantee_says_what_it_is_of():
         assert told.adjacency == SHARED_ADJACENCY
         assert not any("exactly one user" in words for words in told.assumptions)
         assert any("public: what is in a record is protected" in w for w in told.assumptions)
-        limit = getattr(mechanism, "sets_per_user", mechanism.group_size)
+        limit = getattr(mechanism.participation, "sets_per_user", mechanism.group_size)
         prob = mechanism.sampling_probability(plan.population)
         own = accounting.epsilon(accounting.events.els(1.0, prob, limit, 10), 1e-5)
         assert told.epsilon == own

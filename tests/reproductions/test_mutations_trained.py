@@ -121,7 +121,7 @@ def accuracy_by_batch(monkeypatch):
 
     def run(self, made, params, seed):
         plan = made.federation.silos[0].mechanism
-        expected = getattr(plan, "expected_batch", 30.0)
+        expected = getattr(plan.participation, "expected_batch", 30.0)
         noise = plan.sigma / expected
         found = 0.9 - 0.5 * noise / (1 + noise) + jitter(seed) + jitter(seed, noise, size=0.1)
         return np.full(self.rounds, found)
