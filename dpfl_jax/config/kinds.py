@@ -71,7 +71,7 @@ class Kinds:
         return sorted(self._known)
 
     def __getitem__(self, kind: Any) -> Callable[..., Any]:
-        """What makes a kind, or is at ``"package.module:name"``, which was imported before.
+        """The class or function of a kind, or at ``"package.module:name"`` if that was imported.
 
         Raises:
           BadInputError: there is none.

@@ -113,7 +113,7 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoNoise(NoiseStrategy):
-    """None: a baseline, which guarantees nothing."""
+    """No noise: for baselines, which guarantee nothing."""
 
     kind: ClassVar[str] = "none"
     is_private: ClassVar[bool] = False

@@ -66,7 +66,7 @@ class Population:
 
     @property
     def description(self) -> str:
-        """The numbers in words."""
+        """The numbers for people, as "90 users, 400 examples"."""
         words = f"{self.num_users:,} users, {self.num_examples:,} examples"
         if self.num_units in (self.num_users, self.num_examples):
             return words
@@ -361,7 +361,7 @@ class _WithExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
         return UserSampler(scheme, np.asarray(user_offsets), self.group_size, key)
 
     def population(self, user_offsets: np.ndarray) -> Population:
-        """The units are the users."""
+        """Users are drawn, so there are as many units as users."""
         users = len(user_offsets) - 1
         return Population(users, int(user_offsets[-1] - user_offsets[0]), users)
 
@@ -421,7 +421,7 @@ class Users(_WithExamples):
         return Population(num_users, num_examples, num_users)
 
     def unit_bounds(self, population: Population) -> tuple[int, int]:
-        """The units are the users."""
+        """Users are drawn, so there are as many units as users."""
         return population.num_users, population.num_users
 
     def scheme_of(self, population: Population) -> AtRate:

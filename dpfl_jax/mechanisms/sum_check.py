@@ -254,7 +254,7 @@ class Sum:
         self.stats = [np.asarray(x) for x in jax.tree.leaves(stats)]
 
     def same_bits(self, other: Sum) -> bool:
-        """Whether another sum, and what it says of its units, is this one to the last bit."""
+        """Whether another sum and its statistics equal this one, bit by bit."""
         mine, theirs = self.parts + self.stats, other.parts + other.stats
         return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
