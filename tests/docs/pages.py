@@ -1,13 +1,4 @@
-"""Reads pages: their code blocks, what is said about them in comments, headings and links.
-
-Two kinds of HTML comments, which no reader of a page sees, are about the code block below them:
-
-    <!-- setup            Python that runs before the page's next block, in the same namespace
-    frame = ...
-    -->
-    <!-- not run: REASON -->            the block cannot run in a test
-    <!-- not run "PREFIX": REASON -->   nor can its commands that begin so
-"""
+"""Reads pages: their code blocks, headings and links. What runs of them is in blocks.toml."""
 
 from __future__ import annotations
 
@@ -15,14 +6,14 @@ import dataclasses
 import pathlib
 import re
 import shlex
+import tomllib
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 EXECUTED = [ROOT / "README.md", *GUIDES]
+NOTES = tomllib.loads(pathlib.Path(__file__).with_name("blocks.toml").read_text())
 ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-_COMMENT = re.compile(r"<!-- (setup\n.*?|not run.*?)-->\n", re.S)
-_MARK = re.compile(r'not run(?: "(?P<prefix>[^"]+)")?: (?P<reason>.+)', re.S)
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.S | re.M)
 
 
@@ -34,15 +25,13 @@ class Block:
       language: ``python``, ``sh``, ``yaml``, ``text``, ...
       code: between the fences.
       line: of the page, for messages.
-      setup: Python to run before it.
-      not_run: prefix of commands ("" for all of the block) -> why they are not run.
+      page: its name, as blocks.toml has it.
     """
 
     language: str
     code: str
     line: int
-    setup: str
-    not_run: dict[str, str]
+    page: str
 
     @property
     def commands(self) -> list[list[str]]:
@@ -58,28 +47,34 @@ class Block:
             out.append(words)
         return [words for words in out if words]
 
-    def why_not(self, command: list[str]) -> str | None:
-        """The reason why a command is not run, or None."""
-        text = " ".join(command)
-        return next((why for start, why in self.not_run.items() if text.startswith(start)), None)
+
+def name(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def setup(page: pathlib.Path) -> str:
+    """Python to run before the page's first block."""
+    return NOTES.get(name(page), {}).get("setup", "")
+
+
+def not_run(page: str, text: str) -> str | None:
+    """How the entry begins that leaves out a command or block of Python, or None."""
+    starts = NOTES.get(page, {}).get("not_run", {})
+    return next((start for start in starts if text.startswith(start)), None)
 
 
 def blocks(page: pathlib.Path) -> list[Block]:
     """The page's code blocks, in order."""
-    text, out, done = page.read_text(), [], 0
-    for fence in _FENCE.finditer(text):
-        setup, not_run = "", {}
-        for comment in _COMMENT.findall(text, done, fence.start()):
-            if comment.startswith("setup"):
-                setup += comment.removeprefix("setup\n")
-            else:
-                mark = _MARK.fullmatch(comment.strip())
-                assert mark, f"{page.name}: <!-- {comment}--> is not understood"
-                not_run[mark["prefix"] or ""] = mark["reason"]
-        line = text.count("\n", 0, fence.start()) + 1
-        out.append(Block(fence["language"], fence["code"], line, setup, not_run))
-        done = fence.end()
-    return out
+    text = page.read_text()
+    return [
+        Block(
+            fence["language"],
+            fence["code"],
+            text.count("\n", 0, fence.start()) + 1,
+            name(page),
+        )
+        for fence in _FENCE.finditer(text)
+    ]
 
 
 def links(page: pathlib.Path) -> tuple[list[str], list[str]]:

@@ -38,7 +38,7 @@ def workplace(tmp_path, monkeypatch):
     random.seed(0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DPFL_CACHE_DIR", str(tmp_path / "cache"))
-    for folder in ("configs", "examples", "launch"):
+    for folder in ("configs", "dpfl_jax", "examples", "launch"):
         (tmp_path / folder).symlink_to(pages.ROOT / folder)
     words = ["river", "stone", "lamp", "green", "quiet"]
     posts = [(f"u{i % 400}", " ".join(random.choices(words, k=20))) for i in range(800)]
@@ -78,20 +78,22 @@ def run_command(command):
         arguments = [*arguments[:2], *small, *(a for a in arguments[2:] if a not in small)]
         own = {a.split("=")[0] for a in small}
         arguments = [a for a in arguments if a in small or a.split("=")[0] not in own]
+    if arguments[0] == "finetune":
+        arguments += ["--steps=2", "eval.baseline=false", "eval.max_users=4"]
     assert main(arguments) == 0, " ".join(command)
 
 
 def run_page(page):
     namespace = {}
+    exec(pages.setup(page), namespace)
     for block in pages.blocks(page):
-        exec(block.setup, namespace)
-        if block.language == "python" and not block.not_run:
+        if block.language == "python" and not pages.not_run(block.page, block.code):
             short = re.sub(r"(\.plan\([^=]*?steps=)\d+", r"\g<1>2", block.code, flags=re.S)
             lines = "\n" * block.line  # what goes wrong has the page's line
             exec(compile(lines + short, str(page), "exec"), namespace)
         elif block.language in {"sh", "bash"}:
             for command in block.commands:
-                if block.why_not(command) is None:
+                if pages.not_run(block.page, " ".join(command)) is None:
                     run_command(command)
 
 
