@@ -7,26 +7,26 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 @pytest.mark.slow
 def test_a_model_of_ones_own_is_trained_with_a_guarantee(capsys):
-    program = PROGRAMS[0]
+    program, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", TEXT, re.S).groups()
     assert "nnx" in program
-    assert len(program.splitlines()) <= 16
+    assert len([line for line in program.splitlines() if line]) == 12
     made = {}
     exec(program, made)
-    said = capsys.readouterr().out
-    assert "differential privacy for each user" in said
+    epsilon, accuracy = capsys.readouterr().out.splitlines()
+    assert epsilon == printed.splitlines()[0]
     assert made["result"].guarantee.epsilon <= 4.0
-    # It learnt: the sign of the first number is the label.
-    model, rng = made["result"].params, made["np"].random.default_rng(1)
-    x = rng.normal(size=(400, 8)).astype("float32")
-    assert (model(x).argmax(-1) == (x[:, 0] > 0)).mean() > 0.8
+    # It learnt: the sign of the first number is the label. Noise differs from run to run.
+    assert abs(float(accuracy.split()[1]) - float(printed.split()[-1])) < 0.1
+    assert "differential privacy for each user" in str(made["result"].guarantee)
 
 
-def test_what_it_names_is_there():
+def test_it_is_short_and_what_it_names_is_there():
+    assert len(TEXT.splitlines()) <= 100
+    assert "<!--" not in TEXT
     named = set(re.findall(r"\b(?:configs|docs|examples)/[\w./-]+\.\w+", TEXT))
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
