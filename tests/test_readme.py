@@ -26,7 +26,6 @@ def test_a_model_of_ones_own_is_trained_with_a_guarantee(capsys):
 
 def test_it_is_short_and_what_it_names_is_there():
     assert len(TEXT.splitlines()) <= 100
-    assert "<!--" not in TEXT
     named = set(re.findall(r"\b(?:configs|docs|examples)/[\w./-]+\.\w+", TEXT))
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

@@ -49,6 +49,12 @@ def test_what_is_not_run_is_still_there_and_says_why():
     assert run["python"] > 10
 
 
+def test_guides_hold_no_hidden_comments_and_the_tutorial_is_short():
+    texts = {page.name: page.read_text() for page in pages.EXECUTED}
+    assert [name for name, text in texts.items() if "<!--" in text] == []
+    assert len(texts["finetune.md"].splitlines()) <= 100
+
+
 @pytest.mark.parametrize("page", pages.EXECUTED, ids=IDS)
 def test_commands_and_configurations_are_valid(page, monkeypatch):
     """Also those that no test runs: their options are known and their overrides fit."""
