@@ -87,8 +87,9 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
         cohort = Poisson(section.participation_prob)
     if section.silos_per_round is not None and section.silos_per_round < section.silos:
         cohort = FixedSize(section.silos_per_round)
+    given = config.privacy.noise_multiplier
     plans = tuple(
-        SiloPlan(mechanism, known, section.local_steps, weight)
+        SiloPlan(mechanism, known, section.local_steps, weight, given)
         for known, weight in zip(facts, weights, strict=True)
     )
     return Federation(plans, section.rounds, reach, cohort)
@@ -96,7 +97,7 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
 
 def calibrated(config: FederatedConfig, federation: Federation, delta: float) -> Federation:
     """The federation with its noise: the one that is configured, or what the target asks for."""
-    if not federation.mechanism.private or config.mechanism.noise_multiplier is not None:
+    if not federation.mechanism.private or config.privacy.noise_multiplier is not None:
         return federation
     assert config.privacy.epsilon is not None
     return calibrate_federation(federation, config.privacy.epsilon, delta)
@@ -140,7 +141,7 @@ class FederatedRun(Prepared):
 
     def facts(self) -> dict[str, Any]:
         """Data (with budgets and rates, where records have them), noise, delta."""
-        noise = [p.mechanism.noise_multiplier for p in self.federation.silos]
+        noise = [p.noise_multiplier for p in self.federation.silos]
         return {"data": identity(self.data, self.personal), "noise": noise, "delta": self.delta}
 
     def going_on(self, directory: RunDirectory) -> FederatedRun:
@@ -501,7 +502,7 @@ def _silo_rows(prepared: FederatedRun) -> list[dict[str, Any]]:
             "subjects": plan.facts.num_subjects,
             "sampling_prob": plan.mechanism.participation.probability(plan.facts),
             "local_steps": plan.local_steps,
-            "noise_multiplier": plan.mechanism.sigma,
+            "noise_multiplier": plan.sigma,
             "epsilon_alone": "inf" if math.isinf(epsilon) else epsilon,
         }
         for i, (plan, epsilon) in enumerate(zip(federation.silos, alone))
@@ -543,8 +544,8 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
     federation, plan = prepared.federation, prepared.federation.silos[0]
     guarantee = prepared.about(prepared.guarantee(federation.rounds))
     members = [federation.silos[i] for i in federation.participants.tolist()]
-    sigmas = [p.mechanism.sigma for p in members]
-    means = [p.mechanism.noise_stddev / p.mechanism.participation.divisor(p.facts) for p in members]
+    sigmas = [p.sigma for p in members]
+    means = [p.noise_stddev / p.mechanism.participation.divisor(p.facts) for p in members]
     kept = _kept(prepared)
     for line in prepared.warnings():
         console.print(line)

@@ -270,7 +270,7 @@ class SubjectWork:
         return Asked(
             self.public.mechanism.kind,
             self.rounds,
-            self.public.silos[self.index].mechanism.sigma,
+            self.public.silos[self.index].sigma,
             epsilon,
             "subject" if subject else "record",
         )
@@ -352,7 +352,7 @@ class SubjectServer:
         self.config, self.task = config, task
         self.model = build_by_name(config.model.kind, task, config.model.options)
         self.federation, self.groups = noised(config, facts_of(rows), noise)
-        self.noise = [plan.mechanism.sigma for plan in self.federation.silos]
+        self.noise = [plan.sigma for plan in self.federation.silos]
         self.rounds, self.num_params = self.federation.rounds, self.model.num_params
         self.pace = Pace.of(config)
 
