@@ -41,7 +41,7 @@ from dpfl_jax.mechanisms import (
     truncated,
     uls,
 )
-from dpfl_jax.mechanisms.selection import RunCount, Selection
+from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.run.report import render_markdown
 
 EXTRA = ("a caveat of the run alone",)

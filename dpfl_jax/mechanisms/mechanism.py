@@ -40,6 +40,7 @@ from dpfl_jax.clipping import (
 )
 from dpfl_jax.clipping.adaptive import CountedSum, clipped_and_counted
 from dpfl_jax.clipping.result import ClippedGradResult
+from dpfl_jax.clipping.unclipped import unclipped_sum
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import (
     BUDGETS,
@@ -61,7 +62,6 @@ from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy
 from dpfl_jax.mechanisms.own_budget import OwnBudget
 from dpfl_jax.mechanisms.participation import SHARED_KINDS, Examples, Participation, Population
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.unclipped import unclipped_sum
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.noise import workload_of

@@ -7,14 +7,12 @@ rules, ``local_steps``) under the same names.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal, TypedDict, Unpack
+from typing import Annotated, Literal, TypedDict, Unpack
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting.statement import whole
 from dpfl_jax.clipping import Adaptive, NoClip, Rule
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.calibrated import Calibrated
 from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
 from dpfl_jax.mechanisms.mechanism import NAMED_CLIPS, Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
@@ -26,14 +24,13 @@ from dpfl_jax.mechanisms.noise_strategies import (
     NoNoise,
 )
 from dpfl_jax.mechanisms.own_budget import OwnBudget
-from dpfl_jax.mechanisms.participation import Examples, OwnerSets, Participation, Population, Users
+from dpfl_jax.mechanisms.participation import Examples, OwnerSets, Participation, Users
 from dpfl_jax.sampling import (
     Cyclic,
     CyclicPoisson,
     Poisson,
     RandomAllocation,
     TruncatedPoisson,
-    check_probability,
 )
 from dpfl_jax.sampling.schemes import AtRate
 
@@ -379,51 +376,3 @@ PRESETS = {
 }
 for _name, _preset in PRESETS.items():
     CENTRAL.register(_preset, _name)
-
-
-def is_earlier(section: dict[str, Any]) -> bool:
-    """Whether an earlier version of this package wrote a section."""
-    return isinstance(section.get("noise"), str)
-
-
-def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
-    """What somebody else says was run, with an earlier version of this package too.
-
-    There the clipping ``flat`` was ``standard``, ``arithmetic`` was ``noise``, ``cap`` was
-    ``cohort_cap``, and the ``period`` of allocation, blt and banded_inverse was one over
-    ``sampling_prob``.
-
-    Args:
-      stated: ``mechanism`` (with its noise multiplier), ``population`` and ``steps``.
-      delta: of the guarantee.
-
-    Raises:
-      BadInputError: no mechanism has it.
-    """
-    section = dict(stated["mechanism"])
-    if is_earlier(section):
-        if today := {"arithmetic", "cap", "period"} & {*section}:
-            raise BadInputError(
-                f"the section has {', '.join(sorted(today))} beside `noise` of an earlier version"
-            )
-        kind, noise = section.get("kind"), section.pop("noise")
-        if kind == "none":
-            section = {"kind": kind, "batch_size": section.get("batch_size")}
-        else:
-            section["arithmetic"] = noise
-        if section.get("clipping") == "standard":
-            section["clipping"] = "flat"
-        if "cohort_cap" in section:
-            section["cap"] = section.pop("cohort_cap")
-        if kind in ("allocation", "blt", "banded_inverse"):
-            prob = section.pop("sampling_prob", None)
-            if prob is not None:
-                section["period"] = round(1.0 / check_probability(prob, "sampling_prob"))
-    noise_multiplier = section.pop("noise_multiplier", None)
-    mechanism: Mechanism = CENTRAL.parse_known(section)
-    population = Population(**stated["population"])
-    mechanism.participation.check_population(population)
-    if mechanism.private and not isinstance(noise_multiplier, int | float):
-        raise BadInputError("the section mechanism has no noise_multiplier: it guarantees nothing")
-    sigma = float(noise_multiplier) if mechanism.private else 0.0
-    return Calibrated(mechanism, sigma, population, whole(stated, "steps"), delta)

@@ -2,7 +2,7 @@
 
 A sweep is a folder. ``private/`` holds its key, from which the number of runs, their cells, their
 keys and their scores' noise follow, and the runs while it goes on. ``best/`` is the run that is
-released; of the others nothing is kept. ``mechanisms/selection.py`` says what is stated, and why.
+released; of the others nothing is kept. ``selection.py`` says what is stated, and why.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
 from dpfl_jax.data import Store, load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.files import within
-from dpfl_jax.mechanisms.selection import RunCount, Selection
 from dpfl_jax.mesh import make_mesh
+from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.planning.sweep import ALIASES, SIZES, Cell, Sweep
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes

@@ -55,7 +55,7 @@ from dpfl_jax.mechanisms import (
     truncated,
     uls,
 )
-from dpfl_jax.mechanisms.presets import PRESETS, parse_calibrated
+from dpfl_jax.mechanisms.presets import PRESETS
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
@@ -360,7 +360,7 @@ def test_what_is_stated_holds_and_is_read_back(name):
     else:
         plan = plan_of(name)
         made, restate = plan.statement(plan.guarantee()), central_statement.restate
-        assert parse_calibrated(made.basis, DELTA) == plan.calibrated
+        assert central_statement.parse_calibrated(made.basis, DELTA) == plan.calibrated
     assert statement.Statement.model_validate_json(made.dumps()) == made
     assert statement.differences(made, restate)[0] == []
 

@@ -20,8 +20,8 @@ from dpfl_jax.mechanisms import (
     uls,
 )
 from dpfl_jax.mechanisms.candidates import at_budget
-from dpfl_jax.mechanisms.presets import parse_calibrated
-from dpfl_jax.mechanisms.selection import RunCount, Selection
+from dpfl_jax.mechanisms.central_statement import parse_calibrated
+from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.sampling import Cyclic, CyclicPoisson, TruncatedPoisson
 
 SIZES = {"group_size": 2, "cohort_size": 5}

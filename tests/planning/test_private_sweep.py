@@ -11,9 +11,9 @@ import yaml
 from dpfl_jax.accounting import Account, Ledger
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.selection import Selection
 from dpfl_jax.planning import private_sweep
 from dpfl_jax.planning.private_sweep import PrivateSweep
+from dpfl_jax.planning.selection import Selection
 from dpfl_jax.planning.sweep import Sweep
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory

@@ -23,6 +23,7 @@ from typing import Annotated, Any, ClassVar
 import jax
 
 from dpfl_jax.clipping import ClippedGradResult, Flat, NoClip, Rule, clipped_grad
+from dpfl_jax.clipping.unclipped import unclipped_sum
 from dpfl_jax.config.kinds import (
     CLIPS,
     NOISES,
@@ -43,7 +44,6 @@ from dpfl_jax.federation.mechanisms.participation import (
 )
 from dpfl_jax.mechanisms.mechanism import check_bounded
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy, NoNoise
-from dpfl_jax.mechanisms.unclipped import unclipped_sum
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, pieces_of_user
 
 SumFn = Callable[..., ClippedGradResult]

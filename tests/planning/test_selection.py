@@ -25,9 +25,9 @@ from dpfl_jax.accounting.renyi import ORDERS, renyi_divergences
 from dpfl_jax.accounting.serialize import from_json, to_json
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Independent, Population, allocation, bandmf, els, uls
-from dpfl_jax.mechanisms.selection import RunCount, Selection, restate
 from dpfl_jax.noise.exact import whole_number
 from dpfl_jax.noise.table import STDDEV
+from dpfl_jax.planning.selection import RunCount, Selection, restate
 from dpfl_jax.randomness import RootKey
 
 DELTA = 1e-5

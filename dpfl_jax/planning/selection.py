@@ -38,8 +38,8 @@ from dpfl_jax.accounting.renyi import renyi_divergences
 from dpfl_jax.accounting.statement import Statement, whole
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.calibrated import COMMON_ASSUMPTIONS, Calibrated
+from dpfl_jax.mechanisms.central_statement import is_earlier, parse_calibrated
 from dpfl_jax.mechanisms.participation import require_positive
-from dpfl_jax.mechanisms.presets import is_earlier, parse_calibrated
 from dpfl_jax.noise.exact import whole_number
 from dpfl_jax.noise.table import STDDEV
 from dpfl_jax.randomness import RootKey
