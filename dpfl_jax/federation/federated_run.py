@@ -500,7 +500,7 @@ def _silo_rows(prepared: FederatedRun) -> list[dict[str, Any]]:
             "silo": i,
             "records": plan.facts.num_records,
             "subjects": plan.facts.num_subjects,
-            "sampling_prob": plan.mechanism.participation.probability(plan.facts),
+            "sampling_prob": plan.mechanism.participation.sampling_prob_of(plan.facts),
             "local_steps": plan.local_steps,
             "noise_multiplier": plan.sigma,
             "epsilon_alone": "inf" if math.isinf(epsilon) else epsilon,

@@ -212,7 +212,9 @@ class Federation:
             if (
                 not elsewhere
                 and plan.facts != SiloFacts.of(silo)
-                and not (plan.mechanism.participation.has_fixed_rate and plan.facts.num_records)
+                and not (
+                    plan.mechanism.participation.has_fixed_sampling_prob and plan.facts.num_records
+                )
             ):
                 raise BadInputError(
                     f"the plan says that silo {silo.index} holds {plan.facts.num_records} records "

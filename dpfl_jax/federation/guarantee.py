@@ -80,7 +80,7 @@ def federated_guarantee(
     noise = f"{sizes[0]:.5g}" if sizes[0] == sizes[-1] else f"{sizes[0]:.5g} to {sizes[-1]:.5g}"
     taken = f"{steps[0]}" if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
     probs = sorted(
-        p.mechanism.participation.probability(p.facts)
+        p.mechanism.participation.sampling_prob_of(p.facts)
         for p in federation.silos
         if p.facts.num_records
     )

@@ -163,7 +163,7 @@ class Calibrated:
     def sampling_description(self, steps: int | None = None) -> str:
         """The sampling that runs, for the guarantee."""
         mechanism = self.mechanism
-        drawn = mechanism.participation.describe(self.population, mechanism.gives.description)
+        drawn = mechanism.participation.describe(self.population, mechanism.update.description)
         if mechanism.budget is not None:
             drawn = mechanism.budget.describe(drawn, mechanism.participation.contribution)
         return f"{drawn}, {self._of(steps)} steps"

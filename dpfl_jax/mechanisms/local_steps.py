@@ -30,14 +30,14 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping import ClippedGrad, Rule, Trainable, clipped_grad, join, split
 from dpfl_jax.clipping.result import vary, varying_axes
-from dpfl_jax.config.kinds import GIVES, Named
+from dpfl_jax.config.kinds import UPDATES, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.participation import Participation, require_positive
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gives(Named, abc.ABC, kinds=GIVES):
+class UnitUpdate(Named, abc.ABC, kinds=UPDATES):
     """What is clipped of a unit."""
 
     @property
@@ -69,7 +69,7 @@ class Gives(Named, abc.ABC, kinds=GIVES):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gradient(Gives):
+class Gradient(UnitUpdate):
     """The gradient of its loss."""
 
     kind: ClassVar[str] = "gradient"
@@ -87,7 +87,7 @@ class Gradient(Gives):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalUpdate(Gives):
+class LocalUpdate(UnitUpdate):
     """How far some steps of its own move the parameters: units are devices of a federated round.
 
     Attributes:

@@ -60,7 +60,7 @@ def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int)
     members = sorted(
         (federation.silos[i] for i in federation.participants.tolist()),
         key=lambda p: (
-            -p.mechanism.participation.probability(p.facts),
+            -p.mechanism.participation.sampling_prob_of(p.facts),
             p.sigma,
             -p.local_steps,
         ),

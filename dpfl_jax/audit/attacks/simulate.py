@@ -220,7 +220,9 @@ def silos(
     first = plans[0].mechanism
     if first.participation.one_unit:  # one gradient of all records, which the unit's turns round
         against = 1
-    prob = 1.0 if against else max(p.mechanism.participation.probability(p.facts) for p in plans)
+    prob = (
+        1.0 if against else max(p.mechanism.participation.sampling_prob_of(p.facts) for p in plans)
+    )
     units = 1 if against else max(200, min(_MOST_DIRECTIONS, round(200 / (rate or prob)), trials))
     groups, each = min(trials, 200) if against else 1, len(plans) + 1
     every = 1 if other is None else 2  # of so many units one is a trial
@@ -282,8 +284,8 @@ def silos(
 def _designed(plan: SiloPlan, against: int) -> SiloPlan:
     """The silo with its public rate as a constant, whatever it holds now."""
     own = plan.mechanism
-    prob = 1.0 if against else own.participation.probability(plan.facts)
-    fixed = own.participation.at_rate(prob)
+    prob = 1.0 if against else own.participation.sampling_prob_of(plan.facts)
+    fixed = own.participation.at_sampling_prob(prob)
     return dataclasses.replace(plan, mechanism=dataclasses.replace(own, participation=fixed))
 
 
