@@ -182,19 +182,9 @@ class Mechanism(Composed):
         return self.participation.divisor * (self.participation.unit_examples or 1)
 
     @property
-    def passes(self) -> int:
-        """How often a step evaluates the gradient of each example that it has."""
-        return self.update.passes
-
-    @property
     def takes_local_steps(self) -> bool:
         """Whether users are devices of a federated round, whose updates are clipped."""
         return isinstance(self.update, LocalUpdate)
-
-    @property
-    def own_budgets(self) -> bool:
-        """Whether users leave when budgets of their own are spent."""
-        return self.budget is not None
 
     def bounded(self, data: Readable) -> Readable:
         """What may be used of the data; see ``Participation.bounded``."""

@@ -264,7 +264,7 @@ def algorithm_of(
 ) -> Central:
     """What takes the steps of a plan; arguments as of ``fit``."""
     kind: type[Central] = Central
-    if plan.mechanism.own_budgets:
+    if plan.mechanism.budget is not None:
         from dpfl_jax.training.filtered import Filtered  # which is made of this
 
         kind = Filtered

@@ -537,7 +537,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     caveats = run_caveats(config, mechanism, known)
     guarantee = stated(calibrated.guarantee(caveats=caveats))
     steps, budget = config.train.steps, mechanism.compute_budget
-    computed = budget * mechanism.passes * seq_len * steps
+    computed = budget * mechanism.update.passes * seq_len * steps
     pretraining, trained = config.pretrain, check_trainable(config.model, model)
     for line in advice_on_steps(config, calibrated, count, trained):
         console.print(line, highlight=False)

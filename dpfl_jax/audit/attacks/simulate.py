@@ -84,7 +84,7 @@ def refuse_filtered(mechanism: Mechanism) -> None:
             "mechanism.clip is adaptive, which clips to another norm at each step: audit the "
             "mechanism with the clip rule normalized, which costs what this one does"
         )
-    if mechanism.own_budgets:
+    if mechanism.budget is not None:
         raise BadInputError(
             f"of mechanism.kind={mechanism.kind} a Renyi divergence is known, and no loss that an "
             "attack could be held against: audit the same without mechanism.budget at as much "
