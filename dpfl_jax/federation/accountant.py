@@ -140,7 +140,7 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     if not profiles:
         raise BadInputError("no silo holds any record, so there is nothing to account for")
     _check_settings(federation)
-    one_silo = federation.mechanism.unit == "record" and not subject
+    one_silo = federation.mechanism.privacy_unit == "record" and not subject
     reach = 1 if one_silo else federation.max_silos_per_subject
     # proof: silos-1
     if reach == 1:  # each unit in one silo: parallel composition
@@ -251,7 +251,7 @@ def calibrate_federation(
     if not federation.mechanism.private:
         return federation
     members = federation.participants.tolist()
-    record = federation.mechanism.unit == "record"
+    record = federation.mechanism.privacy_unit == "record"
     reach = 1 if record else min(federation.max_silos_per_subject, len(members))
     together = min(reach, federation.silos_per_round)
     if mode is None:

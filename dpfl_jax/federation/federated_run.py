@@ -175,7 +175,7 @@ class FederatedRun(Prepared):
         """Records that the cap leaves out; that subjects do not look like people."""
         mechanism = self.federation.mechanism
         alone = None
-        if mechanism.private and mechanism.unit == "subject":
+        if mechanism.private and mechanism.privacy_unit == "subject":
             alone = not_people(self.subjects.train, "subject")
         far = far_from_order_1(self.subjects.train) if mechanism.private else None
         found = (_kept(self).get("warning"), alone, far)
@@ -299,7 +299,7 @@ class FederatedRun(Prepared):
 def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
     """What makes a subject, or a record, of a store in silos."""
     key = unit_key_of(store)
-    return key if mechanism.unit == "subject" else f"row (subjects by {key})"
+    return key if mechanism.privacy_unit == "subject" else f"row (subjects by {key})"
 
 
 def federated_inputs(
@@ -357,7 +357,7 @@ def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knob
         yield knob("mechanism", "max_items_per_subject", smaller)
     if config.privacy.epsilon is not None:
         yield knob("privacy", "epsilon", doubled(config.privacy.epsilon, math.inf, 4))
-    if isinstance(drawn, Records | WholeBatch) and mechanism.unit == "subject":
+    if isinstance(drawn, Records | WholeBatch) and mechanism.privacy_unit == "subject":
         same = {name: own[name] for name in ("batch_size", "sampling_prob")}
         most = drawn.max_items_per_subject
         whole = Subjects(**same, max_items_per_subject=most, group_size=most)

@@ -84,7 +84,7 @@ class SiloPlan:
         """The event of ``rounds`` rounds for one unit of this silo; None: its own."""
         if not self.mechanism.private:
             return dp_accounting.NonPrivateDpEvent()
-        return self.noised_sums(rounds, unit or self.mechanism.unit).event()
+        return self.noised_sums(rounds, unit or self.mechanism.privacy_unit).event()
 
 
 @dataclasses.dataclass(frozen=True)

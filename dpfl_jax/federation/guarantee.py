@@ -45,7 +45,7 @@ def federated_guarantee(
         caveats = ("this run is not private: it is a baseline", *caveats)
     reach = federation.max_silos_per_subject
     cap = max(p.mechanism.participation.max_items_per_subject for p in federation.silos)
-    unit = mechanism.unit
+    unit = mechanism.privacy_unit
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if mechanism.private:
         sums = federation.silos[0].noised_sums(rounds, unit)

@@ -186,8 +186,8 @@ class Calibrated:
         cell = cells.cell_of(self.scheme, mechanism.noise.matrix(steps), contribution)
         epsilon = accounting.epsilon(event, delta, accountant=accounting.accountant_of(event))
         made = accounting.Guarantee(
-            unit=mechanism.unit,
-            adjacency=f"add-or-remove one {mechanism.unit}",
+            unit=mechanism.privacy_unit,
+            adjacency=f"add-or-remove one {mechanism.privacy_unit}",
             trust="central",
             epsilon=epsilon,
             delta=delta,

@@ -162,8 +162,8 @@ class Mechanism(Composed):
         return self.noise.is_private
 
     @property
-    def unit(self) -> str:
-        """Whom it protects."""
+    def privacy_unit(self) -> str:
+        """Whom it protects, what adjacency adds or removes."""
         return "user" if self.private else "none"
 
     @property

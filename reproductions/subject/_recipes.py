@@ -195,7 +195,7 @@ def apply_recipe(
 
 def _sound_claim(federation: Federation, delta: float, epsilon: float) -> Claim:
     """Of a federation that meets the target."""
-    unit, rounds = federation.mechanism.unit, federation.rounds
+    unit, rounds = federation.mechanism.privacy_unit, federation.rounds
     real = federated_epsilon(federation, delta)
     why: tuple[str, ...] = ()
     whole = None

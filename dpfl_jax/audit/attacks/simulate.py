@@ -305,7 +305,7 @@ def _records(
     for g in range(groups):
         for i, plan in enumerate(plans):
             own = plan.mechanism
-            many = 1 if own.unit == "record" else own.participation.max_items_per_subject
+            many = 1 if own.privacy_unit == "record" else own.participation.max_items_per_subject
             who = np.flatnonzero(inside[g]) if i < len(plans) - 1 else np.zeros(0, np.int64)
             rows = np.repeat(who, many)
             owner.append(g * (units + against) + rows)
