@@ -11,7 +11,7 @@ import dp_accounting
 import numpy as np
 
 from dpfl_jax.accounting.cells import NoisedSums
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, positive
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
@@ -42,12 +42,8 @@ class SiloPlan:
 
     def __post_init__(self) -> None:
         """Validates."""
-        if self.local_steps < 1:
-            raise BadInputError(f"local_steps is {self.local_steps}, but it must be at least 1")
-        if not 0 < self.weight < math.inf:
-            raise BadInputError(
-                f"a silo's weight is {self.weight}, but it must be finite and above 0"
-            )
+        at_least("local_steps", self.local_steps, 1)
+        positive("a silo's weight", self.weight)
         if self.noise_multiplier is not None:
             check_noise_multiplier(self.noise_multiplier)
 
@@ -108,8 +104,7 @@ class Federation:
         """Validates."""
         if not self.silos:
             raise BadInputError("the federation has no silos")
-        if self.rounds < 1:
-            raise BadInputError(f"rounds is {self.rounds}, but it must be at least 1")
+        at_least("rounds", self.rounds, 1)
         if not 1 <= self.max_silos_per_subject <= len(self.silos):
             raise BadInputError(
                 f"max_silos_per_subject is {self.max_silos_per_subject}, but it must be between 1 "

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from dpfl_jax.clipping import ClippedGrad, Rule, Trainable, clipped_grad, join, split
 from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.config.kinds import UPDATES, Named
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.participation import Participation, require_positive
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
 
@@ -80,8 +80,7 @@ class Gradient(UnitUpdate):
         unit_loss = participation.unit_loss(loss_fn)
         at_once, sharding = (options.pop(n, None) for n in ("examples_at_once", "example_sharding"))
         if at_once is not None:
-            if at_once < 1:
-                raise BadInputError(f"examples_at_once is {at_once}, but it must be at least 1")
+            at_least("examples_at_once", at_once, 1)
             unit_loss, options["pieces"] = participation.microbatched(loss_fn, at_once, sharding)
         return clipped_grad(unit_loss, rule=rule, **options)
 
@@ -105,12 +104,8 @@ class LocalUpdate(UnitUpdate):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("local_learning_rate", self.local_learning_rate)
-        for name, least in (
-            ("local_batch_size", self.local_batch_size),
-            ("local_epochs", self.local_epochs),
-        ):
-            if least is not None and least < 1:
-                raise BadInputError(f"{name} is {least}, but it must be at least 1")
+        at_least("local_batch_size", self.local_batch_size, 1)
+        at_least("local_epochs", self.local_epochs, 1)
 
     @property
     def passes(self) -> int:

@@ -21,7 +21,7 @@ from dpfl_jax.accounting.statement import whole
 from dpfl_jax.config.kinds import PARTICIPATIONS, SCHEMES, Named
 from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
 from dpfl_jax.data.store import Readable
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import (
@@ -452,8 +452,7 @@ class OwnerSets(_WithExamples):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sets_per_user < 1:
-            raise BadInputError(f"sets_per_user is {self.sets_per_user}, but it must be at least 1")
+        at_least("sets_per_user", self.sets_per_user, 1)
 
     def bounded(self, data: Readable) -> Readable:
         """Nobody is in more than ``sets_per_user`` of the sets whose records are kept."""

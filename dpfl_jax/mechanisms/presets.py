@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypedDict, Unpack
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Adaptive, NoClip, Rule
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, one_of
 from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate, UnitUpdate
 from dpfl_jax.mechanisms.mechanism import NAMED_CLIPS, Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
@@ -86,10 +86,7 @@ def _mechanism(
     local_batch_size: int | None = None,
     local_epochs: int = 1,
 ) -> Mechanism:
-    if clipping not in NAMED_CLIPS:
-        raise BadInputError(
-            f"clipping is {clipping!r}, but it must be one of {', '.join(NAMED_CLIPS)}"
-        )
+    one_of("clipping", clipping, NAMED_CLIPS)
     if clip is not None and (clip_norm, clipping) != (1.0, "flat"):
         raise BadInputError(
             "mechanism.clip is given, and clip_norm or clipping beside it: leave these out, and "

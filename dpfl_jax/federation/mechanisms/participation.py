@@ -17,7 +17,7 @@ import numpy as np
 from dpfl_jax.accounting.cells import Contribution, Everyone
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.kinds import DERIVED, SILO_PARTICIPATIONS, Named
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, probability
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.mechanisms.participation import require_positive
 from dpfl_jax.mechanisms.unit_losses import LossFn, mean_of_examples
@@ -220,11 +220,8 @@ class _AtOneRate(SiloParticipation, abc.ABC, kinds=SILO_PARTICIPATIONS):
             )
         if self.batch_size is not None:
             require_positive("batch_size", self.batch_size)
-        if self.sampling_prob is not None and not 0.0 < self.sampling_prob <= 1.0:
-            raise BadInputError(
-                f"sampling_prob is {self.sampling_prob}, but it must be above 0 and at most 1"
-            )
-        _at_least_1(self, "max_items_per_subject")
+        probability("sampling_prob", self.sampling_prob, zero=False)
+        at_least("max_items_per_subject", self.max_items_per_subject, 1)
 
     @property
     def unit(self) -> Protected:
@@ -282,8 +279,7 @@ class Records(_AtOneRate):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_cap is not None:
-            _at_least_1(self, "batch_cap")
+        at_least("batch_cap", self.batch_cap, 1)
         if (self.unit == "record") + (self.batch_cap is not None) + (self.average is not None) > 1:
             raise BadInputError(
                 "mechanism: unit=record, batch_cap and average are given together, of which "
@@ -351,7 +347,7 @@ class Subjects(_AtOneRate):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least_1(self, "group_size")
+        at_least("group_size", self.group_size, 1)
 
     def sampling_prob_of(self, facts: SiloFacts) -> float:
         """Of each subject."""
@@ -539,8 +535,3 @@ def _runs_of(subjects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Starts and lengths of the runs of equal values in a sorted array."""
     starts = np.flatnonzero(np.diff(subjects, prepend=-1))
     return starts, np.diff(np.concatenate([starts, [len(subjects)]]))
-
-
-def _at_least_1(participation: SiloParticipation, name: str) -> None:
-    if (value := getattr(participation, name)) < 1:
-        raise BadInputError(f"{name} is {value}, but it must be at least 1")
