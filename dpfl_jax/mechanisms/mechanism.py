@@ -318,6 +318,8 @@ class Mechanism(Composed):
         if not self.private:
             return Calibrated(self, 0.0, population, steps, delta)
         self.check_owners(population.shared)
+        if epsilon is None and noise_multiplier is None:
+            raise BadInputError("neither epsilon nor noise_multiplier is set: give one of them")
         if epsilon is not None and noise_multiplier is not None:
             raise BadInputError(
                 "both epsilon and noise_multiplier are set: keep one, the other follows from it"
@@ -340,8 +342,7 @@ class Mechanism(Composed):
             noise_multiplier = accounting.calibrate_noise_multiplier(
                 event, float(epsilon), delta, accountant=how
             )
-        if noise_multiplier is None:
-            raise BadInputError("neither epsilon nor noise_multiplier is set: give one of them")
+        assert noise_multiplier is not None
         made = Calibrated(fitted, float(noise_multiplier), population, steps, delta)
         if fitted.budget is not None:
             ordered = fitted.budget.with_order(made.budget_event(), delta)
