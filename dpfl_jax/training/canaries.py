@@ -37,8 +37,7 @@ from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import splits_parameters
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import Taken
-from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.algorithm import RunResult, StepOutput
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.sampling import Draw, Sampler
@@ -247,6 +246,9 @@ class WithCanaries(Central):
             self.cost,
         )
 
+    def without_privacy(self) -> Central:
+        return self.people.without_privacy()
+
     @property
     def cost(self) -> dict[str, Any]:
         """What canaries cost: JSON values."""
@@ -329,20 +331,20 @@ class CanarySteps(CentralSteps):
                 )
         super().check(state, say)
 
-    def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, Taken]:
+    def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, StepOutput]:
         """The same step; designed gradients are left out of its metrics."""
-        state, taken = super().step(state, inputs)
+        state, output = super().step(state, inputs)
         run: Any = self.run
         positions = self.sampler.canaries.draw(inputs.step).positions  # type: ignore[attr-defined]
         numbers = run.data.number[positions[:, 0] if positions.ndim > 1 else positions]
         count = np.float32((numbers >= 0).sum())
         stats = dataclasses.replace(
-            taken.stats,
-            units=taken.stats.units - count,
-            clipped=taken.stats.clipped - count,
-            norm=taken.stats.norm - count * np.float32(LONG * run.mechanism.clip_norm),
+            output.stats,
+            units=output.stats.units - count,
+            clipped=output.stats.clipped - count,
+            norm=output.stats.norm - count * np.float32(LONG * run.mechanism.clip_norm),
         )
-        return state, dataclasses.replace(taken, stats=stats)
+        return state, dataclasses.replace(output, stats=stats)
 
 
 def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:

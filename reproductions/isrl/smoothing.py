@@ -58,8 +58,8 @@ def hinge(settings: Settings, trials: int) -> list[dict[str, Any]]:
             )
             made = prepare(config, settings.console)
             key = RootKey.from_seed(of(trial))
-            w = solve(config, made.task, made.records.train, made.parameters, key)
-            found = make_evaluation(made.task, made.records.test)(w)
+            w = solve(config, made.loss, made.records.train, made.parameters, key)
+            found = make_evaluation(made.loss, made.records.test)(w)
             losses.append(found["loss"])
             hits.append(found["accuracy"])
         rows.append(
@@ -68,7 +68,7 @@ def hinge(settings: Settings, trials: int) -> list[dict[str, Any]]:
                 "hinge_loss": float(np.mean(losses)),
                 "losses": losses,
                 "accuracy": float(np.mean(hits)),
-                "smoothing": made.task.smoothness,
+                "smoothing": made.loss.smoothness,
             }
         )
     return rows

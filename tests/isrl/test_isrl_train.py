@@ -213,7 +213,7 @@ def test_no_record_is_written_into_a_compiled_program(tmp_path):
     """Programs are kept where JAX is told to, outside of the run and its private folder."""
     config = load_config(written(tmp_path))
     prepared = prepare(config, Console(quiet=True))
-    data, parameters, task = prepared.records.train, prepared.parameters, prepared.task
+    data, parameters, task = prepared.records.train, prepared.parameters, prepared.loss
     algorithm = messages.make_method(config, parameters)
     schedule = messages.schedule_of(
         config, parameters, np.asarray(data.sizes), RootKey.from_seed(0)
@@ -232,7 +232,7 @@ def test_a_run_goes_on_with_another_execution(tmp_path):
         config = load_config(written(tmp_path, **changes))
         prepared = prepare(config, Console(quiet=True))
         run = messages.Messages(
-            config, prepared.task, prepared.records.train,
+            config, prepared.loss, prepared.records.train,
             prepared.parameters, data_parallel_mesh(jax.devices()[:1]),
         )  # fmt: skip
         found.append(run.terms())

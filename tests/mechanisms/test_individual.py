@@ -182,7 +182,7 @@ def levels_under(key, data):
     found = []
     for number, _ in steps.inputs():
         steps.params = {"w": jnp.full(4, 0.1 * number)}
-        found.append(Spending.shown(steps.hidden, steps.key, (number - 1) // 5).levels)
+        found.append(Spending.decrypt(steps.encrypted, steps.key, (number - 1) // 5).levels)
     return np.array(found)
 
 
@@ -317,7 +317,7 @@ def test_what_is_not_finite_is_bounded_by_the_clip_norm():
     norms = steps.compute_norms(0)
     assert np.isinf(norms).sum() == 6
     next(steps.inputs())
-    levels = Spending.shown(steps.hidden, steps.key, 0).levels
+    levels = Spending.decrypt(steps.encrypted, steps.key, 0).levels
     assert (levels == np.where(np.isinf(norms), 0, levels.max())).all()
 
 

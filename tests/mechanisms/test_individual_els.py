@@ -182,7 +182,7 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
 
 def run(directory, **given):
     given = {"steps": 14, "epsilon": 4.0, "delta": 1e-3, "microbatch_size": 8} | given
-    held = RunDirectory(directory, {}, "f", RootKey.from_seed(0))
+    held = RunDirectory(directory, {}, RootKey.from_seed(0))
     try:
         return fit(
             loss_fn=curved, params={"w": jnp.zeros(4)}, data=people(60), optimizer=optax.adam(0.1),

@@ -36,11 +36,9 @@ from dpfl_jax.federation.isrl.privacy import at_one_delta
 from dpfl_jax.federation.isrl.runs.parameters import Parameters
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import make_schedule
-from dpfl_jax.mesh import DATA_AXIS, data_parallel_mesh, place, replicated
+from dpfl_jax.mesh import DATA_AXIS, place, replicated
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run import processes
-from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
-from dpfl_jax.run.driver import Pace, RunResult, drive
+from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, begin, value_digest
 from dpfl_jax.training.evaluate import auc_of
@@ -207,8 +205,8 @@ class Messages(Algorithm):
 
     word = "rounds"
     # Records' turns are drawn once for the whole run: it cannot go on as another computation.
-    movable = False
-    smaller = "spread the silos over more devices"
+    can_reshard_on_resume = False
+    memory_hint = "spread the silos over more devices"
 
     def __init__(
         self, config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
@@ -216,7 +214,7 @@ class Messages(Algorithm):
         """See ``run_rounds``."""
         self.config, self.task, self.data, self.parameters = config, task, data, parameters
         self.mesh, self.method = mesh, make_method(config, parameters)
-        self.layout = [self.hardware, config.execution.model_dump()]
+        self.layout_fingerprint = [self.hardware, config.execution.model_dump()]
         self.steps, self.private = parameters.rounds, parameters.noise is not None
         self.delta = max((z.budget.delta for z in parameters.noise or []), default=1.0)
 
@@ -294,7 +292,7 @@ class MessageSteps(Steps):
         for begin_at in range(self.start, rounds, size):
             yield min(begin_at + size, rounds), (begin_at, min(begin_at + size, rounds))
 
-    def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, Taken]:
+    def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, StepOutput]:
         """A block."""
         run, (begin_at, end) = self.run, inputs
         now, rows = state.opt_state["state"], self.schedule.rows()
@@ -306,31 +304,7 @@ class MessageSteps(Steps):
         state = run.packed(now, end)
         answered = int(self.present[begin_at:end].sum())
         stats = (answered, self.train_loss(state.params))
-        return state, Taken(stats, round(answered * self.batch))
-
-
-def run_rounds(
-    config: IsrlConfig,
-    task: Task,
-    data: SiloData,
-    parameters: Parameters,
-    **options: Any,
-) -> RunResult:
-    """Runs (or goes on with) a prepared configuration.
-
-    Args:
-      config: the configuration.
-      task: its loss.
-      data: training records.
-      parameters: its numbers, noise included.
-      **options: of ``run.driver.drive`` (key, run_dir, evaluate, charge, console, ...).
-    """
-    mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
-    return drive(
-        Messages(config, task, data, parameters, mesh),
-        pace=Pace.of(config, config.execution.rounds_per_block),
-        **options,
-    )
+        return state, StepOutput(stats, round(answered * self.batch))
 
 
 def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
