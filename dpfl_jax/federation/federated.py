@@ -129,11 +129,9 @@ class Federated(Algorithm):
         return TrainState(self.server.model(state["server"]), state, step)
 
     def params(self, state: TrainState) -> PyTree:
-        """The server's model."""
         return state.params
 
     def row(self, stats: tuple[Released | None, StepStats]) -> dict[str, Any]:
-        """A round's metrics."""
         released, found = stats
         return {
             "silos": 0 if released is None else int(released.silos),
@@ -158,7 +156,6 @@ class Federated(Algorithm):
         return jax.jit(lambda s, total, r: self.server.apply(s, mean_update(total), r))
 
     def begin(self, key: RootKey, start: int) -> FederatedSteps:
-        """The rounds after the first ``start``."""
         return FederatedSteps(self, key, start)
 
 
@@ -199,7 +196,6 @@ class FederatedSteps(Steps):
         )
 
     def agreed(self) -> dict[str, Any]:
-        """What the processes of a run must have alike."""
         return {
             "size of a chunk": [self.builder.size, self.builder.capacity, self.builder.row],
             "strategy": self.run.execution.model_dump(),
@@ -225,7 +221,6 @@ class FederatedSteps(Steps):
             self_check(bounded, self.run.given, units, weight=weight)
 
     def inputs(self) -> Iterator[tuple[int, Iterator[Piece]]]:
-        """The chunks of each round, built ahead."""
         for r, pieces in self.builder.prefetch(self.start, self.run.steps):
             yield r + 1, pieces
 

@@ -35,7 +35,6 @@ class SiloPlan:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Validates."""
         if self.local_steps < 1:
             raise BadInputError(f"local_steps is {self.local_steps}, but it must be at least 1")
         if not 0 < self.weight < math.inf:
@@ -62,7 +61,6 @@ class Federation:
     cohort: Cohort | None = None
 
     def __post_init__(self) -> None:
-        """Validates."""
         if not self.silos:
             raise BadInputError("the federation has no silos")
         if self.rounds < 1:

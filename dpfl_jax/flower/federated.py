@@ -87,7 +87,6 @@ class _Own(RoundBuilder):
     index: int = 0
 
     def silo_key(self, silo: int, round_index: int) -> RootKey:
-        """The silo's, in this round."""
         return round_key(self.key, round_index)
 
     def cohort(self, round_index: int) -> np.ndarray:
@@ -351,7 +350,6 @@ class RemoteFederated(Federated):
         return Terms(stated=self.stated, secret={})
 
     def begin(self, key: RootKey, start: int) -> RemoteRounds:  # type: ignore[override]
-        """The rounds after the first ``start``."""
         del key
         return RemoteRounds(self, start)
 
@@ -364,7 +362,6 @@ class RemoteRounds(Steps):
         self.apply = run.compiled_apply()
 
     def inputs(self) -> Iterator[tuple[int, int]]:
-        """Numbers of rounds."""
         for r in range(self.start, self.run.steps):
             yield r + 1, r
 

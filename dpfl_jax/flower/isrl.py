@@ -242,11 +242,9 @@ class RemoteMessages(Messages):
         return Terms(stated=self.stated, secret={})
 
     def row(self, stats: int) -> dict[str, Any]:  # type: ignore[override]
-        """A block's metrics."""
         return {"messages": stats, "outside_guarantee": {"train_loss": None}}
 
     def begin(self, key: RootKey, start: int) -> RemoteBlocks:  # type: ignore[override]
-        """The rounds after the first ``start``."""
         del key
         return RemoteBlocks(self, start)
 
@@ -259,7 +257,6 @@ class RemoteBlocks(Steps):
         self.round = Round(run.config, run.task, run.parameters, run.method)
 
     def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Spans of rounds."""
         size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
         for first in range(self.start, rounds, size):
             yield min(first + size, rounds), (first, min(first + size, rounds))

@@ -386,7 +386,6 @@ class Silo:
         return self._key.keyed_digest("data", work.fingerprint)
 
     def _place(self, run: str) -> pathlib.Path:
-        """Folder of a run."""
         return self.folder / "runs" / hashlib.sha256(run.encode()).hexdigest()[:24]
 
     def accepted_run(self, header: dict[str, Any]) -> _Run:

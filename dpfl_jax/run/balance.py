@@ -48,7 +48,6 @@ class Balance:
         return {f"over_a_{name}": float(f"{value:.4g}") for name, value in found.items()}
 
     def __str__(self) -> str:
-        """In one sentence."""
         return (
             f"noise on a {self.called}'s averaged update is about "
             f"{self.noise / self.signal:.3g} times the largest that the update itself can be, and "

@@ -82,7 +82,6 @@ class LoopConfig:
     profile: int = 0
 
     def __post_init__(self) -> None:
-        """Validates."""
         if self.patience is not None and self.patience < 1:
             raise BadInputError(f"patience is {self.patience}, but it must be at least 1")
         if self.chooses and not self.eval_every:

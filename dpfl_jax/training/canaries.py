@@ -135,12 +135,10 @@ class CanaryPlan(Plan):
 
     @functools.cached_property
     def population(self) -> Population:
-        """People's."""
         return self.people.population
 
     @property
     def data_digest(self) -> str:
-        """People's."""
         return self.people.data_digest
 
     def sampler(self, key: RootKey) -> JointSampler:
@@ -214,7 +212,6 @@ class WithCanaries(Central):
         return dataclasses.replace(terms, secret={**terms.secret, "texts": texts})
 
     def params(self, state: TrainState) -> PyTree:
-        """The model."""
         return super().params(state)["model"]
 
     def seen(self, state: TrainState) -> np.ndarray:
@@ -223,14 +220,12 @@ class WithCanaries(Central):
         return seen * np.float32(self.mechanism.divisor / self.mechanism.noise_stddev)
 
     def begin(self, key: RootKey, start: int) -> CanarySteps:
-        """The steps after the first ``start``."""
         steps = CanarySteps(self, key, start)
         drawn: Any = steps.sampler
         self._drawn = drawn.canaries
         return steps
 
     def audited(self, result: RunResult) -> RunAudit | None:
-        """What an attack on a finished run sees."""
         if result.interrupted is not None:
             return None
         seen = result.seen.astype(np.float32)

@@ -99,11 +99,9 @@ class Central(Algorithm):
         return join(state.params, self.frozen)
 
     def row(self, stats: StepStats) -> dict[str, Any]:
-        """A step's metrics."""
         return {"outside_guarantee": stats.row(self.private)}
 
     def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
-        """As the plan says."""
         return self.plan.epsilons(counts)
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
@@ -113,7 +111,6 @@ class Central(Algorithm):
         return plan.about(made)
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
-        """The steps after the first ``start``."""
         return CentralSteps(self, key, start)
 
     def without_privacy(self) -> Central:
@@ -188,7 +185,6 @@ class CentralSteps(Steps):
         )
 
     def clipping(self) -> dict[str, Any] | None:
-        """How norms are computed, for the largest units."""
         run = self.run
         units = run.plan.execution.microbatch_size
         units *= run.mesh.shape[FSDP_AXIS] if splits_parameters(run.mesh) else 1
@@ -201,12 +197,10 @@ class CentralSteps(Steps):
         return bounded.explain(run.given, shapes).to_json(units)
 
     def inputs(self) -> Iterator[tuple[int, StepBatch]]:
-        """Batches, read ahead."""
         for batch in self.pipeline.iterate(self.start, self.run.steps):
             yield batch.step + 1, batch
 
     def step(self, state: TrainState, inputs: StepBatch) -> tuple[TrainState, StepOutput]:
-        """Sum, noise, update."""
         run = self.run
         arguments = step_arguments(run.mechanism, inputs)
         noise_key = run.plan.noise_key(self.key, inputs.step)

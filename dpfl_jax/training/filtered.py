@@ -151,7 +151,6 @@ class Filtered(Central):
         return place(encrypted, replicated(self.mesh))
 
     def begin(self, key: RootKey, start: int) -> FilteredSteps:
-        """The steps after the first ``start``."""
         self._key = key
         return FilteredSteps(self, key, start)
 

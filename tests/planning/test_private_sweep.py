@@ -335,7 +335,7 @@ def test_a_private_sweep_end_to_end(config, capsys, monkeypatch):
     ]
     made = Selection.from_json(json.loads((out / "guarantee.json").read_text())["basis"])
     secret = json.loads((out / "best" / "private" / "root_key.json").read_text())["secret"]
-    evaluator = private_sweep.Evaluator(run.model.loss, private_sweep.make_mesh())
+    evaluator = private_sweep.Evaluator(run.model.loss, run.mesh)
     losses, _ = evaluator.measure(states[0]["params"], run.people)
     offsets = run.people.user_offsets
     key = RootKey(bytes.fromhex(secret))

@@ -264,7 +264,6 @@ class IsrlRun(IsrlStudy):
         }
 
     def _tables(self, noise: list[SiloNoise]) -> dict[str, Any]:
-        """Tables of a report and of a price."""
         config = self.config
         return {
             "relations": _plain(_relations(config, noise)),

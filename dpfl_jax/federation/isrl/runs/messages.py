@@ -237,11 +237,9 @@ class Messages(Algorithm):
         return TrainState(self.method.output(state, done), {"state": state}, step)
 
     def params(self, state: TrainState) -> jax.Array:
-        """The algorithm's output."""
         return state.params
 
     def row(self, stats: tuple[int, float]) -> dict[str, Any]:
-        """A block's metrics."""
         messages, loss = stats
         return {"messages": messages, "outside_guarantee": {"train_loss": loss}}
 
@@ -262,7 +260,6 @@ class Messages(Algorithm):
         return np.max(curves, axis=0).tolist()
 
     def begin(self, key: RootKey, start: int) -> MessageSteps:
-        """The rounds after the first ``start``."""
         return MessageSteps(self, key, start)
 
 
@@ -287,13 +284,11 @@ class MessageSteps(Steps):
         self.train_loss = lambda w: float(evaluate(w)["loss_by_silo"])
 
     def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Spans of rounds."""
         size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
         for begin_at in range(self.start, rounds, size):
             yield min(begin_at + size, rounds), (begin_at, min(begin_at + size, rounds))
 
     def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, StepOutput]:
-        """A block."""
         run, (begin_at, end) = self.run, inputs
         now, rows = state.opt_state["state"], self.schedule.rows()
         for r in range(begin_at, end):
