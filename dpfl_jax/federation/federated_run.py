@@ -167,8 +167,7 @@ class FederatedStudy(Run, abc.ABC):
         return self.federation.mechanism.private
 
     @property
-    def mechanism(self) -> dict[str, Any]:
-        """What a report says of the mechanism."""
+    def mechanism_facts(self) -> dict[str, Any]:
         return self.federation.mechanism.to_json()
 
     @property
@@ -418,7 +417,6 @@ class FederatedRun(FederatedStudy):
                 "silos": self.data.num_silos,
                 **self.kept,
             },
-            "mechanism": self.mechanism,
             "outside_guarantee": outside,
         }
 

@@ -343,7 +343,7 @@ class RemoteFederated(Federated):
         self.layout_fingerprint = [self.hardware, self.execution.model_dump()]
         self.given = run.model.init(jax.random.key(config.init_seed))
         self.start = place(self.given, replicated(self.mesh))
-        self.stated = {"plan": run.mechanism, "noise": run.multipliers, "delta": self.delta}
+        self.stated = {"plan": run.mechanism_facts, "noise": run.multipliers, "delta": self.delta}
 
     def terms(self) -> Terms:
         """What is public; each silo has terms of its own."""

@@ -235,7 +235,7 @@ class RemoteMessages(Messages):
         self.layout_fingerprint = [self.hardware, config.execution.model_dump()]
         self.steps, self.private, self.silos = parameters.rounds, True, len(run.rows)
         self.delta = max(z.budget.delta for z in parameters.noise or [])
-        self.stated = {"mechanism": run.mechanism, "noise": run.multipliers}
+        self.stated = {"mechanism": run.mechanism_facts, "noise": run.multipliers}
 
     def terms(self) -> Terms:
         """What is public; each silo has terms of its own."""

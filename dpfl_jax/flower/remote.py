@@ -95,11 +95,6 @@ class RemoteRun(Run, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def mechanism(self) -> dict[str, Any]:
-        """What a report says of the mechanism."""
-
-    @property
-    @abc.abstractmethod
     def message_like(self) -> Any:
         """Shapes and types of what a silo sends."""
 
@@ -197,7 +192,6 @@ class RemoteRun(Run, abc.ABC):
             "silos": self.rows,
             "model": {"parameters": self.num_params},
             "data": {"description": "held by the silos", "silos": len(self.rows)},
-            "mechanism": self.mechanism,
             "plan": {"run": self.plan.run, "digest": self.plan.digest},
         }
 

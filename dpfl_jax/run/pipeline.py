@@ -234,6 +234,11 @@ class Run(abc.ABC):
         """An evaluation as the report shows it."""
         return evaluation
 
+    @property
+    @abc.abstractmethod
+    def mechanism_facts(self) -> dict[str, Any]:
+        """What a report says of the mechanism: plain JSON."""
+
     @abc.abstractmethod
     def price(self) -> dict[str, Any]:
         """The part of a dry run's answer that this kind of run alone has."""
@@ -438,6 +443,7 @@ def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, Any]:
         run.describe,
         baseline,
         task=None if run.task is None else dataclasses.asdict(run.task),
+        mechanism=run.mechanism_facts,
         **sections,
         **more,
     )

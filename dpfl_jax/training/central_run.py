@@ -376,6 +376,10 @@ class CentralRun(Run):
             "perplexity_by_user": _exp(evaluation["loss_by_user"]),
         }
 
+    @property
+    def mechanism_facts(self) -> dict[str, Any]:
+        return self.mechanism.to_json()
+
     def price(self) -> dict[str, Any]:
         config, mechanism, steps = self.config, self.mechanism, self.steps
         is_dpo, pretraining = config.model.dpo is not None, config.pretrain
@@ -433,7 +437,6 @@ class CentralRun(Run):
                 "users": population.num_users,
                 "examples": population.num_examples,
             },
-            "mechanism": self.mechanism.to_json(),
             "pretrain": None
             if pretrained is None
             else {"path": str(pretrained.path), "cached": pretrained.cached},

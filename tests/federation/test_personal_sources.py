@@ -274,6 +274,6 @@ def test_rates_of_other_records_stop_a_run_and_an_audit_before_they_begin(monkey
     assert (made.personal.spent(3) <= made.personal.budgets).all()  # by the rates that were meant
     said = r"record '.*' allows epsilon 0.5, but silo 0 would draw it at the rate .* and spend"
     with pytest.raises(BadInputError, match=said):
-        made.train(None, QUIET, None)
+        made.algorithm()
     with pytest.raises(BadInputError, match=said):
         trials_of(asked, RootKey.from_seed(0), QUIET, 400)

@@ -44,7 +44,7 @@ def test_a_server_has_no_ledger_and_says_who_has(tmp_path):
         prepare(validate_config(charged), None, QUIET)
     silos = opened(make_silos(tmp_path, study()))
     run = prepare(config_of(tmp_path), Here(silos), QUIET)
-    guarantee = run.about(run.server.guarantee(1, ()))
+    guarantee = run.about(run.guarantee(1))
     assert "each silo charged this one to a ledger of its own" in guarantee.caveats[-1]
     assert "what each silo's own data.user_column names" in guarantee.summary()
     found = dict(entry.split(": ", 1) for entry in guarantee.public_inputs)

@@ -119,8 +119,7 @@ class IsrlStudy(Run, abc.ABC):
         return isrl_statement(self.noise(steps), guarantee)
 
     @property
-    def mechanism(self) -> dict[str, Any]:
-        """What a report says of the mechanism."""
+    def mechanism_facts(self) -> dict[str, Any]:
         section = self.config.isrl
         return {
             "kind": f"isrl/{section.algorithm}",
@@ -260,7 +259,6 @@ class IsrlRun(IsrlStudy):
                 "silos": data.silos,
                 "records": int(self.sizes.sum()),
             },
-            "mechanism": self.mechanism,
         }
 
     def _tables(self, noise: list[SiloNoise]) -> dict[str, Any]:
