@@ -234,8 +234,6 @@ class FederatedRun(FederatedStudy):
     def num_subjects(self) -> int:
         return self.subjects.train.num_users
 
-    # ---- what runs -------------------------------------------------------------------------
-
     def algorithm(
         self, directory: RunDirectory | None = None, console: Console | None = None
     ) -> Federated:
@@ -268,18 +266,8 @@ class FederatedRun(FederatedStudy):
         )
 
     def evaluator(self) -> Evaluate:
-        model, task = self.model, self.task
-        predict = model.predict if task.kind == "classes" else None
-        evaluator = Evaluator(
-            model.loss,
-            data_parallel_mesh(),
-            self.config.eval.batch_size,
-            predict,
-            classes=task.classes,
-        )
-        return evaluator.of(self.held_out)
-
-    # ---- what a run resumes with -----------------------------------------------------------
+        mesh, size = data_parallel_mesh(), self.config.eval.batch_size
+        return Evaluator.of_model(self.model, self.task, mesh, size).of(self.held_out)
 
     def facts(self) -> dict[str, Any]:
         noise = [p.mechanism.noise_multiplier for p in self.federation.silos]
@@ -303,8 +291,6 @@ class FederatedRun(FederatedStudy):
             section = self.config.privacy.budgets
             source = section.path or f"privacy.budgets.column={section.column} of the data"
             self.personal.check_unchanged(pathlib.Path(path), source)
-
-    # ---- what it guarantees ----------------------------------------------------------------
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
         if self.personal is not None:
@@ -332,8 +318,6 @@ class FederatedRun(FederatedStudy):
         counts = f"{self.data.num_silos} silos, {self.data.num_records:,} records after the cap, "
         counts += f"{self.num_subjects:,} subjects, and those of each silo"
         return federated_inputs(self.config, self.task, counts)
-
-    # ---- words -----------------------------------------------------------------------------
 
     def warnings(self) -> list[str]:
         """Records that the cap leaves out; that subjects do not look like people."""

@@ -102,8 +102,6 @@ class RemoteRun(Run, abc.ABC):
     def remote_algorithm(self, ask: Ask) -> Algorithm:
         """Rounds whose silos are asked."""
 
-    # ---- what runs -------------------------------------------------------------------------
-
     def algorithm(self, directory: RunDirectory, console: Console) -> Algorithm:
         """Asks the silos to accept the plan.
 
@@ -142,16 +140,12 @@ class RemoteRun(Run, abc.ABC):
             self.silos.transport.ask(dict.fromkeys(self.plan.names, done), _DONE_S)
         return {}
 
-    # ---- what a run resumes with -----------------------------------------------------------
-
     def facts(self) -> dict[str, Any]:
         """Names and sizes of the silos; noise."""
         return {"data": json.dumps(self.rows, sort_keys=True), "noise": self.multipliers}
 
     def resume_from(self: _Remote, directory: RunDirectory) -> _Remote:
         return type(self)(self.silos, directory.facts["noise"])
-
-    # ---- what it guarantees ----------------------------------------------------------------
 
     def caveats(self) -> tuple[str, ...]:
         config = self.config
@@ -175,8 +169,6 @@ class RemoteRun(Run, abc.ABC):
         made = super().about(guarantee)
         caveats = [_LEDGERS if c == OTHER_RUNS_CAVEAT else c for c in made.caveats]
         return dataclasses.replace(made, caveats=tuple(caveats))
-
-    # ---- words -----------------------------------------------------------------------------
 
     def headline(self) -> list[str]:
         silos = ", ".join(f"{row['name']} ({row['num_records']} records)" for row in self.rows)

@@ -36,7 +36,7 @@ from dpfl_jax.mechanisms.central_statement import central_statement
 from dpfl_jax.mechanisms.mechanism import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
-from dpfl_jax.models import LanguageModel, PreferenceModel, UnigramModel, transformer_config
+from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.algorithm import RunResult
 from dpfl_jax.run.balance import Balance, Knob, doubled, knob
@@ -129,8 +129,6 @@ class CentralRun(Run):
         """Whether those in the test part are trained on, too (``Dataset.known``)."""
         return self.data is not None and self.data.known
 
-    # ---- what runs -------------------------------------------------------------------------
-
     @property
     def steps(self) -> int:
         return self.config.train.steps
@@ -168,17 +166,8 @@ class CentralRun(Run):
     def evaluator(self) -> Evaluate | None:
         if self.held_out is None or self.task is None:
             return None
-        predict = self.model.predict if self.task.kind == "classes" else None
-        right = self.model.right if isinstance(self.model, PreferenceModel) else None
-        evaluator = Evaluator(
-            self.model.loss,
-            self.mesh,
-            self.config.eval.batch_size,
-            predict,
-            right,
-            self.task.classes,
-        )
-        return evaluator.of(self.held_out)
+        size = self.config.eval.batch_size
+        return Evaluator.of_model(self.model, self.task, self.mesh, size).of(self.held_out)
 
     def after_steps(self, algorithm: Any, result: RunResult) -> dict[str, Any]:
         """A copy of the model tuned to each held-out user, if asked for."""
@@ -193,8 +182,6 @@ class CentralRun(Run):
             mesh=self.mesh,
         )
         return {"personalization": dataclasses.asdict(found)}
-
-    # ---- what a run resumes with -----------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -236,8 +223,6 @@ class CentralRun(Run):
         chosen = self.config.mechanism.to_section() | directory.facts["chosen"]
         mechanism = CENTRAL.parse(chosen)
         return dataclasses.replace(self, mechanism=mechanism, delta=directory.facts["delta"])
-
-    # ---- what it guarantees ----------------------------------------------------------------
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
         return self.mechanism.guarantee(self.population, steps, self.delta, caveats)
@@ -284,8 +269,6 @@ class CentralRun(Run):
         )
         return tuple(caveat for applies, caveat in found if applies)
 
-    # ---- noise and signal ------------------------------------------------------------------
-
     @functools.cached_property
     def trained_parameters(self) -> int:
         """How many parameters are trained."""
@@ -319,8 +302,6 @@ class CentralRun(Run):
         if self.data is None:
             return _declared_population(self.config, other)
         return other.count(other.bounded(self.train))
-
-    # ---- words -----------------------------------------------------------------------------
 
     @property
     def bounding(self) -> Bounding | None:

@@ -20,6 +20,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import replicated, unit_axes, unit_parts
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate
+from dpfl_jax.task import Task
 
 PyTree = Any
 # Long enough to tell the manner, cool enough that small models stay on their way.
@@ -147,6 +148,18 @@ class Evaluator:
             parts.append(self._measure(params, examples))
         whole = (np.concatenate([np.asarray(p[i], np.float32) for p in parts]) for i in range(4))
         return [column[: stop - first] for column in whole]
+
+    @classmethod
+    def of_model(cls, model: Any, task: Task, mesh: Mesh, batch_size: int) -> Evaluator:
+        """The evaluation of a model of the library, or of one that ``model.module`` built."""
+        return cls(
+            model.loss,
+            mesh,
+            batch_size,
+            model.predict if task.kind == "classes" else None,
+            getattr(model, "right", None),
+            task.classes,
+        )
 
     def of(self, store: Readable) -> Callable[[PyTree], dict[str, Any]]:
         """``params -> dict``: what a run logs of ``store``."""

@@ -155,8 +155,6 @@ class IsrlRun(IsrlStudy):
         self.task, self.evaluation_caveat = self.records.learned, EVALUATION_CAVEAT
         self.sizes = np.asarray(self.records.train.sizes)
 
-    # ---- what runs -------------------------------------------------------------------------
-
     def algorithm(
         self, directory: RunDirectory | None = None, console: Console | None = None
     ) -> Messages:
@@ -176,8 +174,6 @@ class IsrlRun(IsrlStudy):
     def evaluator(self) -> Evaluate:
         return make_scores(self.loss, self.records.test)
 
-    # ---- what a run resumes with -----------------------------------------------------------
-
     def facts(self) -> dict[str, Any]:
         noise = self.parameters.noise
         return {
@@ -188,8 +184,6 @@ class IsrlRun(IsrlStudy):
     def resume_from(self, directory: RunDirectory) -> IsrlRun:
         parameters = self.parameters.with_noise(directory.facts["noise"])
         return dataclasses.replace(self, parameters=parameters)
-
-    # ---- what it guarantees ----------------------------------------------------------------
 
     def own_caveats(self) -> tuple[str, ...]:
         public = (_PUBLIC_CAVEAT,) if self.records.public else ()
@@ -221,8 +215,6 @@ class IsrlRun(IsrlStudy):
             return ()
         counts = f"{self.config.data.silos} silos, and the records of each"
         return isrl_inputs(self.config, self.records.learned, counts)
-
-    # ---- words -----------------------------------------------------------------------------
 
     def headline(self) -> list[str]:
         section = self.config.isrl
