@@ -97,7 +97,7 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
     if section.silos_per_round is not None and section.silos_per_round < section.silos:
         cohort = FixedSize(section.silos_per_round)
     plans = tuple(
-        SiloPlan(mechanism, known, section.local_steps, weight)
+        SiloPlan(mechanism, known, section.local_steps, weight, config.privacy.noise_multiplier)
         for known, weight in zip(facts, weights, strict=True)
     )
     return Federation(plans, section.rounds, reach, cohort)
@@ -105,7 +105,7 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
 
 def calibrated(config: FederatedConfig, federation: Federation, delta: float) -> Federation:
     """The federation with its noise: the one that is configured, or what the target asks for."""
-    if not federation.mechanism.private or config.mechanism.noise_multiplier is not None:
+    if not federation.mechanism.private or config.privacy.noise_multiplier is not None:
         return federation
     assert config.privacy.epsilon is not None
     return calibrate_federation(federation, config.privacy.epsilon, delta)
@@ -270,7 +270,7 @@ class FederatedRun(FederatedStudy):
         return Evaluator.of_model(self.model, self.task, mesh, size).of(self.held_out)
 
     def facts(self) -> dict[str, Any]:
-        noise = [p.mechanism.noise_multiplier for p in self.federation.silos]
+        noise = [p.noise_multiplier for p in self.federation.silos]
         return {"data": identity(self.data, self.personal), "noise": noise, "delta": self.delta}
 
     def resume_from(self, directory: RunDirectory) -> FederatedRun:
@@ -361,11 +361,9 @@ class FederatedRun(FederatedStudy):
     def price(self) -> dict[str, Any]:
         federation, steps = self.federation, self.federation.silos[0].local_steps
         members = [federation.silos[i] for i in federation.participants.tolist()]
-        sigmas = [p.mechanism.sigma for p in members]
+        sigmas = [p.sigma for p in members]
         drawn = [(p.mechanism.participation, p.facts) for p in members]
-        means = [
-            p.mechanism.noise_stddev / who.divisor(facts) for p, (who, facts) in zip(members, drawn)
-        ]
+        means = [p.noise_stddev / who.divisor(facts) for p, (who, facts) in zip(members, drawn)]
         return {
             "population": {
                 "silos": len(members),
@@ -413,7 +411,7 @@ class FederatedRun(FederatedStudy):
                 "subjects": plan.facts.num_subjects,
                 "sampling_prob": plan.mechanism.participation.probability(plan.facts),
                 "local_steps": plan.local_steps,
-                "noise_multiplier": plan.mechanism.sigma,
+                "noise_multiplier": plan.sigma,
                 "epsilon_alone": "inf" if math.isinf(epsilon) else epsilon,
             }
             for i, (plan, epsilon) in enumerate(zip(self.federation.silos, alone))

@@ -229,7 +229,7 @@ class SubjectWork:
         return Asked(
             self.public.mechanism.kind,
             self.rounds,
-            self.public.silos[self.index].mechanism.sigma,
+            self.public.silos[self.index].sigma,
             epsilon,
             "subject" if subject else "record",
         )
@@ -308,7 +308,7 @@ class RemoteSubjects(RemoteRun, FederatedStudy):
         self.delta = config.privacy.delta
         self.model = build_by_name(config.model.kind, silos.task, config.model.options)
         self.federation, self.public = with_calibrated_noise(config, facts_of(silos.rows), noise)
-        self.multipliers = [plan.mechanism.sigma for plan in self.federation.silos]
+        self.multipliers = [plan.sigma for plan in self.federation.silos]
         self.num_params = self.model.num_params
 
     @property

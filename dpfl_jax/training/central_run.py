@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import optax
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
@@ -31,9 +32,8 @@ from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.data.owners import Bounding, bounding_of, by_set, whole_of
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism, Population
-from dpfl_jax.mechanisms.central_statement import central_statement
-from dpfl_jax.mechanisms.mechanism import SHARED_ADJACENCY
+from dpfl_jax.mechanisms import Calibrated, Mechanism, Population
+from dpfl_jax.mechanisms.calibrated import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
@@ -93,9 +93,7 @@ class CentralRun(Run):
       config: the configuration.
       data: the data set, split; None where its population is declared.
       held_out: the users that are evaluated.
-      mechanism: calibrated.
-      population: what it samples from.
-      delta: of the guarantee.
+      calibrated: the mechanism with its noise.
       model: of the data's task.
       optimizer: of the private phase.
       params: what training starts from, once ``algorithm`` was called.
@@ -105,9 +103,7 @@ class CentralRun(Run):
     config: RunConfig
     data: Dataset | None
     held_out: Store | None
-    mechanism: Mechanism
-    population: Population
-    delta: float
+    calibrated: Calibrated
     model: Any
     optimizer: Any
     params: Any = dataclasses.field(default=None, init=False)
@@ -125,17 +121,22 @@ class CentralRun(Run):
         return self.data.train
 
     @property
+    def mechanism(self) -> Mechanism:
+        """Fitted to the number of steps."""
+        return self.calibrated.mechanism
+
+    @property
     def known(self) -> bool:
         """Whether those in the test part are trained on, too (``Dataset.known``)."""
         return self.data is not None and self.data.known
 
     @property
     def steps(self) -> int:
-        return self.config.train.steps
+        return self.calibrated.steps
 
     @property
     def private(self) -> bool:
-        return self.mechanism.private
+        return self.calibrated.private
 
     @functools.cached_property
     def mesh(self) -> Any:
@@ -150,7 +151,7 @@ class CentralRun(Run):
         if self.pretrained is not None:
             needed = self.trained_parameters < model.num_params
             begin_from(self.pretrained, directory, needed=needed)
-        plan = Plan(self.mechanism, self.train, self.steps, self.delta, config.execution, self.mesh)
+        plan = Plan(self.calibrated, self.train, config.execution, self.mesh)
         trainable = trained_by_name(config.model, model)
         made = algorithm_of(model.loss, self.params, plan, self.optimizer, trainable)
         if config.model.module is not None and jax.tree.leaves(made.frozen):
@@ -186,21 +187,14 @@ class CentralRun(Run):
     def facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "data": self.train.fingerprint,
-            "chosen": self.chosen,
-            "delta": self.delta,
+            "mechanism": self.calibrated.to_section(),
+            "delta": self.calibrated.delta,
         }
         if self.base is not None:
             facts |= {"base": self.base, "checkpoint": self.base["digest"]}
         if self.data is not None and self.data.public is not None:
             facts["public"] = self.data.public.fingerprint
         return facts
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """The mechanism's fields that calibration chose, not the configuration."""
-        given = self.config.mechanism.to_section()
-        now = self.mechanism.to_section()
-        return {name: value for name, value in now.items() if value != given[name]}
 
     @functools.cached_property
     def base(self) -> dict[str, Any] | None:
@@ -220,21 +214,31 @@ class CentralRun(Run):
                 f"the corpus data.public={self.config.data.public} is not the one that the run in "
                 f"{directory.path} began with: bring it back, or start another run"
             )
-        chosen = self.config.mechanism.to_section() | directory.facts["chosen"]
-        mechanism = CENTRAL.parse(chosen)
-        return dataclasses.replace(self, mechanism=mechanism, delta=directory.facts["delta"])
+        section = dict(directory.facts.get("mechanism", {}))
+        if not section:
+            raise BadInputError(
+                f"the run in {directory.path} was begun by an earlier version, which kept no "
+                "mechanism with its noise: start another run"
+            )
+        began = dataclasses.replace(
+            self.calibrated,
+            noise_multiplier=section.pop("noise_multiplier", 0.0),
+            mechanism=CENTRAL.parse(section),
+            delta=directory.facts["delta"],
+        )
+        return dataclasses.replace(self, calibrated=began)
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
-        return self.mechanism.guarantee(self.population, steps, self.delta, caveats)
+        return self.calibrated.guarantee(steps, caveats)
 
     def statement(self, steps: int, guarantee: Guarantee) -> Statement:
-        return central_statement(self.mechanism, self.population, steps, guarantee)
+        return self.calibrated.statement(guarantee, steps)
 
     def charge(self) -> Charge:
-        event = self.mechanism.event(self.population, self.steps)
-        if self.population.shared:
-            return Charge(event, self.delta, self.unit_key, adjacency=SHARED_ADJACENCY)
-        return Charge(event, self.delta, self.unit_key)
+        charge = Charge(self.calibrated.event(), self.calibrated.delta, self.unit_key)
+        if self.calibrated.population.shared:
+            return dataclasses.replace(charge, adjacency=SHARED_ADJACENCY)
+        return charge
 
     @property
     def unit_key(self) -> str:
@@ -248,7 +252,7 @@ class CentralRun(Run):
             return ()
         known = self.data is not None and self.base is not None
         return public_inputs(
-            self.population.description,
+            self.calibrated.population.description,
             self.mechanism.bounds,
             self.config,
             self.task,
@@ -275,14 +279,11 @@ class CentralRun(Run):
         return check_trainable(self.config.model, self.model)
 
     def balance(self, config: Any = None) -> Balance | None:
-        mechanism, steps = self.mechanism, self.steps
+        calibrated = self.calibrated
         if config is not None:
-            steps, privacy = config.train.steps, config.privacy
             population = self.count(config.mechanism)
-            mechanism, _ = config.mechanism.calibrated(
-                population, steps, privacy.epsilon, self.delta
-            )
-        return balance_of_steps(mechanism, steps, self.trained_parameters)
+            calibrated = calibrate(config, population, delta=calibrated.delta)
+        return balance_of_steps(calibrated, self.trained_parameters)
 
     def knobs(self) -> Iterator[Knob]:
         config, given, epsilon = self.config, self.config.mechanism, self.config.privacy.epsilon
@@ -290,7 +291,7 @@ class CentralRun(Run):
             if (size := getattr(given.participation, name, None)) is not None:
                 most = self.count(given).num_units
                 yield knob(config, f"mechanism.{name}", doubled(size, most))
-        if given.unit_examples is None and (cap := given.group_size) > 1:
+        if given.participation.unit_examples is None and (cap := given.group_size) > 1:
             smaller = [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap]
             yield knob(config, "mechanism.group_size", smaller)
         if epsilon is not None:
@@ -301,7 +302,7 @@ class CentralRun(Run):
         """What another mechanism would sample from."""
         if self.data is None:
             return _declared_population(self.config, other)
-        return other.count(other.bounded(self.train))
+        return other.participation.count(other.bounded(self.train))
 
     @property
     def bounding(self) -> Bounding | None:
@@ -333,7 +334,8 @@ class CentralRun(Run):
         if self.private:
             lines.append(
                 f"{self.mechanism.kind.upper()} with noise multiplier "
-                f"{self.mechanism.noise_multiplier:.5g}, delta {rounded_up(self.delta, 3)}, "
+                f"{self.calibrated.noise_multiplier:.5g}, "
+                f"delta {rounded_up(self.calibrated.delta, 3)}, "
                 f"{self.steps} steps"
             )
         return lines
@@ -359,7 +361,7 @@ class CentralRun(Run):
 
     @property
     def mechanism_facts(self) -> dict[str, Any]:
-        return self.mechanism.to_json()
+        return self.calibrated.to_section()
 
     def price(self) -> dict[str, Any]:
         config, mechanism, steps = self.config, self.mechanism, self.steps
@@ -371,7 +373,7 @@ class CentralRun(Run):
             seq_len = math.prod(self.data.task.input_shape) if text else 1
         computed = mechanism.compute_budget * mechanism.passes * seq_len * steps
         return {
-            "population": {**self.population.to_json(), "source": source},
+            "population": {**self.calibrated.population.to_json(), "source": source},
             "parameters": self.model.num_params,
             "trained_parameters": self.trained_parameters,
             "steps": steps,
@@ -382,15 +384,15 @@ class CentralRun(Run):
             else pretraining.steps * pretraining.batch_size * config.data.seq_len,
             # The reference of pairs is evaluated, too.
             "training_flops": (8.0 if is_dpo else 6.0) * self.model.num_params * computed,
-            "sampling_prob": mechanism.sampling_probability(self.population),
-            "noise_multiplier": mechanism.noise_multiplier,
-            "noise_on_mean": mechanism.noise_stddev / mechanism.divisor,
+            "sampling_prob": self.calibrated.scheme.sampling_prob,
+            "noise_multiplier": self.calibrated.noise_multiplier,
+            "noise_on_mean": self.calibrated.noise_stddev / mechanism.participation.divisor,
         }
 
     def report(
         self, directory: RunDirectory, result: RunResult, guarantee: Guarantee
     ) -> dict[str, Any]:
-        config, data, population = self.config, self.data, self.population
+        config, data, population = self.config, self.data, self.calibrated.population
         assert data is not None
         baselines, found, held_out = {}, {}, {}
         if data.public is not None and self.held_out is not None and data.task.kind == "tokens":
@@ -425,18 +427,18 @@ class CentralRun(Run):
         }
 
 
-def balance_of_steps(mechanism: Mechanism, steps: int, dim: int) -> Balance | None:
+def balance_of_steps(calibrated: Calibrated, dim: int) -> Balance | None:
     """The balance of a mechanism with its noise; None if there is none, or it is correlated.
 
     Args:
-      mechanism: calibrated.
-      steps: T.
+      calibrated: the mechanism with its noise.
       dim: d, number of parameters that are trained.
     """
+    mechanism = calibrated.mechanism
     if not mechanism.private or mechanism.noise.is_correlated:
         return None
-    noise = math.sqrt(dim) * mechanism.noise_stddev / mechanism.divisor
-    return Balance(noise, mechanism.rule.sensitivity, steps, "step")
+    noise = math.sqrt(dim) * calibrated.noise_stddev / mechanism.participation.divisor
+    return Balance(noise, mechanism.rule.sensitivity, calibrated.steps, "step")
 
 
 def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) -> CentralRun:
@@ -454,9 +456,9 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     data, model = read_data(config, console, load)
     data = dataclasses.replace(data, train=mechanism.bounded(data.train))
-    population = mechanism.count(data.train)
+    population = mechanism.participation.count(data.train)
     with console.status("calibrating noise"):
-        mechanism, delta = _calibrated(config, mechanism, population, optimizer)
+        calibrated = calibrate(config, population, optimizer)
     held_out: Store | None = by_set(getattr(data, config.eval.split))
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
@@ -479,12 +481,12 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
             )
         check_users(held_out)
     if config.audit is not None:
-        check_fit(mechanism, data.train, config.audit)
+        check_fit(calibrated, data.train, config.audit)
     if config.train.chooses and mechanism.private and _shared(config, data.known):
         raise BadInputError(NO_CHOICE_WITHIN_USERS)
     if config.eval.prompt is not None:
         check_prompt(config.eval.prompt, model, data.tokenizer)
-    return CentralRun(config, data, held_out, mechanism, population, delta, model, optimizer)
+    return CentralRun(config, data, held_out, calibrated, model, optimizer)
 
 
 def read_data(
@@ -517,30 +519,40 @@ def declared(config: RunConfig) -> CentralRun:
     Raises:
       BadInputError: anything wrong with the configuration.
     """
-    optimizer, mechanism = make_optimizer(config.optimizer, config.train.steps), config.mechanism
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
     if config.pretrain is not None:
         make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
-    population, model = _declared_population(config, mechanism), _declared_model(config)
-    mechanism, delta = _calibrated(config, mechanism, population, optimizer)
-    return CentralRun(config, None, None, mechanism, population, delta, model, optimizer)
+    population, model = _declared_population(config, config.mechanism), _declared_model(config)
+    calibrated = calibrate(config, population, optimizer)
+    return CentralRun(config, None, None, calibrated, model, optimizer)
 
 
 def _declared_population(config: RunConfig, mechanism: Mechanism) -> Population:
     section = config.population
     assert section is not None
-    found = mechanism.declared_population(
+    found = mechanism.participation.declared_population(
         section.num_users, section.num_examples, section.limited_examples
     )
-    mechanism.check_population(found)
+    mechanism.participation.check_population(found)
     return found
 
 
-def _calibrated(
-    config: RunConfig, mechanism: Mechanism, population: Population, optimizer: Any
-) -> tuple[Mechanism, float]:
-    """The mechanism with its noise multiplier, and delta."""
-    steps, privacy = config.train.steps, config.privacy
-    return mechanism.calibrated(population, steps, privacy.epsilon, privacy.delta, optimizer)
+def calibrate(
+    config: RunConfig,
+    population: Population,
+    optimizer: optax.GradientTransformation | None = None,
+    delta: float | None = None,
+) -> Calibrated:
+    """The configuration's mechanism with its noise, for a population; ``delta``: instead of its."""
+    privacy = config.privacy
+    return config.mechanism.calibrate(
+        population,
+        config.train.steps,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        delta=privacy.delta if delta is None else delta,
+        optimizer=optimizer,
+    )
 
 
 def _shared(config: RunConfig, known: bool) -> bool:

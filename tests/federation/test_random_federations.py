@@ -118,7 +118,7 @@ def check(make, sizes, steps, batch, cap, rounds, reach, target, mode=None, coho
         1 - 1e-6
     )  # what a ledger is told
     silos = [
-        (plan.mechanism.sigma, *contributions(plan, batch, cap), plan.local_steps * rounds)
+        (plan.sigma, *contributions(plan, batch, cap), plan.local_steps * rounds)
         for plan in made.silos
     ]
     if make is local_item or reach == 1:

@@ -41,9 +41,8 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
     if not config.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
     ready: Any = prepare(config, console)
-    given = (ready.mechanism, ready.population, config.train.steps, ready.delta, key)
     with console.status("attacking"):
-        return [simulate.central(*given, trials=trials)]
+        return [simulate.central(ready.calibrated, key, trials=trials)]
 
 
 def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int) -> list[Trials]:
@@ -59,7 +58,7 @@ def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int)
         (federation.silos[i] for i in federation.participants.tolist()),
         key=lambda p: (
             -p.mechanism.participation.probability(p.facts),
-            p.mechanism.sigma,
+            p.sigma,
             -p.local_steps,
         ),
     )[:reach]
