@@ -218,10 +218,12 @@ def test_no_record_is_written_into_a_compiled_program(tmp_path):
     schedule = messages.schedule_of(
         config, parameters, np.asarray(data.sizes), RootKey.from_seed(0)
     )
-    block = messages._block(config, task, parameters, algorithm)
-    state = algorithm.start(np.zeros(task.shape, np.float32))
+    made = messages.Round(config, task, parameters, algorithm)
+    row = jax.tree.map(lambda x: x[0], schedule.rows())
     records = int(np.asarray(data.sizes).max())
-    traced = jax.make_jaxpr(block)(state, schedule.rows(), algorithm.values, data, schedule.rank)
+    traced = jax.make_jaxpr(made.messages)(
+        np.zeros(task.shape, np.float32), row, data, schedule.rank
+    )
     assert all(records not in np.shape(c) for c in traced.consts)
 
 

@@ -28,7 +28,7 @@ from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.accountant import dominating_event
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.privacy import at_one_delta
-from dpfl_jax.federation.isrl.runs import isrl_run, messages
+from dpfl_jax.federation.isrl.runs import isrl_run
 from dpfl_jax.federation.mechanisms import Records, SiloMechanism
 from dpfl_jax.mechanisms import NoNoise, non_private
 from dpfl_jax.mechanisms.plan import Plan
@@ -257,7 +257,9 @@ def _silos(config: IsrlConfig, own: bool, console: Console) -> Attacked:
         )
         data = SiloData(examples, whole.sizes)
         ran = parameters if private else dataclasses.replace(parameters, noise=None)
-        w = messages.solve(config, ready.loss, data, ran, key)
+        records = dataclasses.replace(ready.records, train=data)
+        run = dataclasses.replace(ready, records=records, parameters=ran)
+        w = _finished(drive(run.algorithm(), key=key, console=console)).params
         loss = jax.vmap(ready.loss.loss, (None, 0))
         start = jnp.zeros_like(w)
         gains = [np.asarray(loss(start, x) - loss(w, x), np.float64) for x in (first, second)]

@@ -23,7 +23,7 @@ from dpfl_jax.federation.isrl.message import (
     make_messages,
     mean_message,
 )
-from dpfl_jax.federation.isrl.method import Method, Oracle
+from dpfl_jax.federation.isrl.method import Method
 from dpfl_jax.federation.isrl.minibatch_sgd import (
     ball,
     last_weights,
@@ -40,7 +40,7 @@ from dpfl_jax.mesh import DATA_AXIS, place, replicated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
 from dpfl_jax.run.state import TrainState
-from dpfl_jax.run.terms import Terms, begin, value_digest
+from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.training.evaluate import auc_of
 
 
@@ -78,39 +78,11 @@ def schedule_of(config: IsrlConfig, parameters: Parameters, sizes: np.ndarray, k
     )
 
 
-def objective_messages(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
-) -> Callable[[jax.Array, Any], jax.Array]:
-    """``(w, round) -> [N, ...]``, the messages of all silos.
-
-    To be made inside ``jit``, of arguments: captured records would be written into the program, and
-    with it wherever compiled programs are kept.
-    """
-    section = config.isrl
-    return make_messages(
-        task.train_loss,
-        MessageSpec(section.sampling, section.noise),
-        data,
-        batch=jnp.asarray(parameters.batches, jnp.float32),
-        clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
-        stddev=jnp.asarray(parameters.stddevs, jnp.float32),
-        rank=rank,
-    )
-
-
 def objective_mean(config: IsrlConfig, w: jax.Array, sent: jax.Array, row: Any) -> jax.Array:
     """Mean of the messages, plus the regulariser's gradient, which depends on no record."""
     weights = config.isrl.silo_weights
     shares = None if weights is None else jnp.asarray(weights, jnp.float32)
     return mean_message(sent, row["present"], shares) + config.model.regularization * w
-
-
-def objective_oracle(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
-) -> Oracle:
-    """Both together; to be made inside ``jit``, too."""
-    messages = objective_messages(config, task, data, parameters, rank)
-    return lambda w, row: objective_mean(config, w, messages(w, row), row)
 
 
 class Round:
@@ -136,7 +108,17 @@ class Round:
             return asked[0]
 
         def messages(w: jax.Array, row: Any, data: SiloData, rank: jax.Array) -> jax.Array:
-            return objective_messages(config, task, data, parameters, rank)(w, row)
+            # Of arguments: captured records would be written into the program, and with it
+            # wherever compiled programs are kept.
+            return make_messages(
+                task.train_loss,
+                MessageSpec(config.isrl.sampling, config.isrl.noise),
+                data,
+                batch=jnp.asarray(parameters.batches, jnp.float32),
+                clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
+                stddev=jnp.asarray(parameters.stddevs, jnp.float32),
+                rank=rank,
+            )(w, row)
 
         def server(state: Any, values: Any, w: jax.Array, sent: jax.Array, row: Any) -> Any:
             mean = objective_mean(config, w, sent, row)
@@ -144,33 +126,6 @@ class Round:
 
         self.where, self.messages = jax.jit(where), jax.jit(messages)
         self.server = jax.jit(server)
-
-
-def solve(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, key: RootKey
-) -> jax.Array:
-    """All rounds at once, without a run directory; returns the algorithm's output."""
-    algorithm = make_method(config, parameters)
-    terms = _terms(config, task, data, parameters, algorithm)
-    key, _ = begin(terms, key, None, "", None, str)
-    schedule = schedule_of(config, parameters, np.asarray(data.sizes), key)
-    block = _block(config, task, parameters, algorithm)
-    start = algorithm.start(jnp.zeros(task.shape))
-    state = block(start, schedule.rows(), algorithm.values, data, schedule.rank)
-    return algorithm.output(state, parameters.rounds)
-
-
-def _block(
-    config: IsrlConfig, task: Task, parameters: Parameters, algorithm: Method
-) -> Callable[..., Any]:
-    """``(state, rows, values, data, rank) -> state`` after these rounds, compiled."""
-
-    @jax.jit
-    def block(state: Any, rows: Any, values: Any, data: SiloData, rank: jax.Array) -> Any:
-        oracle = objective_oracle(config, task, data, parameters, rank)
-        return algorithm.scan(oracle, state, rows, values)
-
-    return block
 
 
 def _terms(
