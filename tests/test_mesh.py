@@ -206,7 +206,7 @@ def test_a_run_goes_on_with_another_layout(params, tmp_path, monkeypatch):
     assert whole.final.loss == pytest.approx(want.final.loss, rel=1e-4)
 
     def directory():
-        return RunDirectory(tmp_path / "run", {}, "same", RootKey.from_seed(3), {})
+        return RunDirectory(tmp_path / "run", {}, RootKey.from_seed(3), {})
 
     from dpfl_jax.training import central
 

@@ -107,7 +107,7 @@ FITS = {
     "parameters hold no array": {"params": None},
     r"run_dir is 3 \(int\)": {"run_dir": 3},
     "trainable.*leaves are no bools": {"trainable": "w"},
-    "pace is 3": {"pace": 3},
+    "loop is 3": {"loop": 3},
     "hooks is <built-in": {"hooks": print},
 }
 

@@ -160,7 +160,7 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     return [[events.horizontal([worst] * together)], [everything]]
 
 
-def whole_event(federation: Federation, delta: float, subject: bool = False) -> Any:
+def dominating_event(federation: Federation, delta: float, subject: bool = False) -> Any:
     """One event that costs any unit no less than the whole run does, for a ledger.
 
     Where no single silo costs most in every respect it is of one that combines the worst of all.

@@ -16,6 +16,7 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.balance import Balance
 from dpfl_jax.sampling import FixedSize, Poisson
 
 Cohort = FixedSize | Poisson
@@ -41,7 +42,6 @@ class SiloPlan:
     noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
-        """Validates."""
         at_least("local_steps", self.local_steps, 1)
         positive("a silo's weight", self.weight)
         if self.noise_multiplier is not None:
@@ -101,7 +101,6 @@ class Federation:
     cohort: Cohort | None = None
 
     def __post_init__(self) -> None:
-        """Validates."""
         if not self.silos:
             raise BadInputError("the federation has no silos")
         at_least("rounds", self.rounds, 1)
@@ -190,6 +189,30 @@ class Federation:
             for plan, sigma in zip(self.silos, sigmas, strict=True)
         )
         return dataclasses.replace(self, silos=silos)
+
+    def balance(self, dim: int) -> Balance:
+        """Noise beside signal of a model with ``dim`` parameters (d).
+
+        In a round silo i takes T_i steps along (clipped sum + noise) / b_i. A clipped sum over b
+        has norm about C at most; its noise has standard deviation sigma C / b in each of d
+        coordinates. Averaged with weights w_i that add up to 1, and added up over R rounds, in
+        units of the learning rate:
+
+            signal  at most  R sum_i w_i T_i C_i                                 aligned, at C
+            noise   about    sqrt(R d sum_i w_i^2 T_i (sigma_i C_i / b_i)^2)     a random walk
+
+        A run whose noise goes farther than its gradients could at best learns nothing.
+        """
+        plans = [self.silos[i] for i in self.participants.tolist()]
+        # On average so many take part, and weights are those of them.
+        total = sum(plan.weight for plan in plans) * self.participation
+        variance = signal = 0.0
+        for plan in plans:
+            mechanism, share = plan.mechanism, plan.weight / total
+            stddev = plan.noise_stddev / mechanism.participation.divisor(plan.facts)
+            variance += self.participation * share**2 * plan.local_steps * stddev**2
+            signal += self.participation * share * plan.local_steps * mechanism.clip.sensitivity
+        return Balance(math.sqrt(dim * variance), signal, self.rounds)
 
     def check(self, data: FederatedData, here: int | None = None) -> None:
         """Raises BadInputError unless the data keep what the plan promises.

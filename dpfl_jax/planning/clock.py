@@ -18,7 +18,7 @@ from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning.bill import Chip
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.central import algorithm_of
+from dpfl_jax.training.fitting import algorithm_of
 from dpfl_jax.training.optimizers import make_optimizer
 from dpfl_jax.training.start import trained_by_name
 

@@ -37,8 +37,7 @@ from dpfl_jax.mechanisms import Calibrated
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import splits_parameters
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import Taken
-from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.algorithm import RunResult, StepOutput
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.sampling import Draw, Sampler
@@ -136,7 +135,6 @@ class CanaryPlan(Plan):
 
     @property
     def data_digest(self) -> str:
-        """People's."""
         return self.people.data_digest
 
     def sampler(self, key: RootKey) -> JointSampler:
@@ -210,7 +208,6 @@ class WithCanaries(Central):
         return dataclasses.replace(terms, secret={**terms.secret, "texts": texts})
 
     def params(self, state: TrainState) -> PyTree:
-        """The model."""
         return super().params(state)["model"]
 
     def seen(self, state: TrainState) -> np.ndarray:
@@ -220,14 +217,12 @@ class WithCanaries(Central):
         return seen * np.float32(divisor / self.plan.calibrated.noise_stddev)
 
     def begin(self, key: RootKey, start: int) -> CanarySteps:
-        """The steps after the first ``start``."""
         steps = CanarySteps(self, key, start)
         drawn: Any = steps.sampler
         self._drawn = drawn.canaries
         return steps
 
     def audited(self, result: RunResult) -> RunAudit | None:
-        """What an attack on a finished run sees."""
         if result.interrupted is not None:
             return None
         seen = result.seen.astype(np.float32)
@@ -241,6 +236,9 @@ class WithCanaries(Central):
             self.audit.confidence,
             self.cost,
         )
+
+    def without_privacy(self) -> Central:
+        return self.people.without_privacy()
 
     @property
     def cost(self) -> dict[str, Any]:
@@ -324,20 +322,20 @@ class CanarySteps(CentralSteps):
                 )
         super().check(state, say)
 
-    def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, Taken]:
+    def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, StepOutput]:
         """The same step; designed gradients are left out of its metrics."""
-        state, taken = super().step(state, inputs)
+        state, output = super().step(state, inputs)
         run: Any = self.run
         positions = self.sampler.canaries.draw(inputs.step).positions  # type: ignore[attr-defined]
         numbers = run.data.number[positions[:, 0] if positions.ndim > 1 else positions]
         count = np.float32((numbers >= 0).sum())
         stats = dataclasses.replace(
-            taken.stats,
-            units=taken.stats.units - count,
-            clipped=taken.stats.clipped - count,
-            norm=taken.stats.norm - count * np.float32(LONG * run.mechanism.clip_norm),
+            output.stats,
+            units=output.stats.units - count,
+            clipped=output.stats.clipped - count,
+            norm=output.stats.norm - count * np.float32(LONG * run.mechanism.clip_norm),
         )
-        return state, dataclasses.replace(taken, stats=stats)
+        return state, dataclasses.replace(output, stats=stats)
 
 
 def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> None:

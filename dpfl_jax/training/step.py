@@ -68,7 +68,6 @@ class TrainStep:
         noise_key: Any,
         frozen: PyTree = None,
     ) -> tuple[TrainState, StepStats]:
-        """Takes one step."""
         adapting = _adapting(state)
         total, stats = self.sum(state.params, units, mask, num_microbatches, frozen, *adapting)
         if adapting:  # a copy: the state is donated

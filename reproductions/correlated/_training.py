@@ -15,7 +15,7 @@ from dpfl_jax.mechanisms import Mechanism, allocation, bandmf, blt, uls
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning import Option, Planner, Sensitivities, Users
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.driver import Pace
+from dpfl_jax.run.driver import LoopConfig
 from dpfl_jax.training import fit
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
@@ -78,7 +78,7 @@ def compared(settings: Settings, name: str, file: pathlib.Path, cohort: int, gro
                         params,
                         plan,
                         build_optimizer(optimizer, rate, steps),
-                        pace=Pace(log_every=1000),
+                        loop=LoopConfig(log_every=1000),
                         key=RootKey.from_seed(of(seed)),
                     )
                     return evaluate(found.params, held_out).loss

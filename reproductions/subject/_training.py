@@ -22,7 +22,7 @@ from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.driver import Pace, drive
+from dpfl_jax.run.driver import LoopConfig, drive
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import make_optimizer
 from reproductions._seeds import of
@@ -215,7 +215,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
             rounds,
             key=RootKey.from_seed(of(seed)),
             evaluate=evaluator.of(subjects.held_out),
-            pace=Pace(checkpoint_every=5, eval_every=max(1, federation.rounds // evals)),
+            loop=LoopConfig(checkpoint_every=5, eval_every=max(1, federation.rounds // evals)),
             console=settings.console,
         )
         curves.append(

@@ -579,7 +579,7 @@ def test_nothing_about_records_with_budgets_is_told():
         config["privacy"]["budgets"] = {"kind": "three_levels", "seed": seed}
         prepared = federated_run.prepare(validate_config(config), Console(quiet=True))
         guarantee = prepared.guarantee(4)
-        made = federated_run._statement(prepared, 4, guarantee)
+        made = prepared.statement(4, guarantee)
         told.append((sorted(prepared.personal.budgets), made.dumps()))
     assert told[0][0] != told[1][0]
     assert told[0][1] == told[1][1]

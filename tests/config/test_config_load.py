@@ -6,7 +6,7 @@ from rich.console import Console
 
 from dpfl_jax.config import config_fingerprint, load_config, validate_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.training.central_run import run_experiment
+from dpfl_jax.run.pipeline import run_experiment
 
 MINIMAL = {
     "data": {"source": "python_source"},
@@ -226,7 +226,7 @@ def test_a_relative_ledger_without_a_file_is_refused(tmp_path):
         MINIMAL | {"privacy": {"epsilon": 2.0, "ledger": "spent.jsonl", "account": "people"}}
     )
     with pytest.raises(BadInputError, match=r"relative path 'spent.jsonl'.*full path"):
-        run_experiment(config, tmp_path / "run", Console(quiet=True), load=lambda section: 1 / 0)
+        run_experiment(config, tmp_path / "run", Console(quiet=True), lambda: 1 / 0)
     assert not (tmp_path / "run").exists()
 
 

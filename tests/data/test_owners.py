@@ -142,7 +142,7 @@ def test_canaries_and_a_choice_by_people_who_are_trained_on_are_refused():
         dpfl.fit(
             lambda params, example: jnp.sum(params["w"]) * 0.0,
             {"w": jnp.zeros(1)}, plan, optax.sgd(0.1),
-            validation=held_out, pace=dpfl.Pace(keep_best=True, eval_every=1),
+            validation=held_out, loop=dpfl.LoopConfig(keep_best=True, eval_every=1),
         )  # fmt: skip
 
 

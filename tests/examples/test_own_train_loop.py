@@ -291,17 +291,17 @@ def test_fit_keeps_a_run_in_a_folder(tmp_path):
         if step == 20:
             raise StopError
 
-    pace = dpfl.Pace(checkpoint_every=10, eval_every=30)
+    loop = dpfl.LoopConfig(checkpoint_every=10, eval_every=30)
     with pytest.raises(StopError):
         dpfl.fit(
-            loss_fn, START, plan, optax.adam(0.1), run_dir=folder, pace=pace,
+            loss_fn, START, plan, optax.adam(0.1), run_dir=folder, loop=loop,
             hooks=dpfl.Hooks(on_checkpoint=stop),
         )  # fmt: skip
     assert not (folder / "report.json").exists()
     # Less at once, as after running out of memory: the run goes on, and says so.
     less = dataclasses.replace(plan, execution=dpfl.Execution(microbatch_size=4))
     result = dpfl.fit(
-        loss_fn, START, less, optax.adam(0.1), run_dir=str(folder), pace=pace,
+        loss_fn, START, less, optax.adam(0.1), run_dir=str(folder), loop=loop,
         validation=make_data(40),
     )  # fmt: skip
     assert (calls, result.steps) == ([10, 20], 60)

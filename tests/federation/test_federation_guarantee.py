@@ -12,8 +12,9 @@ from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import subject_epsilon
-from dpfl_jax.federation.federated_run import _kept, dry_run, prepare
+from dpfl_jax.federation.federated_run import prepare
 from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.run.pipeline import dry_run
 
 
 def test_every_guarantee_says_what_is_idealised():
@@ -107,6 +108,6 @@ def test_what_a_cap_leaves_out_is_counted_and_warned_of(federation, mechanism, w
         # Where records lie as they do, nobody can spread them.
         natural = prepared.config.federation.model_copy(update={"partition": "natural"})
         there = config.model_copy(update={"federation": natural})
-        said = _kept(dataclasses.replace(prepared, config=there))["warning"]
+        said = dataclasses.replace(prepared, config=there).kept["warning"]
         assert "over more silos" not in said
     assert any("before and after the cap" in a for a in price["privacy"]["assumptions"])

@@ -101,7 +101,7 @@ def test_two_runs_with_one_secret_key_share_no_noise():
 
 @pytest.mark.slow
 def test_a_continued_run_is_held_against_what_ran(tmp_path):
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
     run_rounds(**arguments(), run_dir=directory)
     for name in sorted(set(CHANGES) - {"start"}):
         words = "training data" if name == "data" else name
@@ -140,7 +140,7 @@ def test_servers_and_kept_states_are_part_of_a_run(tmp_path):
     # The gradient is that of a linear loss, the same everywhere: all that differs is the noise.
     for (a, first), (b, second) in itertools.combinations(moved.items(), 2):
         assert np.abs(first - second).min() > 1e-5, (a, b)
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
     run_rounds(**arguments(), run_dir=directory)
     with pytest.raises(BadInputError, match="keep_local_state is True, but the run in"):
         run_rounds(**arguments() | {"keep_local_state": True}, run_dir=directory)

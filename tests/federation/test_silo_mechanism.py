@@ -12,7 +12,7 @@ from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.config.load import validate_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import federated_epsilon
-from dpfl_jax.federation.federated_run import knobs
+from dpfl_jax.federation.federated_run import knobs, with_calibrated_noise
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
     PersonalRecords,
@@ -150,11 +150,12 @@ def test_what_may_be_changed_is_named_where_it_stands():
         ),
     ):
         config = validate_config(sections | {"mechanism": mechanism}, "here")
-        found = dict(knobs(config, [FACTS] * 2, 10))
+        found = dict(knobs(config, [FACTS] * 2))
         assert names < found.keys()
-        ((kind, ask),) = found[max(n for n in names if n.endswith("kind"))]
+        ((kind, changed),) = found[max(n for n in names if n.endswith("kind"))]
         assert kind in ("subject_uls", "subjects")
-        assert 0 < ask().ratio < np.inf
+        federation, _ = with_calibrated_noise(changed(), [FACTS] * 2)
+        assert 0 < federation.balance(10).ratio < np.inf
 
 
 @pytest.mark.slow

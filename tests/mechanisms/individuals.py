@@ -64,6 +64,8 @@ def taken(steps):
         for number, batch in steps.inputs():
             arguments = step_arguments(steps.run.mechanism, batch)
             total, _ = steps.compiled.sum(steps.params, *arguments, steps.run.frozen)
-            levels = Spending.shown(steps.hidden, steps.key, (number - 1) // steps.run.every).levels
+            levels = Spending.decrypt(
+                steps.encrypted, steps.key, (number - 1) // steps.run.every
+            ).levels
             found.append((drawn[number - 1], levels, np.asarray(total["w"])))
     return found

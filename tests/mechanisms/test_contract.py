@@ -324,7 +324,7 @@ def test_a_run_goes_on_bit_for_bit_or_not_at_all(name, tmp_path, monkeypatch):
 
     def start(folder, loss=loss_fn):
         directory = RunDirectory(
-            tmp_path / folder, {}, "f", secret if folder == "secret" else RootKey.from_seed(0)
+            tmp_path / folder, {}, secret if folder == "secret" else RootKey.from_seed(0)
         )
         target = {} if name == "none" else {"epsilon": EPSILON}
         try:

@@ -187,7 +187,7 @@ def levels_under(key, data):
     found = []
     for number, _ in steps.inputs():
         steps.params = {"w": jnp.full(4, 0.1 * number)}
-        found.append(Spending.shown(steps.hidden, steps.key, (number - 1) // 5).levels)
+        found.append(Spending.decrypt(steps.encrypted, steps.key, (number - 1) // 5).levels)
     return np.array(found)
 
 
@@ -238,13 +238,13 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
     for users in (rows, rows[1:], rows[-5:]):
         data = ArrayStore.from_users(users)
         steps, _ = made(data, loss=curved, width=4, cohort_size=len(users) / 4)
-        steps.params, look = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}, steps.look
+        steps.params, look = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}, steps.norms_of_batch
 
         def noted(params, units, mask, *rest, look=look):
             shapes.add(mask.shape)
             return look(params, units, mask, *rest)
 
-        steps.look = noted
+        steps.norms_of_batch = noted
         found.append(
             dict(zip(data.user_ids(np.arange(len(users))), steps.compute_norms(0).tolist()))
         )
@@ -322,7 +322,7 @@ def test_what_is_not_finite_is_bounded_by_the_clip_norm():
     norms = steps.compute_norms(0)
     assert np.isinf(norms).sum() == 6
     next(steps.inputs())
-    levels = Spending.shown(steps.hidden, steps.key, 0).levels
+    levels = Spending.decrypt(steps.encrypted, steps.key, 0).levels
     assert (levels == np.where(np.isinf(norms), 0, levels.max())).all()
 
 

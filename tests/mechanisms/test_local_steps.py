@@ -23,7 +23,7 @@ from dpfl_jax.mechanisms import Population, allocation, bandmf, blt, truncated, 
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.beside import WITHOUT_PRIVACY
+from dpfl_jax.run.baseline import WITHOUT_PRIVACY
 from dpfl_jax.run.directory import RunDirectory
 
 GROUP, CLIP = 5, 0.4
@@ -275,7 +275,7 @@ def test_rounds_that_died_go_on_bit_for_bit(kind, tmp_path, monkeypatch):
     cls, fields = KINDS[kind]
 
     def start(name):
-        directory = RunDirectory(tmp_path / name, {}, "f", RootKey.from_seed(0))
+        directory = RunDirectory(tmp_path / name, {}, RootKey.from_seed(0))
         try:
             return fit(
                 loss_fn=lambda p, e: jnp.sum((p["w"] - e["x"]) ** 2),

@@ -12,7 +12,7 @@ from neighbours import people
 from noising import banded_matrix, buffered_matrix, inverse_banded_matrix
 from rich.console import Console
 
-from dpfl_jax import Hooks, Pace, fit
+from dpfl_jax import Hooks, LoopConfig, fit
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
@@ -110,8 +110,8 @@ def test_a_run_goes_on_with_its_schedule_alone(tmp_path):
 
     def go_on(optimizer, planned, hooks=None):
         plan = made.plan(data, steps=STEPS, epsilon=3.0, delta=1e-3, optimizer=planned)
-        pace = Pace(checkpoint_every=4)
-        return fit(nothing, params, plan, optimizer, run_dir=tmp_path, pace=pace, hooks=hooks)
+        loop = LoopConfig(checkpoint_every=4)
+        return fit(nothing, params, plan, optimizer, run_dir=tmp_path, loop=loop, hooks=hooks)
 
     def die(row):
         if row["step"] == 6:

@@ -163,7 +163,7 @@ def test_a_run_is_that_of_kept_noise_and_costs_the_same():
 @pytest.mark.slow
 def test_a_run_that_died_draws_noise_again_bit_for_bit(tmp_path, monkeypatch):
     def start(name):
-        directory = RunDirectory(tmp_path / name, {}, "f", RootKey.from_seed(0))
+        directory = RunDirectory(tmp_path / name, {}, RootKey.from_seed(0))
         try:
             return run(fields={"redrawn": True}, run_dir=directory, checkpoint_every=3)
         finally:

@@ -76,9 +76,9 @@ def pretend(monkeypatch):
     """Runs cost nothing: the score is made up of the run's key; returns what ran."""
     ran = []
 
-    def run_prepared(config, path, console, prepare, key):
+    def run_experiment(config, path, console, prepare, key):
         run = prepare()
-        directory = RunDirectory(path, {}, "fake", key)
+        directory = RunDirectory(path, {}, key)
         try:
             if ran and ran[-1] == "die":
                 raise DiedError
@@ -110,7 +110,7 @@ def pretend(monkeypatch):
         finally:
             directory.close()
 
-    monkeypatch.setattr(private_sweep, "run_prepared", run_prepared)
+    monkeypatch.setattr(private_sweep, "run_experiment", run_experiment)
     return ran
 
 
@@ -191,17 +191,17 @@ def test_a_death_anywhere_changes_nothing(config, pretend, monkeypatch):
     whole = private(config, "whole").run(console)
     all_runs, spent = list(pretend), Ledger(config.parent / "spent.jsonl")
     assert len(all_runs) > 3
-    run_prepared = private_sweep.run_prepared
+    run_experiment = private_sweep.run_experiment
     for turn in range(len(all_runs)):
         pretend.clear()
 
         def dies(*args, **more):
             if len(pretend) == 1:
                 raise DiedError
-            return run_prepared(*args, **more)
+            return run_experiment(*args, **more)
 
         with monkeypatch.context() as patch:
-            patch.setattr(private_sweep, "run_prepared", dies)
+            patch.setattr(private_sweep, "run_experiment", dies)
             if turn == len(all_runs) - 1:  # between the reports, then
                 patch.setattr(private_sweep, "write_reports", _dying(private_sweep.write_reports))
             with pytest.raises(DiedError):
@@ -335,7 +335,7 @@ def test_a_private_sweep_end_to_end(config, capsys, monkeypatch):
     ]
     made = Selection.from_json(json.loads((out / "guarantee.json").read_text())["basis"])
     secret = json.loads((out / "best" / "private" / "root_key.json").read_text())["secret"]
-    evaluator = private_sweep.Evaluator(run.model.loss, private_sweep.make_mesh())
+    evaluator = private_sweep.Evaluator(run.model.loss, run.mesh)
     losses, _ = evaluator.measure(states[0]["params"], run.people)
     offsets = run.people.user_offsets
     key = RootKey(bytes.fromhex(secret))

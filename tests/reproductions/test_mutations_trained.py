@@ -492,7 +492,7 @@ def test_correlated_noise_that_does_not_cancel(tmp_path, monkeypatch):
         lambda o: types.SimpleNamespace(plan=lambda *a, **k: option.update(now=o)),
     )
 
-    def fit(loss, params, plan, optimizer, *, pace, key):
+    def fit(loss, params, plan, optimizer, *, loop, key):
         noise = told(option["now"])
         loss = 4 + 30 * noise + jitter(key.fingerprint) + jitter(key.fingerprint, noise)
         return types.SimpleNamespace(params=loss)

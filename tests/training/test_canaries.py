@@ -172,11 +172,11 @@ def test_canaries_with_turns_show_all_turns_together():
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_has_the_same_canaries_and_sees_the_same(tmp_path, monkeypatch):
-    pace = dpfl.Pace(checkpoint_every=1)
-    fitted(plan(), 200, run_dir=tmp_path / "whole", pace=pace)
+    loop = dpfl.LoopConfig(checkpoint_every=1)
+    fitted(plan(), 200, run_dir=tmp_path / "whole", loop=loop)
     with death_after_a_checkpoint(monkeypatch):
-        fitted(plan(), 200, run_dir=tmp_path / "killed", pace=pace)
-    fitted(plan(), 200, run_dir=tmp_path / "killed", pace=pace, key=None)
+        fitted(plan(), 200, run_dir=tmp_path / "killed", loop=loop)
+    fitted(plan(), 200, run_dir=tmp_path / "killed", loop=loop, key=None)
     first, second = (kept.read(tmp_path / name) for name in ("whole", "killed"))
     np.testing.assert_array_equal(first.seen, second.seen)
     texts = [(tmp_path / name / kept.SUMMARY).read_text() for name in ("whole", "killed")]

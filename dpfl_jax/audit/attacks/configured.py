@@ -12,6 +12,7 @@ from dpfl_jax.audit.trials import Trials
 from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.pipeline import prepare
 
 _NOTHING = "this configuration promises nothing, so that there is nothing to audit: choose a "
 
@@ -37,19 +38,15 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
     if isinstance(config, FederatedConfig):
         return _silos(config, key, console, trials)
     assert isinstance(config, RunConfig)
-    from dpfl_jax.training import central_run
-
     if not config.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
-    ready = central_run.prepare(config, console)
+    ready: Any = prepare(config, console)
     with console.status("attacking"):
         return [simulate.central(ready.calibrated, key, trials=trials)]
 
 
 def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int) -> list[Trials]:
-    from dpfl_jax.federation import federated_run
-
-    ready = federated_run.prepare(config, console)
+    ready: Any = prepare(config, console)
     federation = ready.federation
     if not federation.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
@@ -85,9 +82,8 @@ def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int)
 
 
 def _messages(config: IsrlConfig, key: RootKey, console: Console, trials: int) -> Trials:
-    from dpfl_jax.federation.isrl.runs import isrl_run
-
-    parameters = isrl_run.prepare(config, console).parameters
+    ready: Any = prepare(config, console)
+    parameters = ready.parameters
     if not parameters.noise:
         raise BadInputError(_NOTHING + "budget")
     worst = int(np.argmax([z.epsilon for z in parameters.noise]))

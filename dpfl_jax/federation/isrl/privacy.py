@@ -39,7 +39,6 @@ class Budget:
     delta: float
 
     def __post_init__(self) -> None:
-        """Validates."""
         if not (math.isfinite(self.epsilon) and self.epsilon > 0):
             raise BadInputError(f"epsilon is {self.epsilon}, but it must be finite and above 0")
         if not 0 < self.delta < 1:

@@ -10,8 +10,8 @@ from rich.console import Console
 from dpfl_jax.config import validate_config
 from dpfl_jax.mechanisms import blt, els, uls
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.central_balance import balance_of_steps
-from dpfl_jax.training.central_run import dry_run
+from dpfl_jax.run.pipeline import dry_run
+from dpfl_jax.training.central_run import balance_of_steps
 from tests.flower.studies import QUIET, write_tables
 from tests.noised import noised
 
