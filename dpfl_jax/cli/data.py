@@ -235,8 +235,8 @@ def _source(args: argparse.Namespace, conversations: Any) -> Any:
         return sources.tfds_source(
             args.input[0], args.user_column, args.split, args.text_column, args.data_dir
         )
-    from dpfl_jax.data.registry import set_source
     from dpfl_jax.data.sections import SourceConfig
+    from dpfl_jax.data.sets import set_source
 
     section = SourceConfig(source=args.source, path=inputs[0], seq_len=args.seq_len)
     return set_source(section, args.split)

@@ -101,8 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[Any]:
-    from dpfl_jax.data.documents import expand_paths, read_file_rows
-    from dpfl_jax.data.rows import guess_format
+    from dpfl_jax.data.rows import expand_paths, guess_format, read_file_rows
 
     (path,) = expand_paths(str(source))
     rows = read_file_rows([path], guess_format(path), csv=form)

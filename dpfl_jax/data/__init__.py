@@ -5,7 +5,7 @@ turn files into stores (``load``); the embedded default corpus needs no files at
 knows the data sets that have a name.
 """
 
-from dpfl_jax.data.chunking import store_from_documents
+from dpfl_jax.data.documents import store_from_documents
 from dpfl_jax.data.in_memory import (
     from_arrays,
     from_grain,
@@ -15,9 +15,9 @@ from dpfl_jax.data.in_memory import (
     from_texts,
 )
 from dpfl_jax.data.load import Dataset, Examples, load_dataset, load_examples
-from dpfl_jax.data.registry import DataSource
 from dpfl_jax.data.schema import Field, Schema
 from dpfl_jax.data.sections import DataConfig, SourceConfig
+from dpfl_jax.data.sets import DataSource
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store, UserView
 from dpfl_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, prompt_ids

@@ -21,8 +21,8 @@ from dpfl_jax.data.build import (
     prepare,
     side_path,
 )
-from dpfl_jax.data.documents import expand_paths, read_documents
-from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat
+from dpfl_jax.data.documents import read_documents
+from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat, expand_paths
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.sources import file_source
 from dpfl_jax.data.store import user_order_key

@@ -26,21 +26,15 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from dpfl_jax.data.chats import Conversations
-from dpfl_jax.data.chunking import encode_user, none_usable
+from dpfl_jax.data.documents import encode_user, none_usable
+from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.owners import by_set
 from dpfl_jax.data.records import FORMATS, write_records
 from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.shards import INDEX, USERS, FileEntry, Manifest, ShardStore
 from dpfl_jax.data.sources import Row
-from dpfl_jax.data.store import (
-    SEPARATOR,
-    Store,
-    combine_digests,
-    unit_key_of,
-    user_digest,
-    user_order_key,
-)
+from dpfl_jax.data.store import Store, combine_digests, unit_key_of, user_digest, user_order_key
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError
 

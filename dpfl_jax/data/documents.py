@@ -5,53 +5,32 @@ Nothing is guessed: a null user, a missing column or bytes that are not UTF-8 st
 
 from __future__ import annotations
 
-import glob
-import json
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from dpfl_jax.data.chats import Conversations
+import numpy as np
+
+from dpfl_jax.data.chats import TOO_LONG, Conversations, encode_conversations
 from dpfl_jax.data.keys import UserKey
+from dpfl_jax.data.owners import told_apart
 from dpfl_jax.data.rows import (
+    FORMATS,
     PLAIN_CSV,
     BadRows,
     CsvFormat,
-    LocatedRow,
     guess_format,
     is_number,
-    read_rows,
+    read_file_rows,
     text_of,
 )
-from dpfl_jax.errors import BadInputError, repeated
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.store import ArrayStore, Store, user_order_key
+from dpfl_jax.data.tokenizers import Tokenizer
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import within
-from dpfl_jax.hub import local_path
 
 Document = tuple[str, str]
-
-FORMATS = ("jsonl", "parquet", "csv", "tsv", "arrow", "folder", "huggingface")
-
-
-def expand_paths(path: str | os.PathLike[str] | Sequence[str] | None) -> list[pathlib.Path]:
-    """Returns the files that a path, a list of paths or glob patterns name, sorted per pattern.
-
-    Raises:
-      BadInputError: if a path is missing or a pattern matches nothing.
-    """
-    if path is None or path == () or path == "":
-        raise BadInputError("no data files are given: set data.path (or --input) to them")
-    patterns = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-    found: list[pathlib.Path] = []
-    for given in patterns:
-        pattern = local_path(given, "dataset")
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
-        if not matches:
-            raise BadInputError(f"the data file {pattern} does not exist")
-        found.extend(map(pathlib.Path, matches))
-    twice = repeated(path.resolve() for path in found)
-    if twice is not None:
-        raise BadInputError(f"the data file {twice} is given twice: its people would count double")
-    return found
 
 
 def read_documents(
@@ -112,47 +91,6 @@ def read_documents(
         )
 
 
-def read_file_rows(
-    paths: Iterable[pathlib.Path],
-    format: str,
-    columns: Sequence[str] | None = None,
-    csv: CsvFormat = PLAIN_CSV,
-    bad: BadRows | None = None,
-) -> Iterator[LocatedRow]:
-    """Streams the rows of files one after another, with where each is; see ``rows.read_rows``."""
-    for path in paths:
-        if format != "huggingface":
-            yield from read_rows(path, format, columns, csv, bad)
-            continue
-        for file in huggingface_files(path):
-            yield from read_rows(file, guess_format(file), columns)
-
-
-def huggingface_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a Hugging Face data set on disk (one split), in order.
-
-    Both what ``Dataset.save_to_disk`` writes (``state.json`` gives the order) and a folder of
-    Parquet or Arrow files are understood, without the ``datasets`` library.
-    """
-    if not path.is_dir():
-        return [path]
-    state = path / "state.json"
-    if state.is_file():
-        try:
-            names = [entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
-            if any(pathlib.Path(name).name != name for name in names):
-                raise ValueError("it names a file outside its folder")
-            return [path / name for name in names]
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
-            raise BadInputError(f"{state}: not the state of a saved data set ({error})") from error
-    files = sorted((*path.glob("*.arrow"), *path.glob("*.parquet")))
-    if not files:
-        raise BadInputError(
-            f"{path} holds no .arrow or .parquet files: give the folder of one split"
-        )
-    return files
-
-
 def read_folder(root: pathlib.Path) -> Iterator[Document]:
     """Streams the text files of a folder; a user is a first-level file or first-level folder.
 
@@ -177,3 +115,127 @@ def read_folder(root: pathlib.Path) -> Iterator[Document]:
         yield parts[0], text
     if not some:
         raise BadInputError(f"the folder {root} holds no files: each entry in it is a user")
+
+
+def chunk_documents(
+    documents: Sequence[np.ndarray], schema: Schema, eos_id: int | None, min_tokens: int = 2
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts tokenised documents into records of ``schema.seq_len`` tokens.
+
+    Args:
+      documents: one integer array of ids per document.
+      schema: a tokens schema.
+      eos_id: appended to each document that has any token, unless None.
+      min_tokens: a last piece with fewer tokens is dropped (the default drops a piece that holds
+        nothing but the end token).
+
+    Returns:
+      records: [n] of ``schema.record_dtype``, pieces of a document in order, documents in order.
+      counts: int64 [len(documents)], pieces of each document (0 for an empty one).
+    """
+    length = schema.seq_len
+    min_tokens = min(min_tokens, length)
+    extra = 0 if eos_id is None else 1
+    raw = np.array([len(d) for d in documents], dtype=np.int64)
+    kept = np.where(raw > 0, raw + extra, 0)
+    tail = kept % length
+    kept -= np.where(tail < min_tokens, tail, 0)
+    counts = -(-kept // length)
+    rows = int(counts.sum())
+    flat = np.zeros(rows * length, schema.record_dtype["tokens"].base)
+    starts = (np.cumsum(counts) - counts) * length
+    for document, start, total in zip(documents, starts.tolist(), kept.tolist()):
+        body = min(len(document), total)
+        flat[start : start + body] = document[:body]
+        if eos_id is not None and total > body:
+            flat[start + body] = eos_id
+    records = np.empty(rows, schema.record_dtype)
+    records["tokens"] = flat.reshape(rows, length)
+    lengths = np.full(rows, length, np.int64)
+    last = np.cumsum(counts)[counts > 0] - 1
+    lengths[last] = (kept - (counts - 1) * length)[counts > 0]
+    records["length"] = lengths
+    return records, counts
+
+
+def encode_user(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    schema: Schema,
+    max_examples: int | None = None,
+    bad: BadRows | None = None,
+) -> np.ndarray:
+    """Returns the records of one user's documents, in order, at most ``max_examples``.
+
+    ``bad`` counts the conversations that were left out: none of their answers begins in time.
+    """
+    some = max_examples or max(len(texts), 1)
+    found, count = [np.empty(0, schema.record_dtype)], 0
+    for start in range(0, len(texts), some):  # what would be cut off need not be tokenised
+        these = texts[start : start + some]
+        if schema.kind == "answers":
+            records, dropped = encode_conversations(these, tokenizer, schema)
+            if bad is not None:
+                bad.dropped += dropped
+        else:
+            ids = [_bare(document, tokenizer) for document in tokenizer.encode_batch(these)]
+            records = chunk_documents(ids, schema, tokenizer.eos_id)[0]
+        found.append(records)
+        count += len(found[-1])
+        if max_examples is not None and count >= max_examples:
+            break
+    return np.concatenate(found)[:max_examples]
+
+
+def _bare(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Without a beginning and an end that were written into the text: it gets them anyway."""
+    if len(ids) and ids[0] == tokenizer.bos_id:
+        ids = ids[1:]
+    return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
+
+
+def none_usable(schema: Schema) -> BadInputError:
+    """Returns the error of data of which nothing is left."""
+    why = TOO_LONG.format(schema.seq_len) if schema.kind == "answers" else "every text is empty"
+    return BadInputError(f"the data hold zero usable examples: {why}")
+
+
+def store_from_documents(
+    documents: Iterable[tuple[str, str]],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    max_examples: int | None = None,
+    conversations: Conversations | None = None,
+    bad: BadRows | None = None,
+) -> Store:
+    """Groups documents by user in memory, tokenises and cuts them.
+
+    Args:
+      documents: (user, text) in the order that a user's documents keep; a user may be the id of a
+        set of owners (``keys.owners_to_id``).
+      tokenizer: makes the ids.
+      seq_len: tokens in an example.
+      max_examples: keep each user's first examples.
+      conversations: what the documents are, if not texts.
+      bad: counts conversations that are too long.
+
+    Raises:
+      BadInputError: if there is no document, or none yields an example.
+    """
+    if conversations is not None:
+        schema = conversations.schema(seq_len, tokenizer)
+    else:
+        schema = Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
+    texts: dict[str, list[str]] = {}
+    for user, text in documents:
+        texts.setdefault(user, []).append(text)
+    if not texts:
+        raise BadInputError("the data hold no users: there is not one row")
+    packed: dict[str, np.ndarray] = {}
+    for user in sorted(texts, key=user_order_key):
+        records = encode_user(texts.pop(user), tokenizer, schema, max_examples, bad)
+        if len(records):
+            packed[user] = records
+    if not packed:
+        raise none_usable(schema)
+    return told_apart(ArrayStore.from_records(packed, schema, sets=True))

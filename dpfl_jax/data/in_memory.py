@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.data.chats import conversations_in
-from dpfl_jax.data.chunking import store_from_documents
-from dpfl_jax.data.columns import input_names
+from dpfl_jax.data.documents import store_from_documents
 from dpfl_jax.data.keys import UserKey, key_name, owners_to_id
 from dpfl_jax.data.owners import store_of
 from dpfl_jax.data.rows import LocatedRow, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.data.store import Store, keyed
-from dpfl_jax.data.table import read_table
+from dpfl_jax.data.table import input_names, read_table
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError, expect, repeated
 

@@ -24,9 +24,54 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from dpfl_jax.data.store import SEPARATOR, check_user_id, no_sets
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.task import EACH_ROW
+
+# Between the names of a set of owners that takes a user's place (``data/owners.py``).
+SEPARATOR = "\x1f"
+
+
+# How people and libraries write a cell without a value, in small letters.
+_MISSING = frozenset(
+    {"", "nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat", "\\n", "?", "-", "--", "."}
+)
+
+
+def is_missing(value: object) -> bool:
+    """Whether a cell holds no value, or blanks (U+00A0 is one), or what stands for none."""
+    return str(value).strip().casefold() in _MISSING
+
+
+def no_sets(where: str) -> BadInputError:
+    """The error of a name that would be taken for a set of owners."""
+    return BadInputError(
+        f"{where}: a user id holds U+001F, which separates the owners of a record: give owners as "
+        "a list, or leave the character out"
+    )
+
+
+def check_user_id(user_id: object, where: str = "") -> str:
+    """Returns ``user_id`` if it is a text that names somebody, else raises naming ``where``.
+
+    A missing id must never become a user of its own ("None", "nan", ""): all rows without an id
+    would then be protected as one person.
+
+    Raises:
+      BadInputError: it is missing, or no text.
+    """
+    place = f" ({where})" if where else ""
+    if is_missing(user_id):
+        raise BadInputError(
+            f"a user id is {user_id!r}{place}: every row needs a user id; drop such rows or give "
+            "each a user of its own"
+        )
+    if not isinstance(user_id, str):
+        kind = _KINDS.get(type(user_id), type(user_id).__name__)
+        raise BadInputError(f"a user id is {kind}{place}: store ids as text or whole numbers")
+    return user_id
+
+
+_KINDS = {bool: "true or false", float: "a number with decimals", dict: "an object"}
 
 
 def base_domain(url: str) -> str:

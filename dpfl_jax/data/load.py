@@ -12,17 +12,15 @@ import numpy as np
 
 from dpfl_jax.data import python_source
 from dpfl_jax.data.chats import conversations_in
-from dpfl_jax.data.chunking import store_from_documents
-from dpfl_jax.data.documents import FORMATS, expand_paths, read_documents
+from dpfl_jax.data.documents import read_documents, store_from_documents
 from dpfl_jax.data.keys import key_name, value_to_id
-from dpfl_jax.data.labels import are_classes
 from dpfl_jax.data.owners import SharedStore, by_set, store_of
-from dpfl_jax.data.registry import data_source
-from dpfl_jax.data.rows import BadRows
+from dpfl_jax.data.rows import FORMATS, BadRows, expand_paths
 from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
+from dpfl_jax.data.sets import data_source
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.splits import FEW, limit_store, split_by_user, split_within_users
-from dpfl_jax.data.store import ArrayStore, Store, keyed, unit_key_of
+from dpfl_jax.data.store import ArrayStore, Store, are_classes, keyed, unit_key_of
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, expect

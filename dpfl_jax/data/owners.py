@@ -19,15 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import (
-    SEPARATOR,
-    ArrayStore,
-    Store,
-    StoreBase,
-    unit_key_of,
-    user_order_key,
-)
+from dpfl_jax.data.store import ArrayStore, Store, StoreBase, unit_key_of, user_order_key
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling.contribution import limit_shared
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from dpfl_jax.data import packing
 from dpfl_jax.data.example_keys import example_keys
-from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
@@ -422,3 +421,50 @@ def is_token_store(store: Readable) -> bool:
     """Whether the examples are token sequences of fixed length, stored as such."""
     schema = getattr(store, "schema", None)
     return schema is not None and schema.kind == "tokens" and hasattr(store, "records")
+
+
+# ---- arrays over processes -----------------------------------------------------------------------
+
+
+def local_columns(sharding: Any, size: int, axis: int) -> np.ndarray:
+    """The indices along ``axis`` that the devices of this process hold, increasing.
+
+    They need not be neighbours: a mesh follows the wires of a slice, not its hosts.
+
+    Args:
+      sharding: a ``jax.sharding.NamedSharding`` that splits ``axis`` alone.
+      size: length of the axis, a multiple of its parts.
+      axis: which one.
+    """
+    shape = (1,) * axis + (size,)
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    spans = {index[axis].indices(size)[:2] for index in indices}
+    return np.concatenate([np.arange(*span) for span in sorted(spans)])
+
+
+def ship_columns(tree: Any, columns: np.ndarray, size: int, axis: int, sharding: Any) -> Any:
+    """Makes global arrays from what each process holds of them.
+
+    Args:
+      tree: pytree of NumPy arrays whose ``axis`` has this process's columns.
+      columns: from ``local_columns``.
+      size: length of the axis in the global arrays.
+      axis: which one.
+      sharding: as given to ``local_columns``.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return jax.device_put(tree, sharding)  # all arrays in one call: small ones are many
+
+    def one(local: np.ndarray) -> Any:
+        def part(index: Any) -> np.ndarray:
+            # The columns of one device are neighbours, and all of them are here.
+            start, stop, _ = index[axis].indices(size)
+            first = int(np.searchsorted(columns, start))
+            return local[(slice(None),) * axis + (slice(first, first + stop - start),)]
+
+        shape = (*local.shape[:axis], size, *local.shape[axis + 1 :])
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return jax.tree.map(one, tree)

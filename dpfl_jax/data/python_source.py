@@ -15,7 +15,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 
-from dpfl_jax.data.chunking import encode_user
+from dpfl_jax.data.documents import encode_user
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore, user_order_key
 from dpfl_jax.data.tokenizers import Tokenizer

@@ -8,9 +8,11 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import functools
+import glob
 import gzip
 import io
 import json
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from csv import Error as CsvError
@@ -23,6 +25,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from dpfl_jax.errors import BadInputError, repeated, unrepeated
+from dpfl_jax.files import local_path
 
 LocatedRow = tuple[str, dict[str, Any]]
 
@@ -324,3 +327,69 @@ def _csv(
                 f"({getattr(error, 'reason', error)}): set data.encoding, to cp1252 or latin-1 of "
                 "files from Windows, say"
             ) from error
+
+
+FORMATS = ("jsonl", "parquet", "csv", "tsv", "arrow", "folder", "huggingface")
+
+
+def expand_paths(path: str | os.PathLike[str] | Sequence[str] | None) -> list[pathlib.Path]:
+    """Returns the files that a path, a list of paths or glob patterns name, sorted per pattern.
+
+    Raises:
+      BadInputError: if a path is missing or a pattern matches nothing.
+    """
+    if path is None or path == () or path == "":
+        raise BadInputError("no data files are given: set data.path (or --input) to them")
+    patterns = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    found: list[pathlib.Path] = []
+    for given in patterns:
+        pattern = local_path(given, "dataset")
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+        if not matches:
+            raise BadInputError(f"the data file {pattern} does not exist")
+        found.extend(map(pathlib.Path, matches))
+    twice = repeated(path.resolve() for path in found)
+    if twice is not None:
+        raise BadInputError(f"the data file {twice} is given twice: its people would count double")
+    return found
+
+
+def read_file_rows(
+    paths: Iterable[pathlib.Path],
+    format: str,
+    columns: Sequence[str] | None = None,
+    csv: CsvFormat = PLAIN_CSV,
+    bad: BadRows | None = None,
+) -> Iterator[LocatedRow]:
+    """Streams the rows of files one after another, with where each is; see ``rows.read_rows``."""
+    for path in paths:
+        if format != "huggingface":
+            yield from read_rows(path, format, columns, csv, bad)
+            continue
+        for file in huggingface_files(path):
+            yield from read_rows(file, guess_format(file), columns)
+
+
+def huggingface_files(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files of a Hugging Face data set on disk (one split), in order.
+
+    Both what ``Dataset.save_to_disk`` writes (``state.json`` gives the order) and a folder of
+    Parquet or Arrow files are understood, without the ``datasets`` library.
+    """
+    if not path.is_dir():
+        return [path]
+    state = path / "state.json"
+    if state.is_file():
+        try:
+            names = [entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+            if any(pathlib.Path(name).name != name for name in names):
+                raise ValueError("it names a file outside its folder")
+            return [path / name for name in names]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise BadInputError(f"{state}: not the state of a saved data set ({error})") from error
+    files = sorted((*path.glob("*.arrow"), *path.glob("*.parquet")))
+    if not files:
+        raise BadInputError(
+            f"{path} holds no .arrow or .parquet files: give the folder of one split"
+        )
+    return files

@@ -34,7 +34,7 @@ class SourceConfig:
     Attributes:
       source: ``python_source`` (needs no files); files: ``jsonl``, ``csv``, ``tsv``, ``parquet``,
         ``arrow``, ``huggingface``, ``folder``; ``store`` (what ``dpfl data build`` made); the name
-        of a data set (``dpfl_jax.data.registry``); or ``package.module:NAME``, a ``DataSource`` of
+        of a data set (``dpfl_jax.data.sets``); or ``package.module:NAME``, a ``DataSource`` of
         your own.
       path: file, files or glob pattern; the folder of a store or of a named set; or
         ``hf:org/name``, a data set in the local Hugging Face cache.

@@ -16,10 +16,12 @@ import numpy as np
 
 from dpfl_jax.data import python_source
 from dpfl_jax.data.chats import Conversations
-from dpfl_jax.data.documents import expand_paths, read_documents
+from dpfl_jax.data.documents import read_documents
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, text_of
+from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, expand_paths, text_of
 from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.sections import SourceConfig
+from dpfl_jax.data.sets import data_source
 from dpfl_jax.errors import BadInputError
 
 Row = tuple[str, bytes]  # user, and text or packed records
@@ -233,3 +235,36 @@ def _numeric(example: dict[str, Any], key: UserKey, name: str) -> dict[str, np.n
     if not arrays:
         raise BadInputError(f"{name} has no numeric features: give --text-column to tokenise text")
     return arrays
+
+
+def set_source(section: SourceConfig, split: str = "train") -> Source:
+    """Returns the rows of one split of a named set, to build a store from.
+
+    Raises:
+      BadInputError: if the set, the split or a file does not exist.
+    """
+    name, chosen = section.source, data_source(section.source)
+    if chosen.splits == ("all",) and split in ("all", "train"):
+        split = "all"
+    elif split not in (*chosen.splits, *(("validation",) if name == "stack_overflow" else ())):
+        raise BadInputError(f"{name} has the splits {', '.join(chosen.splits)}, not {split!r}")
+    files = [] if section.path is None else file_identity(expand_paths(section.path)[0])
+    identity = {"set": name, "split": split, "files": files}
+    size = sum(entry[1] for entry in files)
+    if chosen.task is None:
+
+        def texts() -> Iterator[Row]:
+            for user, document in chosen.read(section, split):
+                yield user, document.encode()
+
+        return Source(texts, identity, size)
+    first = next(chosen.read(section, split), None)
+    if first is None:
+        raise BadInputError(f"{section.path} holds no examples of {name}, split {split}")
+    schema = Schema.arrays(first[1], leading_axis=True)
+
+    def packed() -> Iterator[Row]:
+        for user, batch in chosen.read(section, split):
+            yield user, schema.pack(batch).tobytes()
+
+    return Source(packed, identity, size, schema)

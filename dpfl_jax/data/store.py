@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from dpfl_jax.data.keys import SEPARATOR, check_user_id, no_sets
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.task import Task
@@ -61,10 +62,6 @@ class Store(Readable, Protocol):
 
     def records(self, positions: np.ndarray) -> np.ndarray:
         """Returns the stored records at ``positions`` (see ``Schema.record_dtype``)."""
-
-
-# Between the names of a set of owners that takes a user's place (``data/owners.py``).
-SEPARATOR = "\x1f"
 
 
 def user_order_key(user_id: str) -> tuple[bytes, str]:
@@ -371,25 +368,6 @@ class UserView(StoreBase):
         return self.parent.records(self._first[user] + place)
 
 
-# How people and libraries write a cell without a value, in small letters.
-_MISSING = frozenset(
-    {"", "nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat", "\\n", "?", "-", "--", "."}
-)
-
-
-def is_missing(value: object) -> bool:
-    """Whether a cell holds no value, or blanks (U+00A0 is one), or what stands for none."""
-    return str(value).strip().casefold() in _MISSING
-
-
-def no_sets(where: str) -> BadInputError:
-    """The error of a name that would be taken for a set of owners."""
-    return BadInputError(
-        f"{where}: a user id holds U+001F, which separates the owners of a record: give owners as "
-        "a list, or leave the character out"
-    )
-
-
 def unit_key_of(store: Any) -> str:
     """What makes a user of a store; "" of somebody else's that does not say."""
     return str(getattr(store, "unit_key", ""))
@@ -412,25 +390,59 @@ def expect_store(data: Any, name: str) -> None:
         )
 
 
-def check_user_id(user_id: object, where: str = "") -> str:
-    """Returns ``user_id`` if it is a text that names somebody, else raises naming ``where``.
+# ---- labels and numbers that train nothing -------------------------------------------------------
 
-    A missing id must never become a user of its own ("None", "nan", ""): all rows without an id
-    would then be protected as one person.
+# Reading all of a store that lies on a disk may take longer than training on it.
+_AT_ONCE, _MOST = 2**12, 2**18
+_FAR, _SHARE, _LOOKED_AT = 10.0, 0.01, 256  # as of tables (``table``), of the first examples
 
-    Raises:
-      BadInputError: it is missing, or no text.
+
+def are_classes(labels: np.ndarray, classes: int) -> bool:
+    """Whether all labels are whole numbers from 0 to ``classes - 1``, of whatever type."""
+    if labels.dtype.kind not in "biuf":
+        return False
+    return bool(((labels >= 0) & (labels < classes) & (labels == np.floor(labels))).all())
+
+
+def check_labels(store: Readable, classes: int) -> None:
+    """Raises BadInputError if a ``label`` among a store's first 2^18 examples is no class."""
+    first = int(store.user_offsets[0])
+    stop = min(int(store.user_offsets[-1]), first + _MOST)
+    for start in range(first, stop, _AT_ONCE):
+        labels = store.read(np.arange(start, min(start + _AT_ONCE, stop))).get("label")
+        if labels is not None and not are_classes(np.asarray(labels), classes):
+            few = "the model has one output: two classes need two. " if classes == 1 else ""
+            raise BadInputError(
+                f"a label is none of the whole numbers from 0 to {classes - 1}, one for each class "
+                f"that the model tells apart: {few}number the classes from 0 "
+                "(np.unique(labels, return_inverse=True)[1]), or predict a number "
+                '("regression")'
+            )
+
+
+def far_from_order_1(store: Any) -> str | None:
+    """What to tell before training if numbers are far from order 1; for the terminal alone.
+
+    Tables are checked where they are read.
     """
-    place = f" ({where})" if where else ""
-    if is_missing(user_id):
-        raise BadInputError(
-            f"a user id is {user_id!r}{place}: every row needs a user id; drop such rows or give "
-            "each a user of its own"
-        )
-    if not isinstance(user_id, str):
-        kind = _KINDS.get(type(user_id), type(user_id).__name__)
-        raise BadInputError(f"a user id is {kind}{place}: store ids as text or whole numbers")
-    return user_id
-
-
-_KINDS = {bool: "true or false", float: "a number with decimals", dict: "an object"}
+    store = getattr(store, "sets", store)  # of records with several owners
+    task = getattr(store, "task", None)
+    if task is not None and task.table is not None:
+        return None
+    first = int(store.user_offsets[0])
+    stop = min(int(store.user_offsets[-1]), first + _LOOKED_AT)
+    found: Any = store.read(np.arange(first, stop)) if first < stop else {}
+    far = []
+    for name in ("x", "label"):
+        values = np.asarray(found[name] if isinstance(found, Mapping) and name in found else 0)
+        # Of vectors each number by itself, of images all.
+        axis = 0 if values.ndim == 2 else None
+        if values.dtype.kind == "f" and ((np.abs(values) > _FAR).mean(axis) > _SHARE).any():
+            far.append(name)
+    if not far:
+        return None
+    return (
+        f"numbers of {' and '.join(far)} are far from order 1, which leaves little of a clipped "
+        "gradient to learn from: unless the model scales them, bring them to order 1 by constants "
+        "known without these data (images of 0 to 255: divide by 255)"
+    )

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.hub import local_path
+from dpfl_jax.files import local_path
 
 
 class Tokenizer(Protocol):

@@ -17,9 +17,8 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.federated import FederatedConfig
-from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.data.splits import limit_store
-from dpfl_jax.data.store import Store, unit_key_of
+from dpfl_jax.data.store import Store, far_from_order_1, unit_key_of
 from dpfl_jax.federation.accountant import calibrate_federation, silo_epsilons, whole_event
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated import run_rounds

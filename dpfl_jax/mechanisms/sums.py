@@ -31,7 +31,7 @@ from dpfl_jax.mesh import (
     replicated,
     splits_parameters,
 )
-from dpfl_jax.models.placement import activations_pinned
+from dpfl_jax.models.transformer import activations_pinned
 
 PyTree = Any
 Sum = Callable[..., tuple[PyTree, StepStats]]

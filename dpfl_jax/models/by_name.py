@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.models.cnn import LeafCNN, SmallCNN
 from dpfl_jax.models.config import transformer_config
-from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression, RegressionMLP
-from dpfl_jax.models.lstm import StackedLSTM
+from dpfl_jax.models.small import (
+    MLP,
+    LeafCNN,
+    LinearRegression,
+    LogisticRegression,
+    RegressionMLP,
+    SmallCNN,
+    StackedLSTM,
+)
 from dpfl_jax.models.transformer import LanguageModel
 from dpfl_jax.task import Task
 

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.config import TransformerConfig
-from dpfl_jax.models.lora import is_adapter, without_adapters
+from dpfl_jax.models.params import flat_paths, is_adapter, nested, without_adapters
 from dpfl_jax.models.transformer import LanguageModel
 
 PyTree = Any

@@ -7,9 +7,11 @@ computed in any way.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
@@ -26,7 +28,6 @@ from dpfl_jax.models.attention import (
     weighted,
 )
 from dpfl_jax.models.config import TransformerConfig
-from dpfl_jax.models.placement import pinned
 from dpfl_jax.task import takes_segments
 
 PyTree = Any
@@ -34,6 +35,28 @@ Initializer = Callable[..., jax.Array]
 _STDDEV = 0.02
 # Longer sequences times vocabularies than this (1 GiB) have their losses computed in pieces.
 _LOGITS_AT_ONCE = 2**28
+
+
+Pin = Callable[[jax.Array], jax.Array]
+
+
+_PIN: contextvars.ContextVar[Pin | None] = contextvars.ContextVar("pin", default=None)
+
+
+@contextlib.contextmanager
+def activations_pinned(pin: Pin) -> Iterator[None]:
+    """Applies ``pin`` to every activation that a model traced inside passes to ``pinned``."""
+    token = _PIN.set(pin)
+    try:
+        yield
+    finally:
+        _PIN.reset(token)
+
+
+def pinned(x: jax.Array) -> jax.Array:
+    """An activation, kept where its example is if somebody asked for that."""
+    pin = _PIN.get()
+    return x if pin is None else pin(x)
 
 
 class Linear(nn.Module):

@@ -17,10 +17,9 @@ from dpfl_jax.clipping import Trainable, convolutions, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.example_keys import key_argument, with_any_key
-from dpfl_jax.data.labels import check_labels, far_from_order_1
 from dpfl_jax.data.owners import by_set, people
 from dpfl_jax.data.pipeline import StepBatch
-from dpfl_jax.data.store import Readable, expect_store
+from dpfl_jax.data.store import Readable, check_labels, expect_store, far_from_order_1
 from dpfl_jax.errors import BadInputError, expect, room_on_disk
 from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan

@@ -22,9 +22,8 @@ from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.data.keys import key_name
-from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.data.owners import Bounding, bounding_of, by_set, whole_of
-from dpfl_jax.data.store import unit_key_of
+from dpfl_jax.data.store import far_from_order_1, unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.central_statement import central_statement

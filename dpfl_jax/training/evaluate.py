@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
-from dpfl_jax.data.placement import local_columns, ship_columns
+from dpfl_jax.data.pipeline import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.mesh import replicated, unit_axes, unit_parts
 

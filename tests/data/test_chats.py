@@ -15,8 +15,7 @@ import tokenizers
 import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.data import DataConfig, load_dataset, load_examples, load_tokenizer
-from dpfl_jax.data.chat_template import ChatTemplate, load_chat_template
-from dpfl_jax.data.chats import conversations_in
+from dpfl_jax.data.chats import ChatTemplate, conversations_in, load_chat_template
 from dpfl_jax.data.shards import open_store
 
 CHATML = (

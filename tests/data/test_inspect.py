@@ -9,8 +9,7 @@ import pytest
 from dpfl_jax.cli.main import main
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.data.build import write_store
-from dpfl_jax.data.inspect import size_histogram
-from dpfl_jax.data.private_quantiles import private_quantile
+from dpfl_jax.data.inspect import private_quantile, size_histogram
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
 

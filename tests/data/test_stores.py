@@ -16,7 +16,7 @@ from dpfl_jax.data import (
     split_within_users,
     store_from_documents,
 )
-from dpfl_jax.data.chunking import chunk_documents
+from dpfl_jax.data.documents import chunk_documents
 from dpfl_jax.errors import BadInputError
 
 

@@ -9,7 +9,7 @@ import pytest
 import dpfl_jax as dpfl
 from dpfl_jax.data import DataConfig, load_dataset
 from dpfl_jax.data.build import write_store
-from dpfl_jax.data.labels import far_from_order_1
+from dpfl_jax.data.store import far_from_order_1
 from dpfl_jax.models import MLP, LogisticRegression
 
 PEOPLE = 40

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.data.documents import Document, expand_paths
+from dpfl_jax.data.documents import Document
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import guess_format, open_binary, read_rows, text_of
+from dpfl_jax.data.rows import expand_paths, guess_format, open_binary, read_rows, text_of
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.task import Task

@@ -21,7 +21,7 @@ from dpfl_jax.models.checkpoint.families import (
 )
 from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, checkpoint_dir, read_json
 from dpfl_jax.models.config import TransformerConfig
-from dpfl_jax.models.lora import without_adapters
+from dpfl_jax.models.params import flat_paths, nested, without_adapters
 
 PyTree = Any
 Place = Callable[[PyTree], PyTree]
@@ -175,21 +175,3 @@ class _Reader:
         else:
             found = self.files.read(entry.tensor, tuple(cut))
         return np.ascontiguousarray(found.astype(self.dtype))
-
-
-def flat_paths(tree: PyTree) -> dict[str, Any]:
-    """``{"blocks/mlp/up/kernel": leaf}`` of a nested dict."""
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in flat}
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dict of ``flat_paths``."""
-    out: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = path.split("/")
-        node = out
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return out

@@ -29,9 +29,8 @@ from dpfl_jax.models.checkpoint.files import (
     read_json,
     without_code,
 )
-from dpfl_jax.models.checkpoint.load import flat_paths
 from dpfl_jax.models.config import Lora, TransformerConfig
-from dpfl_jax.models.lora import ADAPTERS, is_adapter
+from dpfl_jax.models.params import ADAPTERS, flat_paths, is_adapter
 from dpfl_jax.models.transformer import LanguageModel
 
 PyTree = Any

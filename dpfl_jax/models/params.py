@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dpfl_jax.errors import BadInputError
@@ -48,3 +50,21 @@ def merge(params: PyTree, lora: Lora | None, dtype: str = "float32") -> PyTree:
     )
     rest = {k: v for k, v in params.items() if k not in (*ADAPTERS, "kernel")}
     return {"kernel": kernel.astype(dtype), **rest}
+
+
+def flat_paths(tree: PyTree) -> dict[str, Any]:
+    """``{"blocks/mlp/up/kernel": leaf}`` of a nested dict."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in flat}
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict of ``flat_paths``."""
+    out: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split("/")
+        node = out
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return out
