@@ -50,7 +50,7 @@ class Table:
         )
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Table:
+    def from_json(cls, plain: Mapping[str, Any]) -> Table:
         """From plain JSON, as ``dataclasses.asdict`` makes it."""
         lists = {name: tuple(plain[name]) for name in ("inputs", "missing")}
         pairs = {
@@ -85,9 +85,9 @@ class Task:
     table: Table | None = None
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Task:
+    def from_json(cls, plain: Mapping[str, Any]) -> Task:
         """From plain JSON, as ``dataclasses.asdict`` makes it."""
-        table = None if plain.get("table") is None else Table.of(plain["table"])
+        table = None if plain.get("table") is None else Table.from_json(plain["table"])
         return cls(**{**plain, "input_shape": tuple(plain["input_shape"]), "table": table})
 
 
@@ -102,6 +102,6 @@ def takes_segments(loss_fn: Any) -> Any:
     return loss_fn
 
 
-def is_marked(loss_fn: Any) -> bool:
+def handles_segments(loss_fn: Any) -> bool:
     """Whether ``takes_segments`` marked this very loss."""
     return getattr(loss_fn, "takes_segments", None) is getattr(loss_fn, "__func__", loss_fn)

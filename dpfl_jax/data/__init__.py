@@ -14,7 +14,7 @@ from dpfl_jax.data.in_memory import (
     from_rows,
     from_texts,
 )
-from dpfl_jax.data.load import Dataset, Examples, load_dataset, load_examples
+from dpfl_jax.data.load import Dataset, LoadedExamples, load_dataset, load_examples
 from dpfl_jax.data.schema import Field, Schema
 from dpfl_jax.data.sections import DataConfig, SourceConfig
 from dpfl_jax.data.sets import DataSource
@@ -28,8 +28,8 @@ __all__ = [
     "DataConfig",
     "DataSource",
     "Dataset",
-    "Examples",
     "Field",
+    "LoadedExamples",
     "Schema",
     "SourceConfig",
     "Store",

@@ -1,10 +1,8 @@
 """The same build as an Apache Beam pipeline, for more rows than one machine takes (extra ``beam``).
 
-Files are read in parallel, rows are grouped by partition by the runner's shuffle, and every
-partition is encoded by the code that the local build uses: the store is the same, byte for byte in
-content (equal fingerprints). Runner flags pass through, so any runner with a file system that all
-workers and the caller see (a mounted bucket, NFS) can be used; the staging folder lies beside the
-result.
+Files are read in parallel, the runner's shuffle groups rows by partition, and the code of the local
+build encodes every partition: the fingerprints are equal. Any runner will do whose workers and
+caller share a file system (a mounted bucket, NFS); the staging folder lies beside the result.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dpfl_jax.data.build import (
     BuildPlan,
-    by_user,
     encode_partition,
     finish,
+    group_by_user,
     prepare,
     side_path,
 )
@@ -53,7 +51,7 @@ def _encode(
 ) -> tuple[int, int]:
     shard, rows = group
     ordered = sorted(rows, key=lambda row: row[:3])
-    users = by_user((user, data) for _, user, _, data in ordered)
+    users = group_by_user((user, data) for _, user, _, data in ordered)
     return shard, encode_partition(users, pathlib.Path(staging), plan, shard)
 
 
@@ -71,7 +69,7 @@ def build_with_beam(
     """Builds a store from files with an Apache Beam runner.
 
     Args:
-      path: files, patterns or folders, seen under the same path by all workers.
+      path: files, patterns or folders, at the same path on all workers.
       out: folder of the store, likewise; must not exist.
       plan: layout and settings.
       format: as in ``documents.read_documents``.
@@ -81,7 +79,7 @@ def build_with_beam(
       flags: passed to the runner, e.g. ``["--runner=FlinkRunner", ...]``.
 
     Raises:
-      BadInputError: if Beam is not installed, ``out`` exists, or a row is bad.
+      BadInputError: Beam is not installed, ``out`` exists, or a row is bad.
     """
     try:
         import apache_beam as beam

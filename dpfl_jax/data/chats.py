@@ -1,8 +1,11 @@
 """Chats, instructions and preferences: rows to texts of which some characters are answers.
 
-A row becomes one *document*, a JSON text: one sequence (a conversation, or a prompt with its
-completion) or two (a prompt with the answer that was chosen, and with the one that was rejected).
-From there on it goes the way of other documents, and each becomes one example.
+A row becomes one *document*, a JSON text of one sequence (a conversation, or a prompt with its
+completion) or of two (a prompt with the chosen answer, and with the rejected one). Documents are
+then handled like other texts, and each becomes one example.
+
+Chat templates are Jinja templates, as in ``transformers``, in a sandbox. They know no date: the
+same messages give the same text on every day.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dpfl_jax.data.rows import no_column, text_of
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.tokenizers import Tokenizer, json_of, named_tokens, tokenizer_settings
+from dpfl_jax.data.tokenizers import Tokenizer, named_tokens, read_json_object, tokenizer_settings
 from dpfl_jax.errors import BadInputError, unrepeated
 from dpfl_jax.files import local_path, read_text
 
@@ -31,13 +34,13 @@ from dpfl_jax.files import local_path, read_text
 
 
 Spans = list[tuple[int, int]]
-# Around what a template marks as an answer; no characters of any text (Unicode, section 23.7).
+# Put around what a template marks as an answer: noncharacters (Unicode, section 23.7).
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class _Generation(Extension):
-    """``{% generation %}`` ... ``{% endgeneration %}``: an answer."""
+    """``{% generation %}`` ... ``{% endgeneration %}`` marks an answer."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -60,11 +63,11 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A template, and the special tokens that it names.
+    """A chat template, and the special tokens that it names.
 
     Attributes:
-      source: in Jinja.
-      tokens: ``bos_token`` and others, and what they are.
+      source: Jinja source.
+      tokens: special tokens by name, such as ``bos_token``.
       name: what errors call it.
     """
 
@@ -96,21 +99,22 @@ class ChatTemplate:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise BadInputError(f"{where}: {self.name} does not take it: {reason}") from error
 
-    def answers(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, Spans]:
+    def render(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, Spans]:
         """Renders a conversation.
 
         Args:
           messages: ``role`` and ``content`` of each.
-          where: it is, for errors.
+          where: the row, for errors.
 
         Returns:
           text: of all messages.
-          spans: from which character to which each assistant message's answer is: what the
-            template marks with ``{% generation %}``, else what rendering it adds to the text
-            before it (what ends the turn is part of it, what begins it is not).
+          spans: first and last character (excluded) of each assistant message's answer: what the
+            template marks with ``{% generation %}``, else what rendering it adds to the text before
+            it (what ends the turn is part of it, what begins it is not).
 
         Raises:
-          BadInputError: the template does not take these messages, or does not tell their answers.
+          BadInputError: the template does not take these messages, or their answers cannot be
+            located.
         """
         written = json.dumps(messages, ensure_ascii=False, default=str)
         if _BEGIN in written or _END in written:
@@ -151,12 +155,12 @@ def _unmarked(text: str) -> tuple[str, Spans]:
 
 
 def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate | None:
-    """The template of a tokeniser, or the one in a file; None if there is neither.
+    """The chat template of a tokeniser, or the one in a file; None if there is neither.
 
     Args:
-      tokenizer: as ``load_tokenizer`` takes it. Beside its file, ``chat_template.jinja`` or
-        ``tokenizer_config.json`` hold the template, and the latter special tokens.
-      file: holds a template, in the place of the tokeniser's own.
+      tokenizer: as ``load_tokenizer`` takes it. ``chat_template.jinja`` or
+        ``tokenizer_config.json`` beside its file hold the template, and the latter special tokens.
+      file: holds a template to use instead.
 
     Raises:
       BadInputError: a file that cannot be read.
@@ -168,7 +172,7 @@ def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate 
         folder = path if path.is_dir() else path.parent
         found = folder / "tokenizer_config.json"
         if os.fspath(tokenizer) != "bytes" and found.is_file():
-            source, name = json_of(found).get("chat_template"), os.fspath(found)
+            source, name = read_json_object(found).get("chat_template"), os.fspath(found)
             config = tokenizer_settings(found)
         found = folder / "chat_template.jinja"
         if os.fspath(tokenizer) != "bytes" and found.is_file():
@@ -202,21 +206,21 @@ def _read(path: pathlib.Path) -> str:
 
 Messages = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# ShareGPT's names of the same.
-_ALSO = {"human": "user", "gpt": "assistant"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 TOO_LONG = "no answer begins within seq_len={} tokens: raise it"
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-    """Which columns of a row hold what; one of three kinds (``conversations_in``).
+    """The columns of conversations; one of three kinds (``conversations_in``).
 
     Attributes:
-      messages: of a whole conversation.
-      prompt: text or messages that an answer follows.
-      completion: the answer; or
-      chosen: the better of two, and
-      rejected: the other one. Without ``prompt`` both are whole conversations that begin alike.
+      messages: column of a whole conversation.
+      prompt: column of the text or messages that an answer follows.
+      completion: column of the answer; or
+      chosen: of the better of two, and
+      rejected: of the other one. Without ``prompt`` both are whole conversations with a common
+        beginning.
       template: of messages; None if there is none.
     """
 
@@ -229,7 +233,7 @@ class Conversations:
 
     @property
     def columns(self) -> list[str]:
-        """All that are read."""
+        """All columns that are read."""
         named = (self.messages, self.prompt, self.completion, self.chosen, self.rejected)
         return [name for name in named if name is not None]
 
@@ -238,8 +242,12 @@ class Conversations:
         return tuple(name for name in (self.chosen, self.rejected) if name is not None)
 
     def schema(self, seq_len: int, tokenizer: Tokenizer) -> Schema:
-        """The layout of the examples."""
-        if not hasattr(tokenizer, "encode_placed"):
+        """The layout of the examples.
+
+        Raises:
+          BadInputError: the tokeniser does not say which characters make a token.
+        """
+        if not hasattr(tokenizer, "encode_with_offsets"):
             raise BadInputError(
                 "answers are told by the characters that a token is made of, which this tokenizer "
                 "does not say: set data.tokenizer to a tokenizer.json, or to bytes"
@@ -255,18 +263,18 @@ class Conversations:
         """
         try:
             if self.messages is not None:
-                found = _messages(row, self.messages, where)
-                _need_assistant(found, self.messages, where)
-                sequences = [(*self._rendered(found, where), False)]
+                messages = _messages(row, self.messages, where)
+                _need_assistant(messages, self.messages, where)
+                sequences = [(*self._rendered(messages, where), False)]
             elif self.completion is not None:
                 sequences = [self._answer(row, self.completion, where)]
             else:
                 sequences = [self._answer(row, name, where) for name in self._both]
-            # Half of a character, escaped in JSON text: a tokenizer would stop at it, for all.
+            # A lone surrogate, escaped in JSON, would stop the tokeniser for all rows.
             json.dumps(sequences, ensure_ascii=False).encode()
         except BadInputError:
             raise
-        except (TypeError, ValueError, RecursionError) as error:  # a row's own: no other's reading
+        except (TypeError, ValueError, RecursionError) as error:
             raise BadInputError(f"{where}: it cannot be written as text ({error})") from error
         return json.dumps(sequences)
 
@@ -276,16 +284,16 @@ class Conversations:
                 f"{where}: messages need a chat template, and data.tokenizer has none: set "
                 "data.chat_template to a file that holds it"
             )
-        return self.template.answers(messages, where)
+        return self.template.render(messages, where)
 
     def _answer(self, row: Mapping[str, Any], column: str, where: str) -> tuple[str, Spans, bool]:
-        """Text, answers, and whether the end token follows, of one answer to the prompt."""
+        """Text, spans of answers, and whether the end token follows, of one answer."""
         if self.prompt is None:
-            both = [_messages(row, name, where) for name in self._both]
-            whole = _messages(row, column, where)
-            before = 0
-            while before < min(map(len, both)) - 1 and both[0][before] == both[1][before]:
-                before += 1
+            first, second = (_messages(row, name, where) for name in self._both)
+            messages = first if column == self.chosen else second
+            prefix = 0
+            while prefix < min(len(first), len(second)) - 1 and first[prefix] == second[prefix]:
+                prefix += 1
         else:
             for name in (self.prompt, column):
                 if name not in row:
@@ -303,10 +311,10 @@ class Conversations:
                     "conversations, set data.prompt_column=null"
                 )
             first = _messages(row, self.prompt, where)
-            before, whole = len(first), first + _messages(row, column, where)
-        _need_assistant(whole[before:], column, where)
-        text, spans = self._rendered(whole, where)
-        skip = sum(message["role"] == "assistant" for message in whole[:before])
+            prefix, messages = len(first), first + _messages(row, column, where)
+        _need_assistant(messages[prefix:], column, where)
+        text, spans = self._rendered(messages, where)
+        skip = sum(message["role"] == "assistant" for message in messages[:prefix])
         return text, spans[skip:], False
 
 
@@ -318,10 +326,10 @@ def conversations_in(
     Args:
       columns: by attribute of ``Conversations``.
       tokenizer: as ``load_tokenizer`` takes it; its chat template is used.
-      chat_template: file of another one.
+      chat_template: file of another template.
 
     Raises:
-      BadInputError: they are no kind, or several.
+      BadInputError: the columns are no kind of conversation, or several.
     """
     given = {name for name, column in columns.items() if column is not None}
     kinds: tuple[set[str], ...]
@@ -341,34 +349,39 @@ def conversations_in(
 
 
 def _messages(row: Mapping[str, Any], column: str, where: str) -> Messages:
-    """A cell as messages of role and content; JSON text, as in CSV files, is read."""
+    """A cell as messages of role and content; JSON text, as in CSV files, is parsed."""
     if column not in row:
         raise no_column(where, column, sorted(row))
-    found = row[column]
-    if isinstance(found, str):
+    cell = row[column]
+    if isinstance(cell, str):
         try:
-            found = json.loads(found, object_pairs_hook=unrepeated)
+            cell = json.loads(cell, object_pairs_hook=unrepeated)
         except (ValueError, RecursionError):
             raise BadInputError(f"{where}: {column!r} holds text that is no JSON list") from None
-    if not isinstance(found, list | tuple) or not found:
-        kind = "an empty list" if isinstance(found, list | tuple) else type(found).__name__
+    if not isinstance(cell, list | tuple) or not cell:
+        kind = "an empty list" if isinstance(cell, list | tuple) else type(cell).__name__
         raise BadInputError(f"{where}: {column!r} holds {kind}, not a list of messages")
-    return [_message(one, f"{where}, message {number}") for number, one in enumerate(found, 1)]
+    return [
+        _message(message, f"{where}, message {number}") for number, message in enumerate(cell, 1)
+    ]
 
 
-def _message(found: Any, where: str) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise BadInputError(f"{where}: it is {type(found).__name__}, not an object with a role")
-    # Parquet gives every message the keys of all, as null.
-    held = {name: value for name, value in found.items() if value is not None}
-    if "from" in held and "value" in held:
-        role = held.pop("from")
-        held = {"role": _ALSO.get(str(role), role), "content": held.pop("value")} | held
-    if held.get("role") not in ROLES:
-        raise BadInputError(f"{where}: the role is {held.get('role')!r}, not one of {ROLES}")
-    if not isinstance(held.setdefault("content", None), str) and not held.get("tool_calls"):
-        raise BadInputError(f"{where}: the content is {held['content']!r:.60}, not text")
-    return held
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadInputError(f"{where}: it is {type(message).__name__}, not an object with a role")
+    # Parquet gives every message all keys, null where it has none.
+    fields = {name: value for name, value in message.items() if value is not None}
+    if "from" in fields and "value" in fields:
+        role = fields.pop("from")
+        fields = {
+            "role": _SHAREGPT_ROLES.get(str(role), role),
+            "content": fields.pop("value"),
+        } | fields
+    if fields.get("role") not in ROLES:
+        raise BadInputError(f"{where}: the role is {fields.get('role')!r}, not one of {ROLES}")
+    if not isinstance(fields.setdefault("content", None), str) and not fields.get("tool_calls"):
+        raise BadInputError(f"{where}: the content is {fields['content']!r:.60}, not text")
+    return fields
 
 
 def _need_assistant(messages: Sequence[Mapping[str, Any]], column: str, where: str) -> None:
@@ -379,33 +392,35 @@ def _need_assistant(messages: Sequence[Mapping[str, Any]], column: str, where: s
 def encode_conversations(
     documents: Sequence[str], tokenizer: Any, schema: Schema
 ) -> tuple[np.ndarray, int]:
-    """Tokenises documents and cuts each at the end to ``schema.seq_len`` tokens.
+    """Tokenises documents and truncates each to ``schema.seq_len`` tokens.
 
-    A token is an answer's if one of its characters is. The beginning is a token like others: the
-    chat template's, or, where prompt and answer are text, the tokeniser's. A model of these
-    prepends none, and so predicts no first token.
+    A token belongs to an answer if one of its characters does. The beginning-of-sequence token is
+    part of the sequence: the chat template writes it, or, where prompt and answer are text, the
+    tokeniser. A model of these examples prepends none, and predicts no first token.
 
     Args:
       documents: of ``Conversations.document``.
-      tokenizer: with ``encode_placed``.
+      tokenizer: with ``encode_with_offsets``.
       schema: of ``Conversations.schema``.
 
     Returns:
       records: [n] of ``schema.record_dtype``, in order.
-      dropped: how many documents have a sequence with no token of an answer left.
+      dropped: how many documents have a sequence in which no token of an answer is left.
     """
     length, dropped = schema.seq_len, 0
-    read: list[list[tuple[str, Spans, bool]]] = [json.loads(document) for document in documents]
-    placed = iter(tokenizer.encode_placed([text for one in read for text, _, _ in one]))
+    parsed: list[list[tuple[str, Spans, bool]]] = [json.loads(document) for document in documents]
+    encoded = iter(
+        tokenizer.encode_with_offsets([text for sequences in parsed for text, _, _ in sequences])
+    )
     kept: dict[str, list[np.ndarray]] = {"tokens": [], "mask": []}
-    for sequences in read:
+    for sequences in parsed:
         tokens = np.zeros((len(sequences), length), np.int32)
         mask = np.zeros(tokens.shape, bool)
         for row, (_, spans, ends) in enumerate(sequences):
-            ids, places = next(placed)
+            ids, offsets = next(encoded)
             answer = np.zeros(len(ids), bool)
             for start, stop in spans:
-                answer |= (places[:, 0] < stop) & (places[:, 1] > start)
+                answer |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
             first = tokenizer.bos_id if ends else None
             if first is not None and list(ids[:1]) != [first]:
                 ids, answer = np.insert(ids, 0, first), np.insert(answer, 0, False)

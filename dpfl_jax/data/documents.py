@@ -1,6 +1,7 @@
-"""(user, text) documents from files and folders, in file order.
+"""Documents, (user, text) pairs: read from files, and cut into examples of fixed length.
 
-Nothing is guessed: a null user, a missing column or bytes that are not UTF-8 stop the reading.
+Nothing is guessed: a null user, a missing column or bytes that are not UTF-8 stop the reading. A
+row of tokens never holds tokens of two documents, and so never tokens of two users.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from dpfl_jax.data.chats import TOO_LONG, Conversations, encode_conversations
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.owners import told_apart
+from dpfl_jax.data.owners import infer_shared_ownership
 from dpfl_jax.data.rows import (
     FORMATS,
     PLAIN_CSV,
@@ -46,20 +47,19 @@ def read_documents(
 
     Args:
       paths: files (``expand_paths``).
-      format: one of ``FORMATS``, or None to tell by each file's name.
-      user_column: column of the user id, or a key expression (see ``keys``); integers become their
-        decimal text.
+      format: one of ``FORMATS``, or None to go by each file's name.
+      user_column: column of the user id, or a key expression (``keys``).
       text_column: column of the text.
       csv: how CSV files are written.
-      bad: told of rows without a user or a text; default: they are errors.
-      conversations: what is read in the place of a text, as its documents.
+      bad: takes rows without a user or a text; default: they are errors.
+      conversations: how to read conversations instead of texts.
 
     Raises:
       BadInputError: naming the file and the line or row; or all texts of CSV files are numbers.
     """
-    key, bad, some, words = UserKey(user_column), bad or BadRows(), False, False
-    held = [text_column] if conversations is None else conversations.columns
-    columns = None if key.columns is None else list(dict.fromkeys([*key.columns, *held]))
+    key, bad, any_row, any_word = UserKey(user_column), bad or BadRows(), False, False
+    texts = [text_column] if conversations is None else conversations.columns
+    columns = None if key.columns is None else list(dict.fromkeys([*key.columns, *texts]))
     for path in paths:
         kind = format or guess_format(path)
         if kind not in FORMATS:
@@ -79,12 +79,13 @@ def read_documents(
             except BadInputError as error:
                 bad(error)
                 continue
-            # Cells of CSV files are text, also where they are meant as numbers.
-            some, words = True, words or kind not in ("csv", "tsv") or not is_number(document[1])
+            # Cells of CSV files are text, even where they mean numbers.
+            any_row = True
+            any_word = any_word or kind not in ("csv", "tsv") or not is_number(document[1])
             yield document
-    if bad.dropped and not some:
+    if bad.dropped and not any_row:
         raise bad.none_left("the data are empty")
-    if some and not words:
+    if any_row and not any_word:
         raise BadInputError(
             f"every text in the column {text_column!r} is a number: set data.text_column to the "
             "texts, or data.target_column to predict numbers"
@@ -92,9 +93,9 @@ def read_documents(
 
 
 def read_folder(root: pathlib.Path) -> Iterator[Document]:
-    """Streams the text files of a folder; a user is a first-level file or first-level folder.
+    """Streams the text files of a folder; a user is a file or a folder at its first level.
 
-    Hidden files are skipped. Every other file must be UTF-8 text, and no link to another place.
+    Hidden files are skipped. Every other file must be UTF-8 text, and no link out of the folder.
     """
     some = False
     for path in sorted(root.rglob("*")):
@@ -126,8 +127,7 @@ def chunk_documents(
       documents: one integer array of ids per document.
       schema: a tokens schema.
       eos_id: appended to each document that has any token, unless None.
-      min_tokens: a last piece with fewer tokens is dropped (the default drops a piece that holds
-        nothing but the end token).
+      min_tokens: a last piece with fewer tokens is dropped (the default drops a lone end token).
 
     Returns:
       records: [n] of ``schema.record_dtype``, pieces of a document in order, documents in order.
@@ -167,35 +167,35 @@ def encode_user(
 ) -> np.ndarray:
     """Returns the records of one user's documents, in order, at most ``max_examples``.
 
-    ``bad`` counts the conversations that were left out: none of their answers begins in time.
+    ``bad`` counts the conversations left out because no answer begins within ``seq_len``.
     """
-    some = max_examples or max(len(texts), 1)
-    found, count = [np.empty(0, schema.record_dtype)], 0
-    for start in range(0, len(texts), some):  # what would be cut off need not be tokenised
-        these = texts[start : start + some]
+    step = max_examples or max(len(texts), 1)
+    parts, count = [np.empty(0, schema.record_dtype)], 0
+    for start in range(0, len(texts), step):  # what would be cut off need not be tokenised
+        batch = texts[start : start + step]
         if schema.kind == "answers":
-            records, dropped = encode_conversations(these, tokenizer, schema)
+            records, dropped = encode_conversations(batch, tokenizer, schema)
             if bad is not None:
                 bad.dropped += dropped
         else:
-            ids = [_bare(document, tokenizer) for document in tokenizer.encode_batch(these)]
+            ids = [_bare(document, tokenizer) for document in tokenizer.encode_batch(batch)]
             records = chunk_documents(ids, schema, tokenizer.eos_id)[0]
-        found.append(records)
-        count += len(found[-1])
+        parts.append(records)
+        count += len(parts[-1])
         if max_examples is not None and count >= max_examples:
             break
-    return np.concatenate(found)[:max_examples]
+    return np.concatenate(parts)[:max_examples]
 
 
 def _bare(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Without a beginning and an end that were written into the text: it gets them anyway."""
+    """Removes a beginning and an end that are written into the text: both are added anyway."""
     if len(ids) and ids[0] == tokenizer.bos_id:
         ids = ids[1:]
     return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
 
 
 def none_usable(schema: Schema) -> BadInputError:
-    """Returns the error of data of which nothing is left."""
+    """Returns the error of data that yield no example."""
     why = TOO_LONG.format(schema.seq_len) if schema.kind == "answers" else "every text is empty"
     return BadInputError(f"the data hold zero usable examples: {why}")
 
@@ -211,8 +211,8 @@ def store_from_documents(
     """Groups documents by user in memory, tokenises and cuts them.
 
     Args:
-      documents: (user, text) in the order that a user's documents keep; a user may be the id of a
-        set of owners (``keys.owners_to_id``).
+      documents: (user, text); a user's documents keep their order. A user may be the id of a set of
+        owners (``keys.owners_to_id``).
       tokenizer: makes the ids.
       seq_len: tokens in an example.
       max_examples: keep each user's first examples.
@@ -220,7 +220,7 @@ def store_from_documents(
       bad: counts conversations that are too long.
 
     Raises:
-      BadInputError: if there is no document, or none yields an example.
+      BadInputError: there is no document, or none yields an example.
     """
     if conversations is not None:
         schema = conversations.schema(seq_len, tokenizer)
@@ -238,4 +238,4 @@ def store_from_documents(
             packed[user] = records
     if not packed:
         raise none_usable(schema)
-    return told_apart(ArrayStore.from_records(packed, schema, sets=True))
+    return infer_shared_ownership(ArrayStore.from_records(packed, schema, allow_sets=True))

@@ -1,8 +1,8 @@
-"""The embedded default corpus: Python source that is already on every machine.
+"""The default corpus, Python source that is on every machine; nothing is downloaded.
 
-Public: the standard library (without its tests). Private: each source file of the installed
-third-party packages is one user, several thousand with heavy-tailed sizes. Nothing is downloaded;
-what is installed decides the users, and the store's fingerprint says which they were.
+Public is the standard library without its tests. Private are the source files of the installed
+third-party packages, one user each: several thousand with heavy-tailed sizes. What is installed
+decides the users, and the store's fingerprint says which they were.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _walk(root: pathlib.Path, skipped: set[str]) -> Iterator[pathlib.Path]:
 
 
 def _read(path: pathlib.Path) -> bytes | None:
-    """Returns the file's bytes, or None if it is empty, unreadable or not UTF-8."""
+    """Returns the file's bytes; None if it is empty, unreadable or not UTF-8."""
     try:
         data = path.read_bytes()
         data.decode()
@@ -44,22 +44,22 @@ def _read(path: pathlib.Path) -> bytes | None:
 
 
 def standard_library_files(with_tests: bool = False) -> dict[str, bytes]:
-    """Returns the standard library's source files: path relative to its root -> contents."""
+    """Returns the source files of the standard library: relative path -> contents."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"} if with_tests else _SKIPPED_FOLDERS
-    found = {}
+    files = {}
     for path in _walk(root, skipped):
         data = _read(path)
         if data is not None:
-            found[path.relative_to(root).as_posix()] = data
-    return found
+            files[path.relative_to(root).as_posix()] = data
+    return files
 
 
 def _installed_paths() -> dict[str, pathlib.Path]:
     """Source files of installed distributions: package-relative path -> file."""
     stdlib = pathlib.Path(sysconfig.get_paths()["stdlib"]).resolve()
     site_names = {"site-packages", "dist-packages"}
-    found: dict[str, pathlib.Path] = {}
+    paths: dict[str, pathlib.Path] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"] or ""
         if re.sub(r"[-_.]+", "-", name).lower() == _OWN_NAME:
@@ -72,19 +72,20 @@ def _installed_paths() -> dict[str, pathlib.Path]:
             parents = path.resolve().parents
             if stdlib in parents and not any(p.name in site_names for p in parents):
                 continue
-            found.setdefault(relative, path)
-    return found
+            paths.setdefault(relative, path)
+    return paths
 
 
 def installed_package_files() -> dict[str, bytes]:
-    """Returns one file per private user: package-relative path (the user id) -> contents.
+    """Returns the private users: package-relative path (the user id) -> contents.
 
-    Left out: this package, empty files, files that are not UTF-8, files equal to a standard-library
-    file, and of equal files all but the first in path order. (Two users with the same text would be
-    one text protected as if it belonged to either.)
+    Left out are this package, empty files, files that are not UTF-8, copies of standard-library
+    files,
+    and of equal files all but the first in path order: one text of two users would be protected as
+    if it belonged to either.
     """
     seen = {hashlib.sha256(d).digest() for d in standard_library_files(with_tests=True).values()}
-    found = {}
+    files = {}
     for relative, path in sorted(_installed_paths().items()):
         data = _read(path)
         if data is None:
@@ -92,8 +93,8 @@ def installed_package_files() -> dict[str, bytes]:
         digest = hashlib.sha256(data).digest()
         if digest not in seen:
             seen.add(digest)
-            found[relative] = data
-    return found
+            files[relative] = data
+    return files
 
 
 def private_store(
@@ -102,7 +103,7 @@ def private_store(
     max_users: int | None = None,
     max_examples_per_user: int | None = None,
 ) -> ArrayStore:
-    """Returns the installed packages' files as a store: one user per file.
+    """Returns the installed packages' files as a store, one user per file.
 
     Args:
       tokenizer: makes the ids.
@@ -111,7 +112,7 @@ def private_store(
       max_examples_per_user: keep each user's first examples.
 
     Raises:
-      BadInputError: if no third-party package is installed.
+      BadInputError: no third-party package is installed.
     """
     files = installed_package_files()
     if not files:

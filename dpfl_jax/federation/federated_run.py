@@ -18,7 +18,7 @@ from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data.splits import limit_store
-from dpfl_jax.data.store import Store, far_from_order_1, unit_key_of
+from dpfl_jax.data.store import Store, scale_warning, unit_key_of
 from dpfl_jax.federation.accountant import calibrate_federation, silo_epsilons, whole_event
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated import run_rounds
@@ -175,7 +175,7 @@ class FederatedRun(Prepared):
         alone = None
         if mechanism.private and mechanism.unit == "subject":
             alone = not_people(self.subjects.train, "subject")
-        far = far_from_order_1(self.subjects.train) if mechanism.private else None
+        far = scale_warning(self.subjects.train) if mechanism.private else None
         found = (_kept(self).get("warning"), alone, far)
         return [f"warning: {text}" for text in found if text is not None]
 

@@ -26,11 +26,11 @@ def build_by_name(kind: str, task: Task, options: Mapping[str, Any]) -> Any:
     Args:
       kind: one of ``dpfl_jax.task.ModelKind``.
       task: gives shapes and classes.
-      options: further arguments of the model's class; of a transformer ``size`` and fields of
+      options: further arguments of the model's class; for a transformer ``size`` and fields of
         ``TransformerConfig``.
 
     Raises:
-      BadInputError: a kind that does not fit the task, or options it does not take.
+      BadInputError: the kind does not fit the task, or does not take the options.
     """
     shape, classes = task.input_shape, task.classes
     fitting: dict[str, Any] = {}

@@ -20,15 +20,15 @@ AttentionForm = Literal["auto", "plain", "blockwise"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Rotary frequencies of a model made for longer sequences than it was first trained on.
+    """Rotary frequencies of a model for longer sequences than it was first trained on.
 
     Attributes:
       kind: ``"linear"``: all frequencies divided by ``factor`` (Chen et al. 2023); ``"llama3"``:
-        only the low ones (Llama 3.1), with a smooth passage.
+        only the low ones (Llama 3.1), with a smooth transition.
       factor: > 0.
       low_freq_factor: llama3: wavelengths above original_max_len / this are divided.
       high_freq_factor: llama3: wavelengths below original_max_len / this are kept.
-      original_max_len: llama3: length of the first training.
+      original_max_len: llama3: sequence length of the first training.
     """
 
     kind: Literal["linear", "llama3"] = "linear"
@@ -38,7 +38,6 @@ class RopeScaling:
     original_max_len: int = 8192
 
     def __post_init__(self) -> None:
-        """Validates."""
         if self.kind not in ("linear", "llama3"):
             raise BadInputError(
                 f"model: rope_scaling kind {self.kind!r} is not one of linear, llama3"
@@ -51,13 +50,13 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters beside projections (Hu et al. 2021): y = x W + (alpha / rank) x A B.
+    """Low-rank adapters of projections (Hu et al. 2021): y = x W + (alpha / rank) x A B.
 
     Attributes:
       rank: columns of A.
       alpha: scale of the adapter times rank.
-      targets: shell patterns of the projections that get one, matched against their path, e.g.
-        ``"*/attention/*"`` or ``"block_3/mlp/down"``.
+      targets: shell patterns of the paths of projections that get one, e.g. ``"*/attention/*"`` or
+        ``"block_3/mlp/down"``.
     """
 
     rank: int = 8
@@ -65,7 +64,6 @@ class Lora:
     targets: tuple[str, ...] = ("*/attention/*",)
 
     def __post_init__(self) -> None:
-        """Validates."""
         object.__setattr__(self, "targets", tuple(self.targets))
         if self.rank < 1 or not 0 < self.alpha < math.inf:
             raise BadInputError(
@@ -78,7 +76,7 @@ class Lora:
         return self.alpha / self.rank
 
     def covers(self, path: str) -> bool:
-        """Whether the projection called ``path`` gets an adapter."""
+        """Whether the projection at ``path`` gets an adapter."""
         return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.targets)
 
 
@@ -92,15 +90,15 @@ class TransformerConfig:
       num_layers: blocks.
       embed_dim: width of the residual stream.
       num_heads: query heads.
-      num_kv_heads: key and value heads (fewer = grouped-query attention); default num_heads.
+      num_kv_heads: key and value heads (fewer: grouped-query attention); default num_heads.
       head_dim: width of a head; default embed_dim / num_heads.
       mlp_dim: hidden width of the MLP; default 4 x embed_dim, or 8/3 of it (rounded up to a
         multiple of 32) for the gated activations.
       activation: gelu, swiglu or geglu.
-      num_experts: MLPs of mlp_dim in every block, of which each token chooses some by itself (and
-        all of which are computed); None: one MLP, which no token chooses.
-      experts_per_token: how many it chooses; needed with num_experts, and only there.
-      experts_sum_to_one: the weights of those that it chooses are divided by their sum.
+      num_experts: MLPs of width mlp_dim in every block, all of which are computed, and some of
+        which each token chooses; None: one MLP, without routing.
+      experts_per_token: how many a token chooses; needed with num_experts, and only there.
+      experts_sum_to_one: the weights of the chosen experts are divided by their sum.
       norm: rms or layer.
       norm_eps: added to the variance.
       norm_plus_one: norms multiply by 1 + scale, not by scale (Gemma).
@@ -112,23 +110,23 @@ class TransformerConfig:
       global_every: every so many layers, one is not local (2: the second, fourth, ...); None: all
         are local.
       local_rope_theta: of local layers, which are not scaled (Gemma 3); None: as the others.
-      head_norms: queries and keys are normalised, each head for itself (Qwen 3, Gemma 3).
-      query_scale: queries are multiplied by it; default head width ** -0.5.
+      head_norms: normalise queries and keys, each head separately (Qwen 3, Gemma 3).
+      query_scale: factor of queries; default head width ** -0.5.
       attention_softcap: scores become cap * tanh(scores / cap) (Gemma 2); None: as they are.
       logit_softcap: the same for logits.
       scale_embeddings: embeddings are multiplied by the root of embed_dim (Gemma).
       use_bias: biases in projections.
-      qkv_bias: biases in those of queries, keys and values alone (Qwen 2).
+      qkv_bias: biases in those of queries, keys and values only (Qwen 2).
       tie_embeddings: the output head is the transposed embedding.
       scan_layers: one compiled block run num_layers times (compile time does not grow with depth).
-      last_layers: that many of the last blocks are a stack of their own, ``last_blocks``, so that
-        they can be trained alone; 0: one stack.
+      last_layers: so many last blocks are a separate stack, ``last_blocks``, so that they can be
+        trained alone; 0: one stack.
       remat: what the backward pass recomputes instead of storing. ``"light"``: all of a block but
-        the results of its projections, so that no attention matrix is ever stored (also the
-        fastest on a CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing.
-      attention: how it is computed: ``"plain"`` holds the scores of all positions with all;
-        ``"blockwise"`` those of two blocks of 512, so that memory grows with the length alone;
-        ``"auto"``: plain up to 1,024 positions.
+        the results of its projections, so that no attention matrix is stored (also the fastest on a
+        CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing.
+      attention: ``"plain"`` holds the scores of all pairs of positions; ``"blockwise"`` those of
+        two blocks of 512, so that memory grows linearly with length; ``"auto"``: plain up to 1,024
+        positions.
       dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
       bos_id: put before every sequence by the model; None: nothing, and then a sequence's first
         token is not predicted.
@@ -176,7 +174,6 @@ class TransformerConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
-        """Validates the shape; one sentence for what does not fit."""
         if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "full" if self.remat else "none")
         for name, kind in (("rope_scaling", RopeScaling), ("lora", Lora)):
@@ -301,7 +298,7 @@ class TransformerConfig:
 
     @property
     def local_layers(self) -> tuple[bool, ...]:
-        """For each block, whether it sees sliding_window positions only."""
+        """For each block, whether it sees only sliding_window positions."""
         if self.sliding_window is None:
             return (False,) * self.num_layers
         every = self.global_every

@@ -34,16 +34,16 @@ def generate(
     Args:
       model: the model.
       params: its parameters.
-      prompt: ids as the model reads them, its beginning included (``dpfl_jax.data.prompt_ids``).
-      max_tokens: at most so many are sampled.
+      prompt: ids as the model reads them, beginning included (``dpfl_jax.data.prompt_ids``).
+      max_tokens: sampled at most.
       key: of the draws.
       temperature: logits are divided by it; 0: always the most likely token.
       top_k: draw from the k most likely tokens; None: from all.
       stop_ids: any of them ends the text, and is not yielded.
 
     Raises:
-      BadInputError: nothing to sample, prompt and sample are longer than the model takes, a token
-        outside the vocabulary, or settings that make no sense.
+      BadInputError: there is nothing to sample, prompt and sample are longer than the model takes,
+        a token is outside the vocabulary, or a setting makes no sense.
     """
     config = model.config
     tokens = np.asarray(prompt, np.int64)
@@ -70,7 +70,7 @@ def generate(
     return _tokens(config, params, tokens, max_tokens, key, temperature, top_k, stop_ids)
 
 
-# One program for all parameters of a model.
+# One program for all models of a shape.
 @functools.partial(
     jax.jit, static_argnames=("config", "temperature", "top_k"), donate_argnames="cache"
 )
@@ -97,7 +97,7 @@ def _tokens(
     top_k: int | None,
     stop_ids: Collection[int],
 ) -> Iterator[int]:
-    cache, some = LanguageModel(config).start(params), jnp.asarray(tokens, jnp.int32)
+    cache, some = LanguageModel(config).init_cache(params), jnp.asarray(tokens, jnp.int32)
     for i in range(max_tokens):
         drawn, cache = _read(
             config, params, cache, some, jax.random.fold_in(key, i), temperature, top_k

@@ -16,8 +16,14 @@ from dpfl_jax.errors import BadInputError
 PyTree = Any
 
 
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise BadInputError(f"model: {name} is {size}, but it must be at least 1")
+
+
 class FunctionalModel:
-    """``init``, ``outputs``, ``loss`` and ``predict`` for ONE example ``{"x": ..., "label": ...}``.
+    """A Flax module as functions of its parameters, for ONE example ``{"x": ..., "label": ...}``.
 
     Attributes:
       module: maps one input to its outputs.
@@ -37,7 +43,7 @@ class FunctionalModel:
         return self.module.init(key, jnp.zeros(self.input_shape, self.input_dtype))["params"]
 
     def outputs(self, params: PyTree, x: jax.Array) -> jax.Array:
-        """What the last layer gives for one input, float32.
+        """The last layer's outputs for one input, float32.
 
         Raises:
           BadInputError: ``x`` has another shape than one input.
@@ -57,7 +63,7 @@ class FunctionalModel:
         raise NotImplementedError
 
     def predict(self, params: PyTree, x: jax.Array) -> jax.Array:
-        """The model's answer for one input."""
+        """The prediction for one input."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -68,7 +74,7 @@ class FunctionalModel:
 
 
 def cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """In nats, of one label; NaN for one that is no class, so that it is noticed."""
+    """Of one label, in nats; NaN for a label that is no class, so that it is noticed."""
     logits = logits.astype(jnp.float32)
     valid = (label >= 0) & (label < logits.shape[-1])
     picked = jnp.where(jnp.arange(logits.shape[-1]) == label, logits, 0.0).sum()
@@ -107,7 +113,6 @@ class _Regression(FunctionalModel):
     def loss(
         self, params: PyTree, example: Mapping[str, jax.Array], rng: jax.Array | None = None
     ) -> jax.Array:
-        """Half the squared error."""
         del rng
         return jnp.square(self.predict(params, example["x"]) - example["label"]) / 2
 
@@ -120,7 +125,7 @@ class LinearRegression(_Regression):
     """``label ~ x @ w + b``, loss ``(prediction - label)^2 / 2``; x float32 [num_features]."""
 
     def __init__(self, num_features: int) -> None:
-        _check_positive(num_features=num_features)
+        _check_sizes(num_features=num_features)
         super().__init__(_Score(), (num_features,))
 
 
@@ -128,7 +133,7 @@ class LogisticRegression(FunctionalModel):
     """Two classes, labels 0 and 1, one score ``z = x @ w + b``; x float32 [num_features]."""
 
     def __init__(self, num_features: int) -> None:
-        _check_positive(num_features=num_features)
+        _check_sizes(num_features=num_features)
         super().__init__(_Score(), (num_features,))
 
     def loss(
@@ -157,21 +162,19 @@ class _Layers(nn.Module):
 
 
 class MLP(Classifier):
-    """Dense layers with ReLU; without hidden layers, multinomial logistic regression."""
+    """Dense layers with ReLU; without hidden layers, multinomial logistic regression.
+
+    Args:
+      input_shape: of one input, which is flattened.
+      num_classes: labels are below it.
+      hidden: sizes of the hidden layers.
+    """
 
     def __init__(
         self, input_shape: Sequence[int], num_classes: int, hidden: Sequence[int] = (64,)
     ) -> None:
-        """Builds the model.
-
-        Args:
-          input_shape: of one input, flattened.
-          num_classes: labels are below it.
-          hidden: sizes of the hidden layers.
-        """
-        _check_positive(inputs=math.prod(input_shape), num_classes=num_classes)
-        for size in hidden:
-            _check_positive(hidden=size)
+        _check_sizes(inputs=math.prod(input_shape), num_classes=num_classes)
+        _check_sizes(**{f"hidden[{i}]": size for i, size in enumerate(hidden)})
         super().__init__(_Layers(tuple(hidden), num_classes), input_shape)
 
 
@@ -179,50 +182,44 @@ class RegressionMLP(_Regression):
     """Dense layers with ReLU, then one number; loss ``(prediction - label)^2 / 2``."""
 
     def __init__(self, input_shape: Sequence[int], hidden: Sequence[int] = (64,)) -> None:
-        """Builds the model; arguments as of ``MLP``."""
-        _check_positive(
+        _check_sizes(
             inputs=math.prod(input_shape), **{f"hidden[{i}]": h for i, h in enumerate(hidden)}
         )
         super().__init__(_Layers(tuple(hidden), 1), input_shape)
 
 
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise BadInputError(f"model: {name} is {size}, but it must be at least 1")
-
-
 # ---- convolutional networks ----------------------------------------------------------------------
 
 
-def _once(linear: Callable[[jax.Array], jax.Array], x: jax.Array, any_number: jax.Array) -> Any:
-    """``linear(x)``, stored where XLA would form it again for each product that reads it.
+def _materialized(
+    linear: Callable[[jax.Array], jax.Array], x: jax.Array, any_number: jax.Array
+) -> Any:
+    """``linear(x)``, stored where XLA would recompute it for each product that reads it.
 
-    On a CPU XLA takes what only moves numbers for free, and does it again in each form in which it
-    is read (an ``optimization_barrier`` it drops before that). Patches, 25 times as large as the
-    image, are not free: a bounded gradient took a sixth less time with them formed once. What a
-    conditional returns is stored. Its condition always holds, which XLA cannot know of a number
-    that is no constant.
+    On a CPU XLA fuses what only moves numbers into every reader (and drops an
+    ``optimization_barrier`` before that). Patches, 25 times as large as the image, are not free: a
+    clipped gradient took a sixth less time with them stored. The result of a conditional is stored;
+    its condition always holds, which XLA cannot know of a number that is no constant.
     """
-    return _stored(linear, x, 0 * jax.lax.stop_gradient(any_number) != 1)
+    return _through_cond(linear, x, 0 * jax.lax.stop_gradient(any_number) != 1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _stored(linear: Any, x: jax.Array, true: jax.Array) -> jax.Array:
+def _through_cond(linear: Any, x: jax.Array, true: jax.Array) -> jax.Array:
     shape = jax.eval_shape(linear, x).shape
     return jax.lax.cond(true, linear, lambda x: jnp.broadcast_to(0 * x.ravel()[0], shape), x)
 
 
-@_stored.defjvp
-def _of_tangents(linear: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _stored(linear, *primals), linear(tangents[0])
+@_through_cond.defjvp
+def _through_cond_jvp(linear: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _through_cond(linear, *primals), linear(tangents[0])
 
 
 class _PatchConv(nn.Module):
     """``nn.Conv`` of one image without padding, as one product of patches and kernel.
 
-    XLA's convolutions are slow on a CPU in loops, above all strided ones, and their derivatives: a
-    bounded gradient of ``SmallCNN`` takes a quarter of the time this way, a plain one a tenth; a
+    XLA's convolutions, above all strided ones, and their derivatives are slow on a CPU in loops: a
+    clipped gradient of ``SmallCNN`` takes a quarter of the time this way, a plain one a tenth; a
     round of ``LeafCNN`` over silos a third to a fifth.
     """
 
@@ -247,7 +244,7 @@ class _PatchConv(nn.Module):
                 axis=2,
             )
 
-        patches = _once(form, x, kernel[0, 0, 0, 0])
+        patches = _materialized(form, x, kernel[0, 0, 0, 0])
         return jax.lax.dot_general(patches, kernel, (((2, 3, 4), (0, 1, 2)), ((), ()))) + bias
 
 
@@ -301,9 +298,7 @@ class LeafCNN(_Convolutional):
         Raises:
           BadInputError: sizes below 1, or an image too small for so many convolutions.
         """
-        for name, size in (("num_classes", num_classes), ("hidden", hidden)):
-            if size < 1:
-                raise BadInputError(f"model: {name} is {size}, but it must be at least 1")
+        _check_sizes(num_classes=num_classes, hidden=hidden)
         if len(input_shape) not in (2, 3) or min(input_shape[:2]) < 2 ** len(channels):
             raise BadInputError(
                 f"model: images of shape {tuple(input_shape)} are too small for "
@@ -348,8 +343,7 @@ class SmallCNN(_Convolutional):
         Raises:
           BadInputError: no class, or an image too small.
         """
-        if num_classes < 1:
-            raise BadInputError(f"model: num_classes is {num_classes}, but it must be at least 1")
+        _check_sizes(num_classes=num_classes)
         if len(input_shape) not in (2, 3) or min(input_shape[:2]) < 16:
             raise BadInputError(
                 f"model: images of shape {tuple(input_shape)} are too small for the strides of "
@@ -402,9 +396,10 @@ class _LstmNet(nn.Module):
 
 
 class StackedLSTM(Classifier):
-    """``x`` int [window], characters; ``label`` int, the character that follows.
+    """The LSTM of LEAF for Shakespeare (Caldas et al. 2018): the next character of a window.
 
-    The defaults are LEAF's: 817,872 parameters (one bias per gate).
+    ``x`` int [window], characters; ``label`` int, the character that follows. The defaults are
+    LEAF's: 817,872 parameters (one bias per gate).
     """
 
     def __init__(
@@ -415,19 +410,6 @@ class StackedLSTM(Classifier):
         hidden: int = 256,
         num_layers: int = 2,
     ) -> None:
-        """Builds the model.
-
-        Raises:
-          BadInputError: a size below 1.
-        """
-        sizes = {
-            "vocab_size": vocab_size,
-            "window": window,
-            "embed_dim": embed_dim,
-            "hidden": hidden,
-            "num_layers": num_layers,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise BadInputError(f"model: {name} is {size}, but it must be at least 1")
+        _check_sizes(vocab_size=vocab_size, window=window)
+        _check_sizes(embed_dim=embed_dim, hidden=hidden, num_layers=num_layers)
         super().__init__(_LstmNet(vocab_size, embed_dim, hidden, num_layers), (window,), jnp.int32)

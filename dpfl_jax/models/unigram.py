@@ -1,4 +1,4 @@
-"""A unigram model: what a language model must beat to have learnt anything beyond frequencies."""
+"""A unigram model: what a language model must beat to have learnt more than frequencies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHUNK = 8192
 
 
 class TokenStore(Protocol):
-    """What is needed of a store of examples."""
+    """A store of token sequences."""
 
     @property
     def user_offsets(self) -> np.ndarray:
@@ -26,20 +26,17 @@ class TokenStore(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class UnigramModel:
-    """Independent tokens, with frequencies from counts smoothed by a constant.
+    """Independent tokens, with frequencies from smoothed counts.
 
     Attributes:
-      log_probs: float64 [vocab_size], natural logarithms; sums to 1 after ``exp``.
+      log_probs: float64 [vocab_size], natural logarithms of probabilities.
     """
 
     log_probs: np.ndarray
 
     @classmethod
     def from_batches(
-        cls,
-        batches: Iterable[Mapping[str, np.ndarray]],
-        vocab_size: int,
-        smoothing: float = 1.0,
+        cls, batches: Iterable[Mapping[str, np.ndarray]], vocab_size: int, smoothing: float = 1.0
     ) -> UnigramModel:
         """Counts the tokens of batches of examples.
 

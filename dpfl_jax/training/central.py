@@ -17,9 +17,9 @@ from dpfl_jax.clipping import Trainable, convolutions, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.example_keys import key_argument, with_any_key
-from dpfl_jax.data.owners import by_set, people
+from dpfl_jax.data.owners import grouped_by_owner_set, owner_ids
 from dpfl_jax.data.pipeline import StepBatch
-from dpfl_jax.data.store import Readable, check_labels, expect_store, far_from_order_1
+from dpfl_jax.data.store import Readable, check_labels, expect_store, scale_warning
 from dpfl_jax.errors import BadInputError, expect, room_on_disk
 from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
@@ -361,7 +361,7 @@ def fit(
         loss = of_arrays(loss, rebuild)
     evaluate = None
     if validation is not None:
-        evaluate = Evaluator(loss, plan.mesh).of(by_set(validation))
+        evaluate = Evaluator(loss, plan.mesh).of(grouped_by_owner_set(validation))
     algorithm = algorithm_of(loss, arrays, plan, optimizer, trainable)
     if schema is not None and {"x", "label"} <= {field.name for field in schema.fields}:
         classes = number_of_classes(loss_fn, params, model, plan.example)
@@ -374,7 +374,7 @@ def fit(
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
         if console is not None:
-            for told in filter(None, (not_people(plan.data, "user"), far_from_order_1(plan.data))):
+            for told in filter(None, (not_people(plan.data, "user"), scale_warning(plan.data))):
                 console.print(f"warning: {told}", markup=False, highlight=False)
         held_out = () if validation is None else (VALIDATION_CAVEAT,)
         if validation is not None and _known(plan.data, validation):
@@ -432,14 +432,14 @@ def fit(
 
 def _known(data: Any, validation: Any) -> bool:
     """Whether somebody in validation is trained on, too, as far as stores name people."""
-    stores = (by_set(data), by_set(validation))
+    stores = (grouped_by_owner_set(data), grouped_by_owner_set(validation))
     named = all(hasattr(s, "user_ids") and hasattr(s, "num_users") for s in stores)
-    return named and not people(data).isdisjoint(people(validation))
+    return named and not owner_ids(data).isdisjoint(owner_ids(validation))
 
 
 def _refuse_shared(data: Any, validation: Any) -> None:
     """Nobody may be trained on and choose a checkpoint, too: no noise is added to a choice."""
-    both = people(data) & people(validation)
+    both = owner_ids(data) & owner_ids(validation)
     if both:
         raise BadInputError(
             f"{len(both)} users of validation are trained on, too, and keep_best and patience "

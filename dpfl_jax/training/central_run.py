@@ -22,8 +22,8 @@ from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.data.keys import key_name
-from dpfl_jax.data.owners import Bounding, bounding_of, by_set, whole_of
-from dpfl_jax.data.store import far_from_order_1, unit_key_of
+from dpfl_jax.data.owners import Bounding, bounding_of, grouped_by_owner_set, shared_store
+from dpfl_jax.data.store import scale_warning, unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.central_statement import central_statement
@@ -191,7 +191,7 @@ class CentralRun(Prepared):
         if self.mechanism.private and self.config.data.max_examples_per_user != 1:
             found.append(not_people(self.data.train, "user"))
         if self.mechanism.private:
-            found.append(far_from_order_1(self.data.train))
+            found.append(scale_warning(self.data.train))
         return [f"warning: {text}" for text in found if text is not None]
 
     def advice(self) -> list[str]:
@@ -290,7 +290,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     population = mechanism.count(data.train)
     with console.status("calibrating noise"):
         mechanism, delta = _calibrated(config, mechanism, population, optimizer)
-    held_out: Store | None = by_set(getattr(data, config.eval.split))
+    held_out: Store | None = grouped_by_owner_set(getattr(data, config.eval.split))
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
     if held_out is None:
@@ -305,7 +305,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
                     f"data.{config.eval.split}_fraction, or leave it out"
                 )
     elif config.eval.personalize:
-        if whole_of(held_out) is not None:
+        if shared_store(held_out) is not None:
             raise BadInputError(
                 "eval.personalize tunes a copy for each held-out user, but records of the data "
                 "have several owners: leave it out"

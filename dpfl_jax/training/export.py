@@ -163,7 +163,7 @@ def _other(
     elif config is None:  # of `fit`
         structure = {"loss": kept.report.get("loss"), "task": told}
     else:
-        section, task = config.model, Task.of(kept.report["task"])
+        section, task = config.model, Task.from_json(kept.report["task"])
         key = jax.random.key(config.init_seed)
         loss = "classification" if task.kind == "classes" else task.kind
         structure = {"task": told, "options": section.options, "loss": loss}

@@ -48,7 +48,7 @@ def test_logits_with_a_cache_are_those_without(name):
     tokens = jnp.asarray(np.random.default_rng(0).integers(2, 23, 12), jnp.int32)
     expected = jax.jit(model.logits)(params, tokens)
     assert float(expected.std()) > 0.3
-    cache, rows = model.start(params), []
+    cache, rows = model.init_cache(params), []
     next_logits = jax.jit(model.next_logits)
     read = jnp.concatenate([jnp.asarray([model.config.bos_id]), tokens[:-1]])
     for part in (read[:5], read[5:6], read[6:11], read[11:]):  # a prompt, then pieces

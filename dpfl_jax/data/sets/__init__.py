@@ -1,7 +1,7 @@
-"""The data sets that have a name: who owns an example, what is learned, which files are needed.
+"""Named data sets: who owns an example, what is learned, which files are needed.
 
-A data set of one's own is a ``DataSource`` in any module; configurations name it by
-``data.source: package.module:NAME``.
+A data set of your own is a ``DataSource`` in any module; configurations name it by
+``data.source: package.module:NAME``. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DataSource:
         dict of arrays with a leading axis), each user once: ``x`` and ``label`` as ``task`` says,
         ``silo`` int32 if a silo is known, and any plain number of a record, such as its budget.
       unit: what a user is.
-      task: what is learned; None if there are texts, which are tokenised.
-      splits: the splits that the files themselves define; ``("all",)`` if they define none.
+      task: what is learned; None for texts, which are tokenised.
+      splits: the splits that the files define; ``("all",)`` if they define none.
     """
 
     read: Callable[[SourceConfig, str], Iterator[tuple[str, Any]]]
@@ -41,7 +41,7 @@ def _files(
     read: Callable[[pathlib.Path, str], Iterator[tuple[str, Any]]],
     bundled: pathlib.Path | None = None,
 ) -> Callable[[SourceConfig, str], Iterator[tuple[str, Any]]]:
-    """Reads ``data.path``, or without one what comes with the package."""
+    """Reads ``data.path``, or by default what comes with the package."""
     return lambda section, split: read(expand_paths(section.path or bundled)[0], split)
 
 
@@ -79,7 +79,7 @@ def data_source(name: str) -> DataSource:
         raise BadInputError(
             f"unknown data source {name!r}: use {', '.join(known)}, or package.module:NAME"
         )
-    found = imported(name, "data.source")
-    if not isinstance(found, DataSource):
+    source = imported(name, "data.source")
+    if not isinstance(source, DataSource):
         raise BadInputError(f"data.source is {name!r}, which is no dpfl_jax.data.DataSource")
-    return found
+    return source

@@ -1,8 +1,8 @@
 """Sets of arrays: LEAF's FEMNIST, MNIST, heart disease, what scikit-learn bundles.
 
-Every reader yields (user, dict of arrays with leading axis). Features are raw, or scaled by
-published constants: means and deviations of the data themselves would be information about the
-people that no guarantee counts.
+Every reader yields (user, dict of arrays with a leading axis). Features are raw, or scaled by
+published constants: means and deviations of the data would be information about people that no
+guarantee counts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
     """Reads an idx file of unsigned bytes, gzip or not.
 
     Raises:
-      BadInputError: if it is not one, or is cut short.
+      BadInputError: it is no idx file, or is cut short.
     """
     try:
         with open_binary(path) as file:
@@ -215,9 +215,7 @@ def read_breast_cancer(section: SourceConfig, split: str) -> Iterator[User]:
     x, label = _load("breast_cancer")
     low, high = BREAST_CANCER_RANGES.T
     return _people(
-        "patient",
-        2 * np.sqrt(np.clip((x - low) / (high - low), 0, 1)) - 1,
-        label.astype(np.int32),
+        "patient", 2 * np.sqrt(np.clip((x - low) / (high - low), 0, 1)) - 1, label.astype(np.int32)
     )
 
 

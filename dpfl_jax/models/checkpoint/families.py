@@ -1,6 +1,6 @@
-"""The families of checkpoints, a row each: what config.json says, and which tensor holds what.
+"""The families of checkpoints, one row each: what config.json says, which tensor holds what.
 
-What changes the function that a model computes and is not known here is refused, never ignored.
+An unknown setting that changes the function a model computes is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TOP = {"embed_tokens": "embedding", "norm": "final_norm", _HEAD: "head"}
 _REQUIRED: Any = object()
 
 
-def _as_it_is(value: Any) -> Any:
-    """The same: most settings mean in config.json what they mean here."""
+def _identity(value: Any) -> Any:
+    """Most settings mean the same in config.json."""
     return value
 
 
@@ -32,13 +32,13 @@ class Key:
 
     Attributes:
       name: the key.
-      default: what the file means where it has none, or a function of the file; without a default
-        the file must have a whole number.
-      older: the key of older files.
-      alike: another key, which always has the same value.
-      null: null is a value (None) of its own, not the default.
+      default: what a missing key means, or a function of the file; without a default the file must
+        have a whole number.
+      older: the key in older files.
+      alike: another key, which must have the same value.
+      null: null is a value (None), not the default.
       read: from the file's value to ours.
-      write: and back.
+      write: from our value to the file's.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Key:
     older: str = ""
     alike: str = ""
     null: bool = False
-    read: Callable[[Any], Any] = _as_it_is
-    write: Callable[[Any], Any] = _as_it_is
+    read: Callable[[Any], Any] = _identity
+    write: Callable[[Any], Any] = _identity
 
     def of(self, found: Json, where: str) -> Any:
-        """Our value of a file's content."""
+        """Our value, from a file's content."""
         name = self.name if self.name in found or not self.older else self.older
         value = found.get(name)
         if self.default is _REQUIRED and not isinstance(value, int):
@@ -78,15 +78,15 @@ class Family:
       block: modules of a block (``{}`` for the number of an expert) -> ours, of which one may hold
         several side by side along our last axis.
       keys: fields of ``TransformerConfig`` -> where config.json has them.
-      implies: fields that all models of the family have alike.
-      requires: keys of config.json -> the values that are known, of which the first is written.
+      implies: fields that all models of the family share.
+      requires: keys of config.json -> the supported values, of which the first is written.
       also: keys that are written and not read.
-      every: where a file does not list them, one of so many layers is not local; None: all are, and
-        files do not list them.
+      every: if a file lists no layer types, one of so many layers is global; None: files have no
+        list, and all layers are local.
       top: modules outside of blocks -> ours.
-      prefix: of all modules but the head, left out in some checkpoints.
-      blocks: what comes before a block's number.
-      transposed: kernels have their axes in the other order (that of a head always is).
+      prefix: of all modules but the head, missing in some checkpoints.
+      blocks: name before a block's number.
+      transposed: kernels have the other order of axes (a head always has).
       buffers: ends of names that are no parameters.
     """
 
@@ -115,10 +115,7 @@ _ATTENTION = {
 }
 _MLP = {"mlp.gate_proj": "mlp/gate", "mlp.up_proj": "mlp/up", "mlp.down_proj": "mlp/down"}
 _NORMS = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2"}
-_HEAD_NORMS = {
-    "self_attn.q_norm": "attention/query_norm",
-    "self_attn.k_norm": "attention/key_norm",
-}
+_HEAD_NORMS = {"self_attn.q_norm": "attention/query_norm", "self_attn.k_norm": "attention/key_norm"}
 _LLAMA = _ATTENTION | _MLP | _NORMS
 _VAULTGEMMA = _ATTENTION | _MLP
 _VAULTGEMMA |= {"input_layernorm": "norm1", "pre_feedforward_layernorm": "norm2"}
@@ -147,8 +144,8 @@ _GEMMA_KEYS = _KEYS | {
 _WINDOW = {"sliding_window": Key("sliding_window", 4096, null=True)}
 
 
-def _of_scores(attention_cap: float | None, logit_cap: float | None) -> dict[str, Key]:
-    """What later Gemmas do with scores; their first files leave the caps out."""
+def _score_keys(attention_cap: float | None, logit_cap: float | None) -> dict[str, Key]:
+    """Keys of later Gemmas' scores; their first files leave the caps out."""
     return {
         "query_scale": Key(
             "query_pre_attn_scalar",
@@ -179,8 +176,8 @@ _GELU = {
     "hidden_act": ("gelu_pytorch_tanh", "gelu", None),
     "use_bidirectional_attention": (False, None),
 }
-# Another MLP in some layers, and a loss of routing over a batch, in which one unit's gradient would
-# depend on the others.
+# Other values: another MLP in some layers; a routing loss over a batch, through which a unit's
+# gradient would depend on the other units.
 _ALL_EXPERTS = {
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
@@ -280,7 +277,7 @@ _ROWS = (
         "gemma2",
         "Gemma2ForCausalLM",
         _GEMMA2,
-        _GEMMA_KEYS | _WINDOW | _of_scores(50.0, 30.0),
+        _GEMMA_KEYS | _WINDOW | _score_keys(50.0, 30.0),
         _GEMMA | {"post_norms": True},
         _GELU,
         every=2,
@@ -291,7 +288,7 @@ _ROWS = (
         _GEMMA2 | _HEAD_NORMS,
         _GEMMA_KEYS
         | _WINDOW
-        | _of_scores(None, None)
+        | _score_keys(None, None)
         | {
             "rope_theta": Key("rope_theta", 1e6, read=float),
             "local_rope_theta": Key("rope_local_base_freq", 1e4, read=float),
@@ -304,7 +301,7 @@ _ROWS = (
         "vaultgemma",
         "VaultGemmaForCausalLM",
         _VAULTGEMMA,
-        _GEMMA_KEYS | _WINDOW | _of_scores(50.0, 30.0),
+        _GEMMA_KEYS | _WINDOW | _score_keys(50.0, 30.0),
         _GEMMA,
         _GELU,
         every=2,
@@ -334,7 +331,7 @@ def to_transformer(found: Json, where: str) -> TransformerConfig:
       where: its path, for messages.
 
     Raises:
-      BadInputError: another family, or a setting that this transformer does not have.
+      BadInputError: another family, or an unsupported setting.
     """
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -382,7 +379,7 @@ def from_transformer(config: TransformerConfig, dtype: str) -> dict[str, Any]:
 
     Args:
       config: the model.
-      dtype: of the tensors beside it.
+      dtype: of the tensors.
 
     Raises:
       BadInputError: the model belongs to no family.
@@ -435,7 +432,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
 
 
 def _computed(config: TransformerConfig) -> dict[str, Any]:
-    """The function that a model computes: fields with their defaults, and not how it does so."""
+    """Fields, defaults filled in, that determine the function a model computes."""
     fields = dataclasses.asdict(config) | {
         "num_kv_heads": config.kv_heads,
         "head_dim": config.width,
@@ -495,7 +492,7 @@ def _require(found: Json, where: str, **allowed: tuple[Any, ...]) -> None:
 
 # ---- tensors -----------------------------------------------------------------------------------
 
-# What a tensor of a module may be to us: its only parameter, or one of them.
+# Ends of our paths for each tensor of a module.
 _PARAMETERS = {"weight": ("", "/kernel", "/scale"), "bias": ("/bias",)}
 
 
@@ -505,11 +502,11 @@ class Entry:
 
     Attributes:
       path: our parameter, e.g. ``blocks/mlp/up/kernel``.
-      row: of each stack that it is in, of blocks and of experts; empty for what is whole.
+      row: index in each stack that it is in, of blocks and of experts; empty if it is not stacked.
       tensor: its name.
-      transposed: the tensor's axes are in the other order.
-      start: where ours begins in it, along our last axis.
-      width: of all that it holds, along our last axis.
+      transposed: the tensor has the other order of axes.
+      start: where ours begins in the tensor, along our last axis.
+      width: of the whole tensor, along our last axis.
     """
 
     path: str
@@ -534,7 +531,7 @@ def entries(
       config: the model's shape.
       family: what it belongs to.
       ours: the model's parameters (arrays or shapes) by path.
-      prefix: the family's, or nothing.
+      prefix: the family's, or "".
     """
 
     def of(modules: Mapping[str, str], before: str, stack: str, row: tuple) -> Iterator[Entry]:

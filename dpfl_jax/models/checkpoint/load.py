@@ -1,4 +1,4 @@
-"""From a checkpoint to our parameters, each device reading its own part."""
+"""From a checkpoint to our parameters; each device reads its part."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ Place = Callable[[PyTree], PyTree]
 def read_config(path: Any) -> TransformerConfig:
     """The transformer of a checkpoint, from its config.json alone.
 
-    Its ``bos_id`` is what config.json says. Whether sequences begin with it is the tokeniser's word
-    (``load_tokenizer(path).bos_id``), or of chats the data's, which then hold it: None.
+    Its ``bos_id`` is that of config.json. Whether sequences begin with it is up to the tokeniser
+    (``load_tokenizer(path).bos_id``); examples of chats contain it, and the model must have None.
 
     Raises:
-      BadInputError: no checkpoint, or of a family that is not known.
+      BadInputError: no checkpoint, or of an unknown family.
     """
     file = checkpoint_dir(path) / CONFIG
     return to_transformer(read_json(file, "checkpoint"), str(file))
 
 
 def fingerprint(path: Any) -> str:
-    """Identifies a checkpoint by its configuration and some of every tensor."""
+    """Identifies a checkpoint by its configuration and some rows of every tensor."""
     return TensorFiles(path).fingerprint()
 
 
 def describe(path: Any) -> dict[str, Any]:
-    """What identifies a checkpoint, to be written beside a model that was made from it.
+    """What identifies a checkpoint, for the record of a model made from it.
 
     Returns:
-      ``name`` (of the directory, not where it lies; or of the hub), ``digest`` (``fingerprint``),
+      ``name`` (of the directory without its parents, or on the hub), ``digest`` (``fingerprint``),
       and ``files``: bytes of each weights file by name.
     """
     files = TensorFiles(path)
@@ -67,21 +67,21 @@ def load_checkpoint(
 ) -> PyTree:
     """Reads the parameters of a model.
 
-    Every device's part of every parameter is read from the files on its own: no host ever holds
-    more than its devices do, and one parameter's part in passing.
+    Each device's part of every parameter is read separately: no host holds more than its devices
+    do, and one parameter's part in passing.
 
     Args:
       path: directory with config.json and safetensors files.
-      config: the model's shape: the checkpoint's own, perhaps stacked otherwise and with adapters.
+      config: the model's shape: the checkpoint's, perhaps stacked differently and with adapters.
       shapes: ``jax.eval_shape(model.init, key)``.
       shardings: a NamedSharding for each parameter; default all on the first device.
-      dtype: what parameters become: float32 or bfloat16, or a function of their path.
+      dtype: of the parameters: float32 or bfloat16, or a function of their path.
 
     Returns:
       A tree like ``shapes`` without adapters (they are not in a checkpoint).
 
     Raises:
-      BadInputError: a tensor is missing, has no place, or has another shape.
+      BadInputError: a tensor is missing, unknown, or has another shape.
     """
     files = TensorFiles(path)
     to_transformer(files.config, str(files.path / CONFIG))  # refuses what is not known
