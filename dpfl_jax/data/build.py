@@ -112,14 +112,6 @@ class BuildPlan:
         low, end = (-(-((shard + i) << 64) // self.num_shards) for i in (0, 1))
         return low, end - 1
 
-    def shard_stem(self, shard: int) -> str:
-        """Returns the name of a shard's file without its suffix."""
-        return f"shard-{shard:05d}-of-{self.num_shards:05d}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object that identifies the plan."""
-        return {**dataclasses.asdict(self), "schema": self.schema.to_json()}
-
 
 def default_num_shards(total_bytes: int) -> int:
     """Returns a number of partitions that keeps each at about ``PARTITION_BYTES`` of input."""
@@ -182,7 +174,7 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
     if out.exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
-    identity = json.dumps({"plan": plan.to_json(), "sources": sources}, sort_keys=True)
+    identity = json.dumps({"plan": dataclasses.asdict(plan), "sources": sources}, sort_keys=True)
     marker = staging / "build.json"
     try:
         if staging.exists() and not (marker.is_file() and marker.read_text() == identity):
@@ -365,13 +357,16 @@ def encode_partition(
     return total
 
 
-def _shard_path(staging: pathlib.Path, plan: BuildPlan, shard: int) -> pathlib.Path:
-    return staging / (plan.shard_stem(shard) + STORE_FORMATS[plan.shard_format])
+def _shard_path(
+    staging: pathlib.Path, plan: BuildPlan, shard: int, suffix: str | None = None
+) -> pathlib.Path:
+    suffix = STORE_FORMATS[plan.shard_format] if suffix is None else suffix
+    return staging / f"shard-{shard:05d}-of-{plan.num_shards:05d}{suffix}"
 
 
 def side_path(staging: pathlib.Path, plan: BuildPlan, shard: int) -> pathlib.Path:
     """Returns the file that describes a shard; it exists only if the shard is finished."""
-    return staging / (plan.shard_stem(shard) + ".json")
+    return _shard_path(staging, plan, shard, ".json")
 
 
 def _encode_grouped(staging: pathlib.Path, plan: BuildPlan, shard: int, workers: int) -> int:

@@ -20,7 +20,14 @@ from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
 from dpfl_jax.data.sets import data_source
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.splits import FEW, limit_store, split_by_user, split_within_users
-from dpfl_jax.data.store import ArrayStore, Store, are_classes, unit_key_of, with_unit_key
+from dpfl_jax.data.store import (
+    ArrayStore,
+    Store,
+    are_classes,
+    unit_key_of,
+    user_order_key,
+    with_unit_key,
+)
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, expect
@@ -259,9 +266,11 @@ def hold_out(
 
 def _texts(config: SourceConfig, bad: BadRows) -> LoadedExamples:
     tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
-    store: Store
     if config.source == "python_source":
-        store = python_source.private_store(tokenizer, config.seq_len, config.max_users, limit)
+        files = python_source.installed_package_files()
+        users = sorted(files, key=user_order_key)[: config.max_users]
+        texts = ((user, files[user].decode()) for user in users)
+        store = store_from_documents(texts, tokenizer, config.seq_len, limit)
         return _tokens(store, tokenizer, "a source file of an installed package")
     columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
     conversations = conversations_in(columns, config.tokenizer, config.chat_template)
@@ -406,7 +415,9 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
         return None
     tokenizer = tokenizer or load_tokenizer(config.tokenizer)
     if kind == "stdlib":
-        return python_source.public_store(tokenizer, config.seq_len)
+        library = python_source.standard_library_files().items()
+        texts = ((name, data.decode()) for name, data in library)
+        return store_from_documents(texts, tokenizer, config.seq_len)
     paths = expand_paths(kind)
     if paths[0].is_dir():
         return store_from_documents(read_documents(paths, "folder"), tokenizer, config.seq_len)

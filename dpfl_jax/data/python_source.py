@@ -15,10 +15,6 @@ import re
 import sysconfig
 from collections.abc import Iterator
 
-from dpfl_jax.data.documents import encode_user
-from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import ArrayStore, user_order_key
-from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
 
 _OWN_NAME = "dpfl-jax"
@@ -83,6 +79,9 @@ def installed_package_files() -> dict[str, bytes]:
     files,
     and of equal files all but the first in path order: one text of two users would be protected as
     if it belonged to either.
+
+    Raises:
+      BadInputError: no third-party package is installed.
     """
     seen = {hashlib.sha256(d).digest() for d in standard_library_files(with_tests=True).values()}
     files = {}
@@ -94,51 +93,9 @@ def installed_package_files() -> dict[str, bytes]:
         if digest not in seen:
             seen.add(digest)
             files[relative] = data
-    return files
-
-
-def private_store(
-    tokenizer: Tokenizer,
-    seq_len: int,
-    max_users: int | None = None,
-    max_examples_per_user: int | None = None,
-) -> ArrayStore:
-    """Returns the installed packages' files as a store, one user per file.
-
-    Args:
-      tokenizer: makes the ids.
-      seq_len: tokens in an example.
-      max_users: keep that many users, a pseudo-random choice fixed by their ids.
-      max_examples_per_user: keep each user's first examples.
-
-    Raises:
-      BadInputError: no third-party package is installed.
-    """
-    files = installed_package_files()
     if not files:
         raise BadInputError(
             "no third-party packages are installed, so there are no private users: use another "
             "data source"
         )
-    return _encode(files, tokenizer, seq_len, max_users, max_examples_per_user)
-
-
-def public_store(
-    tokenizer: Tokenizer, seq_len: int, max_examples_per_user: int | None = None
-) -> ArrayStore:
-    """Returns the standard library as a store, for non-private pre-training."""
-    files = standard_library_files()
-    return _encode(files, tokenizer, seq_len, None, max_examples_per_user)
-
-
-def _encode(
-    files: dict[str, bytes],
-    tokenizer: Tokenizer,
-    seq_len: int,
-    max_users: int | None,
-    max_examples: int | None,
-) -> ArrayStore:
-    schema = Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
-    users = sorted(files, key=user_order_key)[:max_users]
-    packed = {u: encode_user([files[u].decode()], tokenizer, schema, max_examples) for u in users}
-    return ArrayStore.from_records(packed, schema)
+    return files

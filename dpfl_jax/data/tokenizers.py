@@ -38,6 +38,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of ``text``, without special tokens."""
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text as integer arrays, without special tokens."""
@@ -46,43 +47,33 @@ class Tokenizer(Protocol):
         """Returns the text of ``ids``; special tokens are left out."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes: ids 0 padding, 1 beginning, 2 end, 3..258 the bytes 0..255."""
 
     vocab_size = 259
-    pad_id = 0
     bos_id: int | None = 1
     eos_id: int | None = 2
     stop_ids = frozenset({2})
     fingerprint = hashlib.sha256(b"dpfl_jax bytes: pad 0, bos 1, eos 2, byte b = 3 + b").hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of the text's UTF-8 bytes."""
-        return self.encode_bytes(text.encode()).tolist()
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text as a uint16 array."""
-        return [self.encode_bytes(text.encode()) for text in texts]
-
-    def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Returns the ids of UTF-8 bytes as a uint16 array, without decoding them."""
-        return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(3)
+        raw = (np.frombuffer(text.encode(), np.uint8) for text in texts)
+        return [data.astype(np.uint16) + np.uint16(3) for data in raw]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns of each text the ids, and int [n, 2]: the range of characters of each."""
-        found = []
+        offsets = []
         for text in texts:
             sizes = [len(character.encode()) for character in text]
-            place = np.repeat(np.arange(len(text)), sizes)
-            found.append((self.encode_bytes(text.encode()), np.stack([place, place + 1], axis=1)))
-        return found
+            character_of = np.repeat(np.arange(len(text)), sizes)
+            offsets.append(np.stack([character_of, character_of + 1], axis=1))
+        return list(zip(self.encode_batch(texts), offsets))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text; bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(i) - 3 for i in ids if 3 <= i < 259).decode(errors="replace")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokeniser of the ``tokenizers`` library."""
 
     # What ends a text by convention, if no file beside the tokeniser says it.
@@ -127,10 +118,6 @@ class HuggingFaceTokenizer:
         ends = f"\0{self.bos_id}\0{self.eos_id}".encode()
         self.fingerprint = hashlib.sha256(b"tokenizers\0" + data + ends).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of ``text``, without special tokens."""
-        return self._encode([text])[0].ids
-
     def _encode(self, texts: Sequence[str]) -> Any:
         try:
             return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -141,7 +128,6 @@ class HuggingFaceTokenizer:
         raise BadInputError(f"{self._name} fails on a text: mend that file, or choose another")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text; the library uses its own threads."""
         return [np.asarray(e.ids, dtype=np.uint32) for e in self._encode(texts)]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -150,12 +136,11 @@ class HuggingFaceTokenizer:
         return [(np.asarray(e.ids, np.uint32), np.array(e.offsets).reshape(-1, 2)) for e in done]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ``ids``; special tokens are left out."""
         known = [int(i) for i in ids if i != self.bos_id and i not in self.stop_ids]
         return self._tokenizer.decode(known, skip_special_tokens=True)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model`` file (extra ``sentencepiece``)."""
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any] | None = None):
@@ -189,16 +174,10 @@ class SentencePieceTokenizer:
         ends = f"\0{self.bos_id}\0{self.eos_id}".encode()
         self.fingerprint = hashlib.sha256(b"sentencepiece\0" + data + ends).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of ``text``, without special tokens."""
-        return self._model.EncodeAsIds(text)
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text as a uint32 array."""
         return [np.asarray(ids, dtype=np.uint32) for ids in self._model.Encode(list(texts))]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ``ids``; special tokens are left out."""
         known = [int(i) for i in ids if i != self.bos_id and i not in self.stop_ids]
         return self._model.DecodeIds(known)
 
