@@ -68,15 +68,9 @@ def build_with_beam(
 ) -> ShardStore:
     """Builds a store from files with an Apache Beam runner.
 
-    Args:
-      path: files, patterns or folders, at the same path on all workers.
-      out: folder of the store, likewise; must not exist.
-      plan: layout and settings.
-      format: as in ``documents.read_documents``.
-      user_column: column or key expression.
-      text_column: column of the text.
-      csv: how CSV files are written.
-      flags: passed to the runner, e.g. ``["--runner=FlinkRunner", ...]``.
+    Paths must be the same on all workers, that of ``out`` too. ``format``, columns and ``csv`` are
+    as in ``documents.read_documents``; ``flags`` go to the runner, e.g. ``["--runner=FlinkRunner",
+    ...]``.
 
     Raises:
       BadInputError: Beam is not installed, ``out`` exists, or a row is bad.

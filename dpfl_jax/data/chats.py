@@ -57,10 +57,6 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
     """A chat template, and the special tokens that it names.
@@ -80,7 +76,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         try:
             return environment.from_string(self.source)
@@ -155,12 +151,10 @@ def _unmarked(text: str) -> tuple[str, Spans]:
 
 
 def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate | None:
-    """The chat template of a tokeniser, or the one in a file; None if there is neither.
+    """The chat template in ``file``, else that of a tokeniser; None if there is neither.
 
-    Args:
-      tokenizer: as ``load_tokenizer`` takes it. ``chat_template.jinja`` or
-        ``tokenizer_config.json`` beside its file hold the template, and the latter special tokens.
-      file: holds a template to use instead.
+    A tokeniser (as ``load_tokenizer`` takes it) has ``chat_template.jinja`` beside its file, or
+    ``tokenizer_config.json``, which also names special tokens.
 
     Raises:
       BadInputError: a file that cannot be read.
@@ -321,12 +315,10 @@ class Conversations:
 def conversations_in(
     columns: Mapping[str, str | None], tokenizer: Any, chat_template: str | None = None
 ) -> Conversations | None:
-    """Which columns hold conversations; None if none is named.
+    """Which columns hold conversations, by attribute of ``Conversations``; None if none is named.
 
-    Args:
-      columns: by attribute of ``Conversations``.
-      tokenizer: as ``load_tokenizer`` takes it; its chat template is used.
-      chat_template: file of another template.
+    Messages are rendered by the tokeniser's chat template, or the one in the file
+    ``chat_template``.
 
     Raises:
       BadInputError: the columns are no kind of conversation, or several.
@@ -395,13 +387,9 @@ def encode_conversations(
     """Tokenises documents and truncates each to ``schema.seq_len`` tokens.
 
     A token belongs to an answer if one of its characters does. The beginning-of-sequence token is
-    part of the sequence: the chat template writes it, or, where prompt and answer are text, the
+    part
+    of the sequence: the chat template writes it, or, where prompt and answer are text, the
     tokeniser. A model of these examples prepends none, and predicts no first token.
-
-    Args:
-      documents: of ``Conversations.document``.
-      tokenizer: with ``encode_with_offsets``.
-      schema: of ``Conversations.schema``.
 
     Returns:
       records: [n] of ``schema.record_dtype``, in order.

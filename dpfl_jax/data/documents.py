@@ -49,10 +49,10 @@ def read_documents(
       paths: files (``expand_paths``).
       format: one of ``FORMATS``, or None to go by each file's name.
       user_column: column of the user id, or a key expression (``keys``).
-      text_column: column of the text.
+      text_column: column of the text, if there are no ``conversations``.
       csv: how CSV files are written.
       bad: takes rows without a user or a text; default: they are errors.
-      conversations: how to read conversations instead of texts.
+      conversations: how to read conversations.
 
     Raises:
       BadInputError: naming the file and the line or row; or all texts of CSV files are numbers.
@@ -121,16 +121,13 @@ def read_folder(root: pathlib.Path) -> Iterator[Document]:
 def chunk_documents(
     documents: Sequence[np.ndarray], schema: Schema, eos_id: int | None, min_tokens: int = 2
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts tokenised documents into records of ``schema.seq_len`` tokens.
+    """Cuts documents, one integer array of ids each, into records of ``schema.seq_len`` tokens.
 
-    Args:
-      documents: one integer array of ids per document.
-      schema: a tokens schema.
-      eos_id: appended to each document that has any token, unless None.
-      min_tokens: a last piece with fewer tokens is dropped (the default drops a lone end token).
+    ``eos_id`` is appended to each document that has any token, unless None. A last piece of less
+    than ``min_tokens`` is dropped; the default drops a lone end token.
 
     Returns:
-      records: [n] of ``schema.record_dtype``, pieces of a document in order, documents in order.
+      records: [n] of ``schema.record_dtype``, in the order of documents and of pieces.
       counts: int64 [len(documents)], pieces of each document (0 for an empty one).
     """
     length = schema.seq_len
@@ -208,16 +205,11 @@ def store_from_documents(
     conversations: Conversations | None = None,
     bad: BadRows | None = None,
 ) -> Store:
-    """Groups documents by user in memory, tokenises and cuts them.
+    """Groups documents, (user, text) pairs, by user in memory, tokenises and cuts them.
 
-    Args:
-      documents: (user, text); a user's documents keep their order. A user may be the id of a set of
-        owners (``keys.owners_to_id``).
-      tokenizer: makes the ids.
-      seq_len: tokens in an example.
-      max_examples: keep each user's first examples.
-      conversations: what the documents are, if not texts.
-      bad: counts conversations that are too long.
+    A user's documents keep their order; a user may be the id of a set of owners
+    (``keys.owners_to_id``). ``max_examples`` keeps each user's first examples; ``bad`` counts
+    conversations that are too long.
 
     Raises:
       BadInputError: there is no document, or none yields an example.

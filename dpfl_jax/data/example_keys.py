@@ -29,12 +29,8 @@ def key_argument(loss_fn: Callable[..., Any], *, needed_without: str | None = No
 
     Only arguments after (params, example) count, without a default or with the default None.
 
-    Args:
-      loss_fn: of one example.
-      needed_without: where the loss will also be called without a key.
-
     Raises:
-      BadInputError: it will be, and the key has no default.
+      BadInputError: the key has no default, and ``needed_without`` says where there is none.
     """
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())[2:]
@@ -54,15 +50,10 @@ def key_argument(loss_fn: Callable[..., Any], *, needed_without: str | None = No
 
 
 def example_keys(root: RootKey, counters: tuple[int, ...], places: np.ndarray) -> np.ndarray:
-    """What ``keyed`` derives the examples' keys from.
+    """What ``keyed`` derives the examples' keys from, uint32 [..., 3].
 
-    Args:
-      root: root key of the run (or of a silo in a round).
-      counters: the step.
-      places: int64 [...], positions in the store (of padding: any).
-
-    Returns:
-      uint32 [..., 3]: the step's key ``root.jax("loss", *counters)``, and the place.
+    They are the step's key ``root.jax("loss", *counters)``, and the place: ``places`` are int64
+    [...], positions in the store (of padding: any).
     """
     words = root.threefry(PURPOSE, *counters)
     out = np.empty((*places.shape, 3), np.uint32)

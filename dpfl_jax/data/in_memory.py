@@ -142,14 +142,11 @@ def table_rows(table: Any) -> Iterator[dict[str, Any]]:
     names = [str(name) for name in columns]
     if (twice := repeated(names)) is not None:
         raise BadInputError(f"two columns of the frame are called {twice!r}: rename one")
-    values = map(_python_values, (table[name] for name in columns))
+    # Python's own values, but for arrays: their ``tolist`` turns times into integers.
+    series = [table[name] for name in columns]
+    values = [s.tolist() if hasattr(s, "tolist") and not isinstance(s, np.ndarray) else s
+              for s in series]  # fmt: skip
     return (dict(zip(names, row, strict=True)) for row in zip(*values, strict=True))
-
-
-def _python_values(column: Any) -> Iterable[Any]:
-    """Python's from_column values, but for arrays: their ``tolist`` turns times into integers."""
-    from_column = hasattr(column, "tolist") and not isinstance(column, np.ndarray)
-    return column.tolist() if from_column else column
 
 
 def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
@@ -224,7 +221,8 @@ def from_rows(
     Args:
       rows: one dictionary each.
       user: column of the owner, or of a list of owners, or a key expression
-        (``docs/guides/data.md``); None: every row is a user (tables only).
+        (``docs/guides/data.md``);
+        None: every row is a user (tables only).
       text: column of the text, to be tokenised; or
       messages: column of a conversation (``docs/guides/finetune.md``); or
       prompt: column of a prompt, text or messages, that is followed by
@@ -234,9 +232,9 @@ def from_rows(
       target: column to predict, of a table, from
       inputs: these columns. A DataFrame or ``Dataset`` also takes shell patterns, and by default
         all other columns; rows alone do not declare what columns there are.
+      silo: column of the silo.
       chat_template: file of a template for messages; default the tokeniser's.
       classes: number of classes of the target; None, or 0: it is a number.
-      silo: column of the silo.
       scale: (middle, half width) by column, known without these data.
       categories: words by column (of the target: names of its classes), known without these data.
       missing: inputs, names or patterns, whose cells may be empty (``SourceConfig``).

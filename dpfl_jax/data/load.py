@@ -96,9 +96,7 @@ class Dataset:
 def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> LoadedExamples:
     """Reads all that a section names.
 
-    Args:
-      config: the section.
-      keep: columns of numbers that a table's examples carry beside input and target.
+    ``keep`` names columns of numbers that a table's examples carry beside input and target.
 
     Raises:
       BadInputError: naming the file and line, or the setting to change.
@@ -224,14 +222,9 @@ def hold_out(
     split: str,
     most: int | None = None,
 ) -> dict[str, Store]:
-    """Splits a store into ``train`` and the parts of ``fractions``.
+    """Splits a store into ``train`` and the held-out parts of ``fractions``.
 
-    Args:
-      store: what is split.
-      config: its ``split_seed`` chooses users.
-      fractions: share of each held-out part.
-      split: ``"by_user"``, or ``"within_user"`` (see ``DataConfig``).
-      most: most held-out examples of a user in each part (``within_user``).
+    ``split`` and ``most`` are as of ``DataConfig.split`` and ``held_out_max``.
 
     Raises:
       BadInputError: a part would be empty.
@@ -327,7 +320,13 @@ def _stored(config: SourceConfig) -> LoadedExamples:
     store, classes = open_store(path), config.classes
     if store.schema.kind in ("tokens", "answers"):
         tokenizer = load_tokenizer(config.tokenizer)
-        check_tokenizer(store, tokenizer, config.tokenizer)
+        made_by = store.schema.tokenizer
+        if made_by not in (None, tokenizer.fingerprint):
+            raise BadInputError(
+                f"the store's tokens were made by another tokeniser (fingerprint {made_by[:12]}) "
+                f"than data.tokenizer={config.tokenizer} ({tokenizer.fingerprint[:12]}): give the "
+                "one it was built with"
+            )
         loaded = _tokens(store, tokenizer, "a user of the store")
         build = grouped_by_owner_set(store).manifest.build
         return dataclasses.replace(loaded, dropped=build.get("dropped_rows", 0))
@@ -352,7 +351,10 @@ def _stored(config: SourceConfig) -> LoadedExamples:
     shape = tuple(size for size in fields[inputs[0]].shape if size != 1)
 
     def users() -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        for name, arrays in _by_user(store):
+        sets = grouped_by_owner_set(store)
+        bounds = zip(sets.user_offsets, sets.user_offsets[1:])
+        for name, (start, stop) in zip(sets.user_ids(range(sets.num_users)), bounds):
+            arrays = sets.read(np.arange(start, stop))
             x, label = arrays[inputs[0]], arrays[target]
             scale = 255.0 if x.dtype == np.uint8 else 1.0
             pair = {"x": x.reshape(len(x), *shape).astype(np.float32) / scale,
@@ -384,13 +386,6 @@ def _checked(
         if silo.dtype.kind not in "iu" or (silo < 0).any():
             raise BadInputError(f"{where} silos that are not whole numbers from 0 on")
         yield user, {**batch, "label": label.astype(np.int32)} if task.classes else batch
-
-
-def _by_user(store: Store) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    store = grouped_by_owner_set(store)
-    names = store.user_ids(range(store.num_users))
-    for name, start, stop in zip(names, store.user_offsets, store.user_offsets[1:]):
-        yield name, store.read(np.arange(start, stop))
 
 
 def _synthetic(store: Store, config: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -426,13 +421,3 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"cannot read the public text {paths[0]}: {error}") from error
     return store_from_documents([(paths[0].name, text)], tokenizer, config.seq_len)
-
-
-def check_tokenizer(store: Store, tokenizer: Tokenizer, name: str) -> None:
-    """Raises BadInputError if another tokeniser made the tokens of a store."""
-    made_by = store.schema.tokenizer
-    if made_by not in (None, tokenizer.fingerprint):
-        raise BadInputError(
-            f"the store's tokens were made by another tokeniser (fingerprint {made_by[:12]}) than "
-            f"data.tokenizer={name} ({tokenizer.fingerprint[:12]}): give the one it was built with"
-        )

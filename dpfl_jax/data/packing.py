@@ -64,14 +64,9 @@ def first_fit(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lays each unit's examples, the longest first, into the first row with room.
 
-    Args:
-      lengths: int [units, examples].
-      real: bool [units, examples], False for padding.
-      shape: of the rows.
-
-    Returns:
-      int [units, examples]: the row of each example (-1: no room, or padding), and where it starts;
-      bool [units]: whether all examples have room.
+    ``lengths`` are int and ``real`` bool [units, examples] (False: padding). Returns int [units,
+    examples]: the row of each example (-1: no room, or padding), and where it starts; and bool
+    [units]: whether all examples have room.
     """
     units = np.arange(len(lengths))
     free = np.full((len(lengths), shape.rows), shape.length)
@@ -163,12 +158,7 @@ def choose_shapes(
 
 
 def split_by_shape(draw: Draw, lengths: np.ndarray, shapes: Sequence[Shape]) -> list[Draw]:
-    """Splits a draw by the first shape that holds a unit.
-
-    Args:
-      draw: positions [n] or [n, group_size].
-      lengths: of ``example_lengths``.
-      shapes: of ``choose_shapes``.
+    """Splits a draw (positions [n] or [n, group_size]) by the first shape that holds a unit.
 
     Raises:
       BadInputError: an example is longer than a row of the last shape.

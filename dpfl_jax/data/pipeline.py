@@ -94,14 +94,10 @@ def bucket_group_sizes(group_size: int) -> tuple[int, ...]:
 
 
 def split_into_buckets(draw: Draw, sizes: tuple[int, ...] | None) -> list[Draw]:
-    """Splits a draw of users by their numbers of examples.
+    """Splits a draw of users (positions [n, group_size]) by their numbers of examples.
 
-    Args:
-      draw: positions [n, group_size].
-      sizes: increasing group sizes, the last at least that of the draw; None for one bucket.
-
-    Returns:
-      One draw per size (possibly empty), or ``[draw]`` if units are single examples.
+    ``sizes`` are increasing group sizes up to that of the draw; None, or units that are single
+    examples: one bucket. Returns one draw per size, possibly empty.
     """
     if draw.positions.ndim == 1 or sizes is None:
         return [draw]
@@ -239,12 +235,9 @@ class Pipeline:
     def first_units(self, count: int, group_size: int | None) -> list[Bucket]:
         """Returns the store's first units (up to ``count``), once for each shape of a step.
 
-        For looking at examples before the first step, whatever it draws: one bucket of one row for
-        every group size, with as many of the users' examples as fit. The arrays stay on the host.
-
-        Args:
-          count: how many units.
-          group_size: the sampler's; None if a unit is an example.
+        They are one bucket of one row for every group size (``group_size`` is the sampler's), with
+        as many of the users' examples as fit: examples to look at before the first step, whatever
+        it draws. The arrays stay on the host.
         """
         offsets = np.asarray(self.store.user_offsets)
         sizes: tuple[Any, ...] = self.shapes or (group_size,)
@@ -269,11 +262,9 @@ class Pipeline:
         return buckets
 
     def spread(self, units: list[Bucket], which: list[np.ndarray]) -> tuple[Bucket, ...]:
-        """Ships buffers of the shapes of a step, with given units in chosen places.
+        """Ships buffers of the shapes of a step, with units of ``first_units`` in chosen places.
 
-        Args:
-          units: from ``first_units``.
-          which: for each bucket, int [rows, row]: the number of the unit at each place.
+        ``which`` has for each bucket int [rows, row]: the number of the unit at each place.
         """
         local, shapes = [], [*(self.shapes or [None] * len(units))]
         for b, (bucket, slots) in enumerate(zip(units, which, strict=True)):
@@ -416,14 +407,10 @@ def is_token_store(store: Readable) -> bool:
 
 
 def local_columns(sharding: Any, size: int, axis: int) -> np.ndarray:
-    """The indices along ``axis`` that the devices of this process hold, increasing.
+    """The indices along ``axis``, of length ``size``, that the devices of this process hold.
 
-    They need not be adjacent: a mesh follows the network of a slice, not its hosts.
-
-    Args:
-      sharding: a ``jax.sharding.NamedSharding`` that splits ``axis`` alone.
-      size: length of the axis, a multiple of its parts.
-      axis: which one.
+    They increase, but need not be adjacent: a mesh follows the network of a slice, not its hosts.
+    ``sharding`` is a ``jax.sharding.NamedSharding`` that splits ``axis`` alone.
     """
     shape = (1,) * axis + (size,)
     indices = sharding.addressable_devices_indices_map(shape).values()
@@ -432,14 +419,9 @@ def local_columns(sharding: Any, size: int, axis: int) -> np.ndarray:
 
 
 def ship_columns(tree: Any, columns: np.ndarray, size: int, axis: int, sharding: Any) -> Any:
-    """Makes global arrays of what each process holds.
+    """Makes global arrays of the ``columns`` along ``axis`` that each process holds.
 
-    Args:
-      tree: pytree of NumPy arrays whose ``axis`` has this process's columns.
-      columns: from ``local_columns``.
-      size: length of the axis in the global arrays.
-      axis: which one.
-      sharding: as given to ``local_columns``.
+    ``columns``, ``size`` (of the global axis) and ``sharding`` are those of ``local_columns``.
     """
     import jax
 

@@ -13,20 +13,11 @@ import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterator
 
 from dpfl_jax.errors import BadInputError
 
 _OWN_NAME = "dpfl-jax"
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"}
-
-
-def _walk(root: pathlib.Path, skipped: set[str]) -> Iterator[pathlib.Path]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(f for f in folders if f not in skipped)
-        for name in sorted(files):
-            if name.endswith(".py"):
-                yield pathlib.Path(folder, name)
 
 
 def _read(path: pathlib.Path) -> bytes | None:
@@ -44,10 +35,12 @@ def standard_library_files(with_tests: bool = False) -> dict[str, bytes]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"} if with_tests else _SKIPPED_FOLDERS
     files = {}
-    for path in _walk(root, skipped):
-        data = _read(path)
-        if data is not None:
-            files[path.relative_to(root).as_posix()] = data
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - skipped)
+        for path in (pathlib.Path(folder, n) for n in sorted(names) if n.endswith(".py")):
+            data = _read(path)
+            if data is not None:
+                files[path.relative_to(root).as_posix()] = data
     return files
 
 

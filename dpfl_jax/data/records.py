@@ -41,10 +41,7 @@ class RecordReader(Protocol):
 def write_records(
     path: pathlib.Path, format: str, schema: Schema, blocks: Iterable[np.ndarray]
 ) -> int:
-    """Writes blocks of records (structured arrays) to a new file, durably.
-
-    Returns:
-      The number of records.
+    """Writes blocks of records to a new file, durably; returns the number of records.
 
     Raises:
       BadInputError: the disk is full, or the file cannot be written.

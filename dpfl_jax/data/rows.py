@@ -162,13 +162,9 @@ def read_rows(
 ) -> Iterator[LocatedRow]:
     """Streams the rows of one file.
 
-    Args:
-      path: the file.
-      format: ``"jsonl"``, ``"parquet"``, ``"csv"``, ``"tsv"`` or ``"arrow"``.
-      columns: columns that must be there; of tables only these are read. None for all.
-      csv: how CSV files are written.
-      bad: takes lines that are no JSON objects. In other formats a damaged row damages the file:
-        that is always an error.
+    ``columns`` must be there, and of tables only they are read; None for all. ``bad`` takes lines
+    that
+    are no JSON objects: in other formats a damaged row damages the file, which is always an error.
 
     Raises:
       BadInputError: naming the file and the line or row.

@@ -50,14 +50,7 @@ def sha256_file(path: pathlib.Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """The manifest's entry of one file.
-
-    Attributes:
-      file: name within the store's folder.
-      bytes: its size.
-      sha256: hex digest of its contents.
-      examples: examples it holds (shards only).
-    """
+    """The manifest's entry of one file: name, bytes, hex SHA-256, and examples of a shard."""
 
     file: str
     bytes: int

@@ -137,13 +137,10 @@ class TableProblems:
 def input_names(
     patterns: Sequence[str] | None, columns: Sequence[str], used: Sequence[str], where: str
 ) -> tuple[str, ...]:
-    """Columns that are inputs, in the order of ``columns``; pandas' row numbers are none.
+    """Columns that are inputs, in the order of ``patterns`` (names and shell patterns; None: all).
 
-    Args:
-      patterns: names and shell patterns, whose order is kept. None: all columns.
-      columns: the columns that the file, not a row, declares.
-      used: columns that are no inputs.
-      where: for errors.
+    ``columns`` are those that the file declares; ``used`` ones and pandas' row numbers are no
+    inputs.
 
     Raises:
       BadInputError: a pattern matches nothing or is ``used``, or no column is left.
@@ -162,11 +159,6 @@ def input_names(
     if not inputs:
         raise BadInputError(f"{where}: no column is left to learn from beside {list(used)}")
     return tuple(inputs)
-
-
-def is_pattern(name: str) -> bool:
-    """Whether a name is a shell pattern."""
-    return any(sign in name for sign in "*?[")
 
 
 def _matching(pattern: str, columns: Iterable[str]) -> list[str]:
@@ -378,7 +370,8 @@ def read_table(
         paths = expand_paths(config.path)
         rows = read_file_rows(paths, config.source, csv=config.csv, bad=bad)
     declared = config.source not in _UNDECLARED
-    found_in_header = config.input_columns is None or any(map(is_pattern, config.input_columns))
+    patterns = config.input_columns
+    found_in_header = patterns is None or any(set(name) & set("*?[") for name in patterns)
     if not declared and found_in_header:
         raise BadInputError(
             "rows that are objects of their own declare no columns, so that the first person would "
@@ -537,17 +530,15 @@ def _check_sizes(
         if name == table.target:
             if config.classes:
                 continue
-            if config.classes is None and len(known) > 9 and _two_values(known):
+            values = set(np.unique(known).tolist())
+            two = len(values) == 2 and values <= {-1.0, 0.0, 1.0, 2.0}
+            if config.classes is None and len(known) > 9 and two:
                 problems.add("two values", name)
         elif _counts(known):
             problems.add("counts", name)
             continue
         if not public and large > max(1, FAR_SHARE * len(known)):
             problems.add("far", name)
-
-
-def _two_values(values: np.ndarray) -> bool:
-    return len(np.unique(values)) == 2 and bool(np.isin(values, (-1.0, 0.0, 1.0, 2.0)).all())
 
 
 def _counts(values: np.ndarray) -> bool:

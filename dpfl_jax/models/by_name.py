@@ -21,13 +21,10 @@ from dpfl_jax.task import Task
 
 
 def build_by_name(kind: str, task: Task, options: Mapping[str, Any]) -> Any:
-    """Returns a model for a task.
+    """Returns a model for a task, by ``dpfl_jax.task.ModelKind``.
 
-    Args:
-      kind: one of ``dpfl_jax.task.ModelKind``.
-      task: gives shapes and classes.
-      options: further arguments of the model's class; for a transformer ``size`` and fields of
-        ``TransformerConfig``.
+    ``options`` are further arguments of the model's class; for a transformer ``size`` and fields of
+    ``TransformerConfig``.
 
     Raises:
       BadInputError: the kind does not fit the task, or does not take the options.

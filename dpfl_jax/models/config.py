@@ -16,6 +16,11 @@ Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "light", "full"]
 AttentionForm = Literal["auto", "plain", "blockwise"]
+_CHOICES = {"activation": Activation, "norm": Norm, "positions": Positions, "dtype": ComputeDtype,
+            "remat": Remat, "attention": AttentionForm}  # fmt: skip
+_COUNTS = ("vocab_size", "max_seq_len", "num_layers", "embed_dim", "num_heads")
+_OPTIONAL_COUNTS = ("num_kv_heads", "head_dim", "mlp_dim", "num_experts", "experts_per_token",
+                    "sliding_window", "global_every")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,51 +185,24 @@ class TransformerConfig:
             value = getattr(self, name)
             if isinstance(value, dict):
                 object.__setattr__(self, name, _parsed(name, kind, value))
-        optional = (
-            "num_kv_heads",
-            "head_dim",
-            "mlp_dim",
-            "num_experts",
-            "experts_per_token",
-            "sliding_window",
-            "global_every",
-        )
-        for name in (
-            "vocab_size",
-            "max_seq_len",
-            "num_layers",
-            "embed_dim",
-            "num_heads",
-            *optional,
-        ):
+        for name in (*_COUNTS, *_OPTIONAL_COUNTS):
             value = getattr(self, name)
-            if value is None and name in optional:
+            if value is None and name in _OPTIONAL_COUNTS:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise BadInputError(
                     f"model: {name} is {value!r}, but it must be a whole number >= 1"
                 )
-        choices = {
-            "activation": Activation,
-            "norm": Norm,
-            "positions": Positions,
-            "dtype": ComputeDtype,
-            "remat": Remat,
-            "attention": AttentionForm,
-        }
-        for name, options in choices.items():
+        for name, options in _CHOICES.items():
             if getattr(self, name) not in get_args(options):
                 raise BadInputError(
                     f"model: {name} is {getattr(self, name)!r}, but it must be one of "
                     f"{', '.join(get_args(options))}"
                 )
-        for name in ("norm_eps", "rope_theta"):
+        optional = ("query_scale", "attention_softcap", "logit_softcap", "local_rope_theta")
+        for name in ("norm_eps", "rope_theta", *optional):
             value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
-        for name in ("query_scale", "attention_softcap", "logit_softcap", "local_rope_theta"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
+            if not ((value is None and name in optional) or 0 < value < math.inf):
                 raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
         if not (type(self.last_layers) is int and 0 <= self.last_layers < self.num_layers):
             raise BadInputError(
@@ -344,11 +322,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(size: str, **overrides: Any) -> TransformerConfig:
-    """Returns the configuration of a named size, with some fields changed.
-
-    Args:
-      size: a key of ``SIZES``.
-      **overrides: fields of ``TransformerConfig``; ``vocab_size`` is needed unless the size has it.
+    """Returns the configuration of a size (a key of ``SIZES``), with some fields changed.
 
     Raises:
       BadInputError: an unknown size or field.

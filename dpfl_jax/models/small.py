@@ -287,16 +287,10 @@ class LeafCNN(_Convolutional):
         hidden: int = 2048,
         input_shape: Sequence[int] = (28, 28),
     ) -> None:
-        """Builds the model.
-
-        Args:
-          num_classes: labels are below it.
-          channels: of each convolution; each halves the image.
-          hidden: units of the dense layer.
-          input_shape: of one image: [height, width] or [height, width, channels].
+        """Builds the model for images [height, width] or [height, width, channels].
 
         Raises:
-          BadInputError: sizes below 1, or an image too small for so many convolutions.
+          BadInputError: sizes below 1, or an image too small: each convolution halves it.
         """
         _check_sizes(num_classes=num_classes, hidden=hidden)
         if len(input_shape) not in (2, 3) or min(input_shape[:2]) < 2 ** len(channels):
@@ -334,14 +328,10 @@ class SmallCNN(_Convolutional):
     """
 
     def __init__(self, num_classes: int = 10, input_shape: Sequence[int] = (28, 28)) -> None:
-        """Builds the model.
-
-        Args:
-          num_classes: labels are below it.
-          input_shape: of one image: [height, width] or [height, width, channels], at least 16.
+        """Builds the model for images [height, width] or [height, width, channels].
 
         Raises:
-          BadInputError: no class, or an image too small.
+          BadInputError: no class, or images smaller than 16 x 16.
         """
         _check_sizes(num_classes=num_classes)
         if len(input_shape) not in (2, 3) or min(input_shape[:2]) < 16:

@@ -251,15 +251,7 @@ class Mlp(nn.Module):
 
 
 def expert_weights(scores: jax.Array, config: TransformerConfig) -> jax.Array:
-    """The weight of each expert at each position; zero for experts that are not chosen.
-
-    Args:
-      scores: of experts, [length, num_experts].
-      config: says how many are chosen, and whether their weights sum to one.
-
-    Returns:
-      float32 [length, num_experts].
-    """
+    """The weight of each expert at each position, float32 like ``scores``; 0 if not chosen."""
     assert config.experts_per_token is not None
     weights = jax.nn.softmax(scores.astype(jnp.float32))
     chosen = jax.lax.top_k(weights, config.experts_per_token)[1]

@@ -324,11 +324,7 @@ _SCALING = {
 
 
 def to_transformer(found: Json, where: str) -> TransformerConfig:
-    """The transformer that a config.json describes.
-
-    Args:
-      found: content of config.json.
-      where: its path, for messages.
+    """The transformer that a config.json (content ``found``, path ``where``) describes.
 
     Raises:
       BadInputError: another family, or an unsupported setting.
@@ -375,11 +371,7 @@ def _transformer(family: Family, found: Json, where: str) -> TransformerConfig:
 
 
 def from_transformer(config: TransformerConfig, dtype: str) -> dict[str, Any]:
-    """A config.json from which ``transformers`` builds the same model.
-
-    Args:
-      config: the model.
-      dtype: of the tensors.
+    """A config.json from which ``transformers`` builds the same model, with tensors of ``dtype``.
 
     Raises:
       BadInputError: the model belongs to no family.
@@ -527,11 +519,7 @@ def entries(
 ) -> Iterator[Entry]:
     """Every parameter of a model, with the tensor that holds it.
 
-    Args:
-      config: the model's shape.
-      family: what it belongs to.
-      ours: the model's parameters (arrays or shapes) by path.
-      prefix: the family's, or "".
+    ``ours`` are arrays or shapes by path; ``prefix`` is the family's, or "".
     """
 
     def of(modules: Mapping[str, str], before: str, stack: str, row: tuple) -> Iterator[Entry]:

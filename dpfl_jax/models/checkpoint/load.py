@@ -90,17 +90,14 @@ def load_checkpoint(
     places = None if shardings is None else flat_paths(without_adapters(shardings))
     sources = _sources(files, config, family, wanted)
     choose = dtype if callable(dtype) else (lambda _: dtype)
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     loaded = {}
     for name, like in wanted.items():
-        place = places[name] if places is not None else _first_device()
+        place = first_device if places is None else places[name]
         reader = _Reader(files, sources[name], tuple(like.shape), DTYPES[choose(name)])
         loaded[name] = jax.make_array_from_callback(tuple(like.shape), place, reader)
         loaded[name].block_until_ready()  # the host's copy can go
     return nested(loaded)
-
-
-def _first_device() -> Any:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _sources(

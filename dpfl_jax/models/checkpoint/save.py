@@ -156,7 +156,9 @@ def save_adapter(
             writer.add(tensor, value.astype(DTYPES[dtype]))
     joined = {module: len(found) for module, found in by_module.items()}
     written = _config(lora, joined, model.config.num_layers)
-    written["base_model_name_or_path"] = _public_name(base)
+    # Its name on the hub, or that of its folder: where the folder lay is private.
+    name = base.removeprefix("hf:") if base.startswith("hf:") else pathlib.Path(base).name
+    written["base_model_name_or_path"] = name
     written["fan_in_fan_out"] = not family.transposed
     copy_companions(checkpoint_dir(base), writer.path)
     writer.finish(written, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
@@ -182,8 +184,3 @@ def _config(lora: Lora, joined: Mapping[str, int], layers: int) -> dict[str, Any
         "rank_pattern": {name: count * lora.rank for name, count in several.items()},
         "alpha_pattern": {name: count * lora.alpha for name, count in several.items()},
     }
-
-
-def _public_name(base: str) -> str:
-    """The base's name on the hub, or that of its folder; its path is private."""
-    return base.removeprefix("hf:") if base.startswith("hf:") else pathlib.Path(base).name
