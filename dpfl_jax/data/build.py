@@ -36,7 +36,7 @@ from dpfl_jax.data.shards import INDEX, USERS, FileEntry, Manifest, ShardStore
 from dpfl_jax.data.sources import Row
 from dpfl_jax.data.store import Store, combine_digests, unit_key_of, user_digest, user_order_key
 from dpfl_jax.data.tokenizers import load_tokenizer
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, one_of
 
 PARTITION_BYTES = 256 * 2**20
 MEMORY = 384  # MiB that DuckDB may take; what does not fit goes to the staging folder
@@ -79,12 +79,8 @@ class BuildPlan:
     max_examples_per_user: int | None = None
 
     def __post_init__(self) -> None:
-        if self.shard_format not in STORE_FORMATS:
-            raise BadInputError(
-                f"unknown store format {self.shard_format!r}: use one of {', '.join(STORE_FORMATS)}"
-            )
-        if not 1 <= self.num_shards <= 100_000:
-            raise BadInputError(f"the number of shards is {self.num_shards}: use 1 to 100000")
+        one_of("the store format", self.shard_format, STORE_FORMATS)
+        at_least("the number of shards", self.num_shards, 1, most=100_000)
 
     @classmethod
     def for_text(

@@ -6,7 +6,6 @@ suggest; the exact one is itself information about the users.
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.store import Store
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, positive, probability
 from dpfl_jax.randomness import RootKey
 
 
@@ -43,12 +42,9 @@ def private_quantile(
     Raises:
       BadInputError: a parameter is out of range.
     """
-    if not 0.0 < quantile < 1.0:
-        raise BadInputError(f"the quantile is {quantile}, but it must be above 0 and below 1")
-    if not (epsilon > 0.0 and math.isfinite(epsilon)):
-        raise BadInputError(f"epsilon is {epsilon}, but a private quantile needs one above 0")
-    if largest < 1:
-        raise BadInputError(f"the upper bound is {largest}, but it must be at least 1")
+    probability("the quantile", quantile, zero=False, one=False)
+    positive("epsilon", epsilon)
+    at_least("the upper bound", largest, 1)
     ordered = np.sort(np.asarray(counts))
     candidates = np.arange(1, largest + 1)
     below = np.searchsorted(ordered, candidates, side="left")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.errors import BadInputError, at_least, expect, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Schema:
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("arrays", "tokens", "answers"):
-            raise BadInputError(f"a schema is 'arrays', 'tokens' or 'answers', not {self.kind!r}")
+        one_of("the kind of a schema", self.kind, ("arrays", "tokens", "answers"))
         if not self.fields:
             raise BadInputError("a schema needs at least one field")
 
@@ -64,8 +63,7 @@ class Schema:
     def tokens(cls, seq_len: int, vocab_size: int, tokenizer: str | None = None) -> Schema:
         """Returns the schema of language-model examples of ``seq_len`` tokens."""
         expect(seq_len, (int, np.integer), "seq_len", "a whole number of tokens")
-        if seq_len < 1:
-            raise BadInputError(f"seq_len is {seq_len}, but an example needs at least 1 token")
+        at_least("seq_len", seq_len, 1)
         fields = (Field("tokens", "int32", (seq_len,)), Field("mask", "bool", (seq_len,)))
         return cls("tokens", fields, int(vocab_size), tokenizer)
 

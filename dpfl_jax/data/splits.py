@@ -12,7 +12,7 @@ import numpy as np
 
 from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.store import Store, UserView
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, probability
 
 FEW = 20  # a column with so few values, and many more rows, may not name people
 
@@ -44,8 +44,7 @@ def split_by_user(store: Store, fractions: Mapping[str, float], seed: int = 0) -
       BadInputError: a fraction is outside [0, 1), or they leave nothing to train on.
     """
     for name, fraction in fractions.items():
-        if not 0.0 <= fraction < 1.0:
-            raise BadInputError(f"{name}_fraction is {fraction}, but it must be in [0, 1)")
+        probability(f"{name}_fraction", fraction, one=False)
     if sum(fractions.values()) >= 1.0:
         raise BadInputError(
             f"the fractions {dict(fractions)} leave no users for 'train': lower them"
@@ -81,10 +80,8 @@ def split_within_users(
     Returns:
       The training part and the held-out part.
     """
-    if not 0.0 <= fraction <= 1.0:
-        raise BadInputError(f"the held-out fraction is {fraction}, but it must be in [0, 1]")
-    if most is not None and most < 0:
-        raise BadInputError(f"data.held_out_max is {most}, but it must be 0 or more")
+    probability("the held-out fraction", fraction)
+    at_least("data.held_out_max", most, 0)
     counts = store.examples_per_user
     users = np.flatnonzero(counts >= smallest)
     # The rounding guard keeps ceil(0.1 * 30) at 3.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import math
 from typing import Any, ClassVar, Literal, get_args
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, nearest, one_of, positive, require
 
 Activation = Literal["gelu", "swiglu", "geglu"]
 Norm = Literal["rms", "layer"]
@@ -18,6 +17,8 @@ Remat = Literal["none", "light", "full"]
 AttentionForm = Literal["auto", "plain", "blockwise"]
 _CHOICES = {"activation": Activation, "norm": Norm, "positions": Positions, "dtype": ComputeDtype,
             "remat": Remat, "attention": AttentionForm}  # fmt: skip
+_POSITIVE = ("norm_eps", "rope_theta", "query_scale", "attention_softcap", "logit_softcap",
+             "local_rope_theta")  # fmt: skip
 _COUNTS = ("vocab_size", "max_seq_len", "num_layers", "embed_dim", "num_heads")
 _OPTIONAL_COUNTS = ("num_kv_heads", "head_dim", "mlp_dim", "num_experts", "experts_per_token",
                     "sliding_window", "global_every")  # fmt: skip
@@ -43,10 +44,7 @@ class RopeScaling:
     original_max_len: int = 8192
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            raise BadInputError(
-                f"model: rope_scaling kind {self.kind!r} is not one of linear, llama3"
-            )
+        one_of("model: rope_scaling kind", self.kind, ("linear", "llama3"))
         if not (self.factor > 0 and self.high_freq_factor > self.low_freq_factor > 0):
             raise BadInputError(
                 "model: rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0"
@@ -187,28 +185,16 @@ class TransformerConfig:
                 object.__setattr__(self, name, _parsed(name, kind, value))
         for name in (*_COUNTS, *_OPTIONAL_COUNTS):
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL_COUNTS:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadInputError(
-                    f"model: {name} is {value!r}, but it must be a whole number >= 1"
-                )
+            optional = value is None and name in _OPTIONAL_COUNTS
+            good = optional or (type(value) is int and value >= 1)
+            require(good, f"model: {name}", value, "a whole number, at least 1")
         for name, options in _CHOICES.items():
-            if getattr(self, name) not in get_args(options):
-                raise BadInputError(
-                    f"model: {name} is {getattr(self, name)!r}, but it must be one of "
-                    f"{', '.join(get_args(options))}"
-                )
-        optional = ("query_scale", "attention_softcap", "logit_softcap", "local_rope_theta")
-        for name in ("norm_eps", "rope_theta", *optional):
-            value = getattr(self, name)
-            if not ((value is None and name in optional) or 0 < value < math.inf):
-                raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
-        if not (type(self.last_layers) is int and 0 <= self.last_layers < self.num_layers):
-            raise BadInputError(
-                f"model: last_layers is {self.last_layers!r}, but it must be an integer from 0 to "
-                f"below num_layers ({self.num_layers})"
-            )
+            value, known = getattr(self, name), get_args(options)
+            require(value in known, f"model: {name}", value, f"one of {', '.join(known)}")
+        for name in _POSITIVE:
+            positive(f"model: {name}", getattr(self, name))
+        most = self.num_layers - 1
+        at_least("model: last_layers", self.last_layers, 0, most=most, whole=True)
         local = {"global_every": self.global_every, "local_rope_theta": self.local_rope_theta}
         for name, value in local.items():
             if value is not None and self.sliding_window is None:
@@ -327,12 +313,9 @@ def transformer_config(size: str, **overrides: Any) -> TransformerConfig:
     Raises:
       BadInputError: an unknown size or field.
     """
-    if size not in SIZES:
-        raise BadInputError(f"model: size {size!r} is not one of {', '.join(SIZES)}")
+    one_of("model: size", size, SIZES)
     known = [f.name for f in dataclasses.fields(TransformerConfig)]
     for name in overrides:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise BadInputError(f"model: unknown field {name!r}: {hint}")
+            raise BadInputError(f"model: unknown field {name!r}: {nearest(name, known)}")
     return TransformerConfig(**{"vocab_size": 259} | SIZES[size] | overrides)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.models.config import TransformerConfig
 from dpfl_jax.models.transformer import LanguageModel
 
@@ -50,8 +50,7 @@ def generate(
     if not len(tokens):
         raise BadInputError("the prompt has no token that a model could go on from")
     length = len(tokens) + max_tokens
-    if max_tokens < 1:
-        raise BadInputError(f"the number of tokens to sample is {max_tokens}, but at least 1")
+    at_least("the number of tokens to sample", max_tokens, 1)
     if length > config.max_seq_len + 1:  # the last token sampled is not read again
         raise BadInputError(
             f"prompt and sample are {length - 1} tokens long, but the model takes at most "
@@ -61,10 +60,8 @@ def generate(
         raise BadInputError(
             f"the prompt has a token id outside the model's vocabulary of {config.vocab_size}"
         )
-    if not temperature >= 0 or (top_k is not None and top_k < 1):
-        raise BadInputError(
-            f"temperature must be >= 0 and top_k >= 1, but they are {temperature} and {top_k}"
-        )
+    at_least("temperature", temperature, 0)
+    at_least("top_k", top_k, 1)
     if config.positions == "rotary":  # the cache need not be longer than this text
         config = dataclasses.replace(config, max_seq_len=length)
     return _tokens(config, params, tokens, max_tokens, key, temperature, top_k, stop_ids)

@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 
 PyTree = Any
 
 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size < 1:
-            raise BadInputError(f"model: {name} is {size}, but it must be at least 1")
+        at_least(f"model: {name}", size, 1)
 
 
 class FunctionalModel:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, positive
 
 _CHUNK = 8192
 
@@ -48,8 +48,7 @@ class UnigramModel:
         Raises:
           BadInputError: smoothing <= 0, or a token outside the vocabulary.
         """
-        if not smoothing > 0:
-            raise BadInputError(f"smoothing of a unigram model is {smoothing}, but it must be > 0")
+        positive("smoothing of a unigram model", smoothing)
         counts = np.zeros(vocab_size, np.int64)
         for batch in batches:
             counts += np.bincount(_real_tokens(batch, vocab_size), minlength=vocab_size)

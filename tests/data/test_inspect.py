@@ -93,7 +93,7 @@ def test_build_command_end_to_end(tmp_path, capsys):
     for change, message in (
         (["--user-column", "author"], "no column 'author'"),
         (["--input", "/nowhere.jsonl"], "does not exist"),
-        (["--store-format", "zip"], "unknown store format"),
+        (["--store-format", "zip"], "must be one of arrow, arrayrecord"),
         (["--tokenizer", "x"], "neither 'bytes'"),
         (["--source", "tfds"], "cannot open the TFDS"),
         (["--source", "nothing"], "unknown"),

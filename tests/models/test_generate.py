@@ -97,8 +97,8 @@ def test_draws_follow_the_logits():
         ({"max_tokens": 0}, "at least 1"),
         ({"prompt": []}, "no token"),
         ({"prompt": [23]}, "outside the model's vocabulary of 23"),
-        ({"temperature": -1.0}, "temperature must be >= 0"),
-        ({"top_k": 0}, "top_k >= 1"),
+        ({"temperature": -1.0}, "temperature is -1.0, but it must be at least 0"),
+        ({"top_k": 0}, "top_k is 0, but it must be at least 1"),
     ],
 )
 def test_bad_settings(change, message):
