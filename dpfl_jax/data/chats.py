@@ -164,13 +164,12 @@ def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate 
     if isinstance(tokenizer, str | os.PathLike):
         path = pathlib.Path(local_path(tokenizer, "model"))
         folder = path if path.is_dir() else path.parent
-        found = folder / "tokenizer_config.json"
-        if os.fspath(tokenizer) != "bytes" and found.is_file():
-            source, name = read_json_object(found).get("chat_template"), os.fspath(found)
-            config = tokenizer_settings(found)
-        found = folder / "chat_template.jinja"
-        if os.fspath(tokenizer) != "bytes" and found.is_file():
-            source, name = _read(found), os.fspath(found)
+        settings, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        if os.fspath(tokenizer) != "bytes" and settings.is_file():
+            source, name = read_json_object(settings).get("chat_template"), os.fspath(settings)
+            config = tokenizer_settings(settings)
+        if os.fspath(tokenizer) != "bytes" and template.is_file():
+            source, name = _read(template), os.fspath(template)
     else:
         source, name = getattr(tokenizer, "chat_template", None), "the tokeniser's chat template"
         config = getattr(tokenizer, "special_tokens_map", {})

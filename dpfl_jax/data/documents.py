@@ -97,7 +97,7 @@ def read_folder(root: pathlib.Path) -> Iterator[Document]:
 
     Hidden files are skipped. Every other file must be UTF-8 text, and no link out of the folder.
     """
-    some = False
+    any_file = False
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
         if any(part.startswith(".") for part in parts):
@@ -112,9 +112,9 @@ def read_folder(root: pathlib.Path) -> Iterator[Document]:
             raise BadInputError(f"{path}: the text is not UTF-8 ({error.reason})") from error
         except OSError as error:
             raise BadInputError(f"cannot read {path}: {error.strerror or error}") from error
-        some = True
+        any_file = True
         yield parts[0], text
-    if not some:
+    if not any_file:
         raise BadInputError(f"the folder {root} holds no files: each entry in it is a user")
 
 

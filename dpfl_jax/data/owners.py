@@ -197,13 +197,13 @@ class BoundedStore(StoreBase):
         shared, sizes = self.shared, self.shared.sets.examples_per_user
         kept = np.zeros(len(sizes), np.int64)
         kept[self._sets] = np.diff(self.user_offsets)
-        some = {user for i in self._sets.tolist() for user in shared.owners[i]}
+        kept_users = {user for i in self._sets.tolist() for user in shared.owners[i]}
         degree = np.array([len(members) for members in shared.owners])
         text = self.schema.kind == "tokens"
         return Bounding(
             self._limit,
             shared.num_users,
-            shared.num_users - len(some),
+            shared.num_users - len(kept_users),
             shared.num_examples,
             self.num_examples,
             _tokens(shared) if text else None,

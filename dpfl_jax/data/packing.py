@@ -196,9 +196,9 @@ def pack_units(
     lengths = np.zeros(positions.shape, np.int64)
     lengths[real] = _ends(read["mask"])
     lengths = np.minimum(lengths, shape.length) if partial else lengths
-    row, start, whole = first_fit(lengths, real, shape)
+    row, start, complete = first_fit(lengths, real, shape)
     kept = row >= 0
-    assert partial or whole.all(), "a unit is in a shape that does not hold it"
+    assert partial or complete.all(), "a unit is in a shape that does not hold it"
     read = {name: array[kept[real]] for name, array in read.items()}
     unit, number = np.nonzero(kept)
     size = lengths[kept]
@@ -237,8 +237,8 @@ def _sample_positions(offsets: np.ndarray, group_size: int | None) -> np.ndarray
     users = users[np.sort(rng.choice(len(users), min(SAMPLE_UNITS, len(users)), False))]
     positions = np.full((len(users), group_size), -1, np.int64)
     for unit, low, high in zip(positions, offsets[users], offsets[users + 1]):
-        mine = rng.choice(high - low, min(group_size, high - low), replace=False)
-        unit[: len(mine)] = low + mine
+        chosen = rng.choice(high - low, min(group_size, high - low), replace=False)
+        unit[: len(chosen)] = low + chosen
     return positions
 
 

@@ -195,8 +195,8 @@ class Pipeline:
             lengths, shapes = packing.example_lengths(self.store, draw.positions), [*self.shapes]
             parts = packing.split_by_shape(draw, lengths, self.shapes)
         if self.capacities is None:
-            some = [i for i, part in enumerate(parts) if part.size] or [0]
-            parts, shapes = [parts[i] for i in some], [shapes[i] for i in some]
+            nonempty = [i for i, part in enumerate(parts) if part.size] or [0]
+            parts, shapes = [parts[i] for i in nonempty], [shapes[i] for i in nonempty]
             rows = [padded_rows(p.size, self.width(shape)) for p, shape in zip(parts, shapes)]
         else:
             given = zip(parts, shapes, self.capacities)
@@ -269,11 +269,11 @@ class Pipeline:
         local, shapes = [], [*(self.shapes or [None] * len(units))]
         for b, (bucket, slots) in enumerate(zip(units, which, strict=True)):
             rows = len(slots) if self.capacities is None else self.capacities[b]
-            mine = slots[:, self._columns(shapes[b])]
+            places = slots[:, self._columns(shapes[b])]
 
-            def fill(x: Any, mine: np.ndarray = mine, rows: int = rows) -> np.ndarray:
-                empty = np.zeros((rows - len(mine), mine.shape[1], *x.shape[2:]), x.dtype)
-                return np.concatenate([x[0][mine], empty])
+            def fill(x: Any, places: np.ndarray = places, rows: int = rows) -> np.ndarray:
+                empty = np.zeros((rows - len(places), places.shape[1], *x.shape[2:]), x.dtype)
+                return np.concatenate([x[0][places], empty])
 
             optional = ("example_mask", "keys", "counts", "per_unit")
             rest = {name: getattr(bucket, name) for name in optional}
@@ -335,10 +335,10 @@ class Pipeline:
             }, tokens
         real = share.positions >= 0
         examples, tokens = self._examples(share.positions[real])
-        whole = bool(real.all())
+        no_padding = bool(real.all())
 
         def place(values: np.ndarray) -> np.ndarray:
-            if whole:
+            if no_padding:
                 return values.reshape(*real.shape, *values.shape[1:])
             local = np.zeros((*real.shape, *values.shape[1:]), values.dtype)
             local[real] = values

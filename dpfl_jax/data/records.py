@@ -171,8 +171,8 @@ class _ArrowReader:
     def __init__(self, path: pathlib.Path, schema: Schema, count: int):
         self._path, self._dtype = path, schema.record_dtype
         self._is_text = schema.kind == "tokens"
-        whole = pa.memory_map(os.fspath(path)).read_buffer()
-        file = pa.ipc.open_file(whole)
+        mapped = pa.memory_map(os.fspath(path)).read_buffer()
+        file = pa.ipc.open_file(mapped)
         if file.schema != arrow_schema(schema):
             raise ValueError("its columns are not those of its manifest")
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
@@ -183,7 +183,7 @@ class _ArrowReader:
         if sum(sizes) != count or any(size != self._rows for size in sizes[:-1]):
             raise ValueError(f"it holds {sum(sizes)} records, expected {count}")
         self._columns = {
-            name: _Column([batch.column(name) for batch in batches], whole, self._dtype[name])
+            name: _Column([batch.column(name) for batch in batches], mapped, self._dtype[name])
             for name in _columns(schema)
         }
 
@@ -203,7 +203,7 @@ class _ArrowReader:
 class _Column:
     """A column of all record batches of a mapped file: the offsets of its values in the file."""
 
-    def __init__(self, arrays: list[pa.Array], whole: pa.Buffer, dtype: np.dtype[Any]):
+    def __init__(self, arrays: list[pa.Array], mapped: pa.Buffer, dtype: np.dtype[Any]):
         """Raises ValueError if a value is missing, or is not in the mapped file (compressed)."""
         values, ends, counts = [], [], []
         for array in arrays:
@@ -215,12 +215,12 @@ class _Column:
                 array = array.values
             if array.null_count:
                 raise ValueError("a value is missing")
-            values.append(_offset_in(array.buffers()[1], whole))
+            values.append(_offset_in(array.buffers()[1], mapped))
             counts.append(len(array))
             if lists is not None:
-                ends.append(_offset_in(lists.buffers()[1], whole) // 4)
+                ends.append(_offset_in(lists.buffers()[1], mapped) // 4)
         self._values, self._ends, self._counts = map(np.array, (values, ends, counts))
-        raw = np.frombuffer(whole, np.uint8)
+        raw = np.frombuffer(mapped, np.uint8)
         self._ints = raw[: len(raw) // 4 * 4].view("<i4")
         # A view of as many bytes as the longest value has, at every byte of the file.
         self._lists = np.arange(math.prod(dtype.shape[:-1]) if ends else 1)
@@ -261,13 +261,13 @@ class _Column:
         return values
 
 
-def _offset_in(buffer: pa.Buffer | None, whole: pa.Buffer) -> int:
+def _offset_in(buffer: pa.Buffer | None, mapped: pa.Buffer) -> int:
     if buffer is None or not buffer.size:
         return 0
-    at = int(buffer.address - whole.address)
-    if not 0 <= at <= whole.size - buffer.size or at % 8:
+    offset = int(buffer.address - mapped.address)
+    if not 0 <= offset <= mapped.size - buffer.size or offset % 8:
         raise ValueError("it is compressed")
-    return at
+    return offset
 
 
 def _write_array_record(path: pathlib.Path, schema: Schema, blocks: Iterable[np.ndarray]) -> int:

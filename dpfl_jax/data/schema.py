@@ -73,9 +73,9 @@ class Schema:
     ) -> Schema:
         """Returns the schema of prompts with answers, or of preference ``pairs``."""
         lead = (2,) if pairs else ()
-        whole = cls.tokens(seq_len, vocab_size, tokenizer)
-        fields = tuple(dataclasses.replace(f, shape=(*lead, *f.shape)) for f in whole.fields)
-        return dataclasses.replace(whole, kind="answers", fields=fields)
+        tokens = cls.tokens(seq_len, vocab_size, tokenizer)
+        fields = tuple(dataclasses.replace(f, shape=(*lead, *f.shape)) for f in tokens.fields)
+        return dataclasses.replace(tokens, kind="answers", fields=fields)
 
     @classmethod
     def arrays(cls, example: Mapping[str, Any], leading_axis: bool = False) -> Schema:

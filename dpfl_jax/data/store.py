@@ -341,17 +341,17 @@ class UserView(StoreBase):
         skip = np.zeros_like(size) if first is None else np.minimum(first, size)
         keep = -(-(size - skip) // every)
         keep = keep if counts is None else np.minimum(counts, keep)
-        some = keep > 0
+        nonempty = keep > 0
         self.parent, self._every = parent, every
         self.users_are_sets = getattr(parent, "users_are_sets", False)
         self.unit_key = unit_key_of(parent)
         self.task = getattr(parent, "task", None)
         self.immutable = getattr(parent, "immutable", False)
         self.schema = parent.schema
-        self._users = users[some]
-        self._first = (begin + skip)[some]
+        self._users = users[nonempty]
+        self._first = (begin + skip)[nonempty]
         self.user_offsets = np.zeros(len(self._users) + 1, np.int64)
-        np.cumsum(keep[some], out=self.user_offsets[1:])
+        np.cumsum(keep[nonempty], out=self.user_offsets[1:])
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         return self.parent.user_ids(self._users[np.asarray(indices, dtype=np.int64)])

@@ -425,19 +425,19 @@ def read_table(
         silos.append(home)
     if table is None or not (cells or problems):
         raise bad.none_left("the table has no rows")
-    whole = np.array(cells, np.float64).reshape(len(cells), len(numbers))
-    _check_sizes(config, table, whole, problems)
+    values_of_rows = np.array(cells, np.float64).reshape(len(cells), len(numbers))
+    _check_sizes(config, table, values_of_rows, problems)
     if problems:
         raise problems.error() if no_id is None else BadInputError(f"{problems.error()}; {no_id}")
     last = len(table.inputs)
-    columns = {"x": input_array(table, whole[:, :last])}
+    columns = {"x": input_array(table, values_of_rows[:, :last])}
     if classes:
-        columns["label"] = whole[:, last].astype(np.int32)
+        columns["label"] = values_of_rows[:, last].astype(np.int32)
     else:
-        columns["label"] = scaled(table, whole[:, last], target).astype(np.float32)
+        columns["label"] = scaled(table, values_of_rows[:, last], target).astype(np.float32)
     if silo is not None:
         columns["silo"] = _indices(silos)
-    columns |= {name: whole[:, last + 1 + i] for i, name in enumerate(keep)}
+    columns |= {name: values_of_rows[:, last + 1 + i] for i, name in enumerate(keep)}
     task = Task(
         "classes" if classes else "regression",
         columns["x"].shape[1:],
@@ -582,6 +582,6 @@ def user_key(user_column: str | None) -> Callable[[Mapping[str, Any], str], str]
 def _indices(names: list[str]) -> np.ndarray:
     """Index of each name among all sorted names (numbers by value), int32 [n]."""
     known = set(names)
-    whole = all(name.isdecimal() for name in known)
-    order = {n: i for i, n in enumerate(sorted(known, key=int if whole else str))}
+    all_numbers = all(name.isdecimal() for name in known)
+    order = {n: i for i, n in enumerate(sorted(known, key=int if all_numbers else str))}
     return np.array([order[name] for name in names], np.int32)

@@ -107,14 +107,14 @@ class HuggingFaceTokenizer(Tokenizer):
         id_of = self._tokenizer.token_to_id
         self.eos_id, self.stop_ids = _end_ids(settings, id_of, after, name)
         if self.eos_id is None and not settings:
-            found = [token for token in self._ENDS if token in vocabulary]
-            if len(found) > 1:
+            tokens = [token for token in self._ENDS if token in vocabulary]
+            if len(tokens) > 1:
                 raise BadInputError(
-                    f"{name} has the tokens {' and '.join(found)}, each of which may end a text: "
+                    f"{name} has the tokens {' and '.join(tokens)}, each of which may end a text: "
                     'put a tokenizer_config.json beside it that holds {"eos_token": ...}'
                 )
-            self.eos_id = vocabulary[found[0]] if found else None
-            self.stop_ids = frozenset(vocabulary[token] for token in found)
+            self.eos_id = vocabulary[tokens[0]] if tokens else None
+            self.stop_ids = frozenset(vocabulary[token] for token in tokens)
         ends = f"\0{self.bos_id}\0{self.eos_id}".encode()
         self.fingerprint = hashlib.sha256(b"tokenizers\0" + data + ends).hexdigest()
 
@@ -164,8 +164,8 @@ class SentencePieceTokenizer(Tokenizer):
         bos, eos = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
 
         def piece(text: str) -> int | None:
-            found = self._model.PieceToId(text)
-            return None if found == self._model.unk_id() else found
+            token_id = self._model.PieceToId(text)
+            return None if token_id == self._model.unk_id() else token_id
 
         settings = settings or {}
         self.bos_id = bos if settings.get("add_bos_token", True) else None
@@ -210,8 +210,8 @@ def load_tokenizer(name: Any) -> Tokenizer:
         return ByteTokenizer()
     path = local_path(path, "model")
     if os.path.isdir(path):
-        held = [os.path.join(path, f) for f in ("tokenizer.json", "tokenizer.model")]
-        path = next((f for f in held if os.path.exists(f)), path)
+        candidates = [os.path.join(path, f) for f in ("tokenizer.json", "tokenizer.model")]
+        path = next((f for f in candidates if os.path.exists(f)), path)
     if path.endswith(".json"):
         return HuggingFaceTokenizer(_read(path), path, tokenizer_settings(path))
     if path.endswith((".model", ".spm")):
@@ -287,8 +287,8 @@ def _added_ids(processor: Any, name: str) -> tuple[int | None, int | None]:
     """The ids that a post-processor of ``tokenizers`` puts before and after a text."""
     kind = (processor or {}).get("type")
     if kind == "Sequence":
-        found = [_added_ids(part, name) for part in processor["processors"]]
-        return tuple(next((i for i in side if i is not None), None) for side in zip(*found))  # type: ignore[return-value]
+        pairs = [_added_ids(part, name) for part in processor["processors"]]
+        return tuple(next((i for i in side if i is not None), None) for side in zip(*pairs))  # type: ignore[return-value]
     if kind in ("BertProcessing", "RobertaProcessing"):
         return processor["cls"][1], processor["sep"][1]
     if kind != "TemplateProcessing":

@@ -94,16 +94,16 @@ def _tokens(
     top_k: int | None,
     stop_ids: Collection[int],
 ) -> Iterator[int]:
-    cache, some = LanguageModel(config).init_cache(params), jnp.asarray(tokens, jnp.int32)
+    cache, unread = LanguageModel(config).init_cache(params), jnp.asarray(tokens, jnp.int32)
     for i in range(max_tokens):
         drawn, cache = _read(
-            config, params, cache, some, jax.random.fold_in(key, i), temperature, top_k
+            config, params, cache, unread, jax.random.fold_in(key, i), temperature, top_k
         )
         token = int(drawn)
         if token in stop_ids:
             return
         yield token
-        some = drawn[None]
+        unread = drawn[None]
 
 
 def draw(

@@ -349,7 +349,7 @@ class Transformer(nn.Module):
         if c.scan_layers:
             local = c.local_layers
             for name, length in c.stacks:
-                mine, local = local[:length], local[length:]
+                of_stack, local = local[:length], local[length:]
                 stack = nn.scan(
                     block,
                     variable_axes={"params": 0, "cache": 0},
@@ -357,9 +357,9 @@ class Transformer(nn.Module):
                     in_axes=(0, nn.broadcast),
                     length=length,
                 )
-                alike = mine[0] if len(set(mine)) == 1 else None
-                which = jnp.array(mine) if alike is None else None
-                x, _ = stack(c, self.decode, alike, name=name)(x, which, segments)
+                all_local = of_stack[0] if len(set(of_stack)) == 1 else None
+                local_of_each = jnp.array(of_stack) if all_local is None else None
+                x, _ = stack(c, self.decode, all_local, name=name)(x, local_of_each, segments)
         else:
             for i, near in enumerate(c.local_layers):
                 x, _ = block(c, self.decode, near, name=f"block_{i}")(x, None, segments)
@@ -373,15 +373,15 @@ class Transformer(nn.Module):
             head = self.param("head", init, (c.embed_dim, c.vocab_size))
 
         def logits(x: jax.Array) -> jax.Array:
-            found = jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
+            out = jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
             if c.logit_softcap is not None:
-                found = c.logit_softcap * jnp.tanh(found / c.logit_softcap)
-            return _constrained(found)
+                out = c.logit_softcap * jnp.tanh(out / c.logit_softcap)
+            return _constrained(out)
 
         if not losses:
             return logits(x)
-        found = _losses(logits, x, tokens, c.vocab_size)
-        return jnp.where(first, 0.0, found) if unshifted else found
+        out = _losses(logits, x, tokens, c.vocab_size)
+        return jnp.where(first, 0.0, out) if unshifted else out
 
 
 def segment_starts(segments: jax.Array) -> jax.Array:
@@ -394,7 +394,7 @@ def _losses(
 ) -> jax.Array:
     """Cross-entropies of tokens, float32 [length]; in chunks where logits are large."""
 
-    def some(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    def chunk_losses(x: jax.Array, tokens: jax.Array) -> jax.Array:
         losses = logits(x)
         # A comparison instead of a lookup: no scatter backwards, and the vocabulary may be sharded.
         target = jnp.arange(vocab_size)[None, :] == tokens[:, None]
@@ -403,14 +403,14 @@ def _losses(
 
     length = tokens.shape[0]
     if length * vocab_size <= _MAX_LOGITS:
-        return some(x, tokens)
+        return chunk_losses(x, tokens)
     size = max(1, _MAX_LOGITS // 4 // vocab_size)
     size = size // 128 * 128 or size
     chunks = -(-length // size)
     padding = chunks * size - length
     x = jnp.pad(x, ((0, padding), (0, 0))).reshape(chunks, size, -1)
     tokens = jnp.pad(tokens, (0, padding)).reshape(chunks, size)
-    recomputed = jax.checkpoint(some, prevent_cse=False)
+    recomputed = jax.checkpoint(chunk_losses, prevent_cse=False)
     losses = jax.lax.scan(lambda _, chunk: (None, recomputed(*chunk)), None, (x, tokens))[1]
     return losses.reshape(-1)[:length]
 
@@ -457,8 +457,8 @@ class LanguageModel:
                 f"a sequence has {tokens.shape[0]} tokens, but the model's max_seq_len is "
                 f"{self.config.max_seq_len}: raise it, or cut the sequences shorter"
             )
-        found = self._module.apply({"params": params}, tokens, losses, segments)
-        return cast(jax.Array, found)
+        out = self._module.apply({"params": params}, tokens, losses, segments)
+        return cast(jax.Array, out)
 
     @takes_segments
     def loss(

@@ -82,10 +82,10 @@ def read_mnist(path: pathlib.Path, split: str) -> Iterator[User]:
     stem = {"train": "train", "test": "t10k"}[split]
     arrays = []
     for name in (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"):
-        found = [p for p in (path / name, path / f"{name}.gz") if p.is_file()]
-        if not found:
+        files = [p for p in (path / name, path / f"{name}.gz") if p.is_file()]
+        if not files:
             raise BadInputError(f"{path} holds no {name}[.gz]: put MNIST's four idx files there")
-        arrays.append(read_idx(found[0]))
+        arrays.append(read_idx(files[0]))
     images, labels = arrays
     if len(images) != len(labels):
         raise BadInputError(f"{path}: {len(images)} images but {len(labels)} labels")
@@ -192,8 +192,8 @@ def _load(name: str) -> tuple[np.ndarray, np.ndarray]:
             f"data.source={name} needs scikit-learn, which bundles it: install it, or use a source "
             "with data.path"
         ) from None
-    found: Any = getattr(datasets, f"load_{name}")()
-    return np.asarray(found.data, np.float64), np.asarray(found.target)
+    bunch: Any = getattr(datasets, f"load_{name}")()
+    return np.asarray(bunch.data, np.float64), np.asarray(bunch.target)
 
 
 def _people(what: str, x: np.ndarray, label: np.ndarray) -> Iterator[User]:

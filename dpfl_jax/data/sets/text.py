@@ -39,9 +39,9 @@ def files_in(path: pathlib.Path, patterns: tuple[str, ...], what: str) -> list[p
     if path.is_file():
         return [path]
     for pattern in patterns:
-        found = sorted(path.glob(pattern))
-        if found:
-            return found
+        files = sorted(path.glob(pattern))
+        if files:
+            return files
     raise BadInputError(f"{path} holds no {' or '.join(patterns)}: put there {what}")
 
 
@@ -88,14 +88,14 @@ def _speaker_blocks(path: pathlib.Path) -> Iterator[Document]:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: the text is not UTF-8 ({error.reason})") from error
-    found = False
+    any_block = False
     for block in re.split(r"\n\s*\n", text):
         speaker, colon, speech = block.strip().partition(":\n")
         # A block without "NAME:" has no speaker; none occurs in the known file.
         if colon and speech.strip() and "\n" not in speaker:
-            found = True
+            any_block = True
             yield speaker, speech.strip()
-    if not found:
+    if not any_block:
         raise BadInputError(f"{path}: no 'SPEAKER:' block, so it is not the Shakespeare text")
 
 

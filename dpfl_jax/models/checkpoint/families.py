@@ -35,7 +35,7 @@ class Key:
       default: what a missing key means, or a function of the file; without a default the file must
         have a whole number.
       older: the key in older files.
-      alike: another key, which must have the same value.
+      same_as: another key, which must have the same value.
       null: null is a value (None), not the default.
       read: from the file's value to ours.
       write: from our value to the file's.
@@ -44,23 +44,23 @@ class Key:
     name: str
     default: Any = _REQUIRED
     older: str = ""
-    alike: str = ""
+    same_as: str = ""
     null: bool = False
     read: Callable[[Any], Any] = _identity
     write: Callable[[Any], Any] = _identity
 
-    def of(self, found: Json, where: str) -> Any:
+    def of(self, content: Json, where: str) -> Any:
         """Our value, from a file's content."""
-        name = self.name if self.name in found or not self.older else self.older
-        value = found.get(name)
+        name = self.name if self.name in content or not self.older else self.older
+        value = content.get(name)
         if self.default is _REQUIRED and not isinstance(value, int):
             raise BadInputError(f"{where} has no number {self.name}")
-        if value is None and not (self.null and name in found):
-            value = self.default(found) if callable(self.default) else self.default
-        if self.alike and found.get(self.alike, self.default) != value:
+        if value is None and not (self.null and name in content):
+            value = self.default(content) if callable(self.default) else self.default
+        if self.same_as and content.get(self.same_as, self.default) != value:
             raise BadInputError(
-                f"{where} has {name} {value!r} and {self.alike} {found.get(self.alike)!r}, but "
-                "only the same for both is supported"
+                f"{where} has {name} {value!r} and {self.same_as} "
+                f"{content.get(self.same_as)!r}, but only the same for both is supported"
             )
         try:
             return value if value is None else self.read(value)
@@ -204,7 +204,7 @@ _ROWS = (
             "num_layers": Key("n_layer"),
             "embed_dim": Key("n_embd"),
             "num_heads": Key("n_head"),
-            "mlp_dim": Key("n_inner", lambda found: 4 * found["n_embd"]),
+            "mlp_dim": Key("n_inner", lambda content: 4 * content["n_embd"]),
             "norm_eps": Key("layer_norm_epsilon", 1e-5),
             "tie_embeddings": Key("tie_word_embeddings", True),
         },
@@ -226,7 +226,7 @@ _ROWS = (
         "llama",
         "LlamaForCausalLM",
         _LLAMA,
-        _KEYS | {"use_bias": Key("attention_bias", False, alike="mlp_bias")},
+        _KEYS | {"use_bias": Key("attention_bias", False, same_as="mlp_bias")},
         _SWIGLU,
         _SILU,
     ),
@@ -323,45 +323,45 @@ _SCALING = {
 }
 
 
-def to_transformer(found: Json, where: str) -> TransformerConfig:
-    """The transformer that a config.json (content ``found``, path ``where``) describes.
+def to_transformer(content: Json, where: str) -> TransformerConfig:
+    """The transformer that a config.json (its ``content``, and its path ``where``) describes.
 
     Raises:
       BadInputError: another family, or an unsupported setting.
     """
-    kind = found.get("model_type")
+    kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise BadInputError(
             f"{where} has model_type {kind!r}, but only {', '.join(FAMILIES)} are known"
         )
     try:
-        return _transformer(FAMILIES[kind], found, where)
+        return _transformer(FAMILIES[kind], content, where)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise BadInputError(f"{where} has a setting of the wrong type ({error})") from None
 
 
-def _transformer(family: Family, found: Json, where: str) -> TransformerConfig:
+def _transformer(family: Family, content: Json, where: str) -> TransformerConfig:
     # Newer files have the rotary settings in a group, or in one for each kind of layer.
-    rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
+    rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
     near = rope.pop(_LOCAL, None) or {}
     rope |= rope.pop(_GLOBAL, None) or {}
     _require(near, where, rope_type=("default", None))
     _require(rope, where, partial_rotary_factor=(1.0, None))
     # A window of Qwen's has another pattern.
-    _require(found, where, partial_rotary_factor=(1.0, None), use_sliding_window=(False, None))
-    _require(found, where, **family.requires)
+    _require(content, where, partial_rotary_factor=(1.0, None), use_sliding_window=(False, None))
+    _require(content, where, **family.requires)
     flat = {
-        **found,
-        "rope_theta": rope.get("rope_theta", found.get("rope_theta")),
-        "rope_local_base_freq": near.get("rope_theta", found.get("rope_local_base_freq")),
+        **content,
+        "rope_theta": rope.get("rope_theta", content.get("rope_theta")),
+        "rope_local_base_freq": near.get("rope_theta", content.get("rope_local_base_freq")),
     }
     fields = {name: key.of(flat, where) for name, key in family.keys.items()}
-    fields["global_every"] = _global_every(family, found, where, fields)
+    fields["global_every"] = _global_every(family, content, where, fields)
     window = fields.get("sliding_window")
     # A window as long as any sequence is none, unless local layers differ in more than it.
     if window is None or (window >= fields["max_seq_len"] and "local_rope_theta" not in fields):
         fields |= {"sliding_window": None, "global_every": None}
-    bos = found.get("bos_token_id")
+    bos = content.get("bos_token_id")
     return TransformerConfig(
         **family.implies,
         **fields,
@@ -409,7 +409,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         **family.also,
     }
     for name, key in family.keys.items():
-        for theirs in filter(None, (key.name, key.alike)):
+        for theirs in filter(None, (key.name, key.same_as)):
             written[theirs] = key.write(computed[name])
     if scaling := computed["rope_scaling"]:
         names = {"kind": "rope_type"} | _SCALING[scaling["kind"]]
@@ -443,16 +443,18 @@ def _computed(config: TransformerConfig) -> dict[str, Any]:
     return fields
 
 
-def _global_every(family: Family, found: Json, where: str, fields: Mapping[str, Any]) -> int | None:
-    every = family.every and (found.get("sliding_window_pattern") or family.every)
-    types = found.get("layer_types")
+def _global_every(
+    family: Family, content: Json, where: str, fields: Mapping[str, Any]
+) -> int | None:
+    every = family.every and (content.get("sliding_window_pattern") or family.every)
+    types = content.get("layer_types")
     if types is None:
         return every
     window, layers = fields.get("sliding_window"), fields["num_layers"]
     stated = types.index(_GLOBAL) + 1 if _GLOBAL in types else None
     for n in (every, stated):
         is_global = [window is None or bool(n and (i + 1) % n == 0) for i in range(layers)]
-        if [_GLOBAL if whole else _LOCAL for whole in is_global] == list(types):
+        if [_GLOBAL if yes else _LOCAL for yes in is_global] == list(types):
             return n
     raise BadInputError(
         f"{where} has layer_types {types}, but only a window in all layers but every n-th "
@@ -474,11 +476,11 @@ def _scaling(rope: Json, where: str) -> RopeScaling | None:
         raise BadInputError(f"{where}: rope scaling {kind!r} has no {error.args[0]}") from None
 
 
-def _require(found: Json, where: str, **allowed: tuple[Any, ...]) -> None:
+def _require(content: Json, where: str, **allowed: tuple[Any, ...]) -> None:
     for name, values in allowed.items():
-        if found.get(name) not in values:
+        if content.get(name) not in values:
             raise BadInputError(
-                f"{where} has {name} {found[name]!r}, but only {values[0]!r} is supported"
+                f"{where} has {name} {content[name]!r}, but only {values[0]!r} is supported"
             )
 
 
@@ -510,8 +512,8 @@ class Entry:
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor, from that of our (perhaps stacked) parameter."""
-        own = (*shape[len(self.row) : -1], self.width)
-        return own[::-1] if self.transposed else own
+        full = (*shape[len(self.row) : -1], self.width)
+        return full[::-1] if self.transposed else full
 
 
 def entries(
@@ -529,9 +531,9 @@ def entries(
                 module = theirs if theirs == _HEAD else before + theirs.format(*at)
                 for end, kinds in _PARAMETERS.items():
                     paths = [stack + name + kind for name in names.split() for kind in kinds]
-                    held = [path for path in paths if path in ours]
-                    ends = np.cumsum([0, *(ours[path].shape[-1] for path in held)]).tolist()
-                    for path, start in zip(held, ends):
+                    parts = [path for path in paths if path in ours]
+                    ends = np.cumsum([0, *(ours[path].shape[-1] for path in parts)]).tolist()
+                    for path, start in zip(parts, ends):
                         kernel = family.transposed and path.endswith("/kernel")
                         turned = kernel or theirs == _HEAD
                         yield Entry(path, (*row, *at), f"{module}.{end}", turned, start, ends[-1])

@@ -127,13 +127,13 @@ class TensorFiles:
         Raises:
           BadInputError: it does not hold floating-point numbers.
         """
-        found = self._slice(name)
-        if found.get_dtype() not in _FLOATS:
+        tensor = self._slice(name)
+        if tensor.get_dtype() not in _FLOATS:
             raise BadInputError(
-                f"the tensor {name!r} of {self.path} has type {found.get_dtype()}, but only "
+                f"the tensor {name!r} of {self.path} has type {tensor.get_dtype()}, but only "
                 f"{', '.join(_FLOATS)} are known (quantised checkpoints are not)"
             )
-        return tuple(found.get_shape())
+        return tuple(tensor.get_shape())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of a tensor, in its own type."""
@@ -162,16 +162,16 @@ class TensorFiles:
         """Identifies the checkpoint by its configuration and names, shapes and rows of tensors."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in sorted(self):
-            some = self._slice(name)
-            shape = tuple(some.get_shape())
-            digest.update(f"{name} {shape} {some.get_dtype()}".encode())
+            tensor = self._slice(name)
+            shape = tuple(tensor.get_shape())
+            digest.update(f"{name} {shape} {tensor.get_dtype()}".encode())
             if not shape or min(shape) == 0:
                 continue
             # Rows all over the tensor: training changes all, and reading all takes minutes.
             rows = sorted({round(k * (shape[0] - 1) / 15) for k in range(16)})
             for row in rows:
                 part = (slice(row, row + 1), *(slice(None) for _ in shape[1:]))
-                digest.update(np.ascontiguousarray(some[part]).tobytes())
+                digest.update(np.ascontiguousarray(tensor[part]).tobytes())
         return digest.hexdigest()[:32]
 
 
@@ -241,8 +241,8 @@ def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
             continue
         file = within(source, name)
         if name.endswith("_config.json"):
-            told = without_code(read_json(file, name))
-            (target / name).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            config = without_code(read_json(file, name))
+            (target / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         else:
             shutil.copyfile(file, target / name)
 
@@ -279,11 +279,11 @@ def read_json(path: pathlib.Path, what: str) -> dict[str, Any]:
       BadInputError: the file is missing or holds something else.
     """
     try:
-        found = json.loads(read_text(path))
+        value = json.loads(read_text(path))
     except FileNotFoundError:
         raise BadInputError(f"there is no {what} in {path.parent}: it has no {path.name}") from None
     except (OSError, ValueError) as error:
         raise BadInputError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise BadInputError(f"{path} does not hold a JSON object")
-    return found
+    return value

@@ -152,8 +152,8 @@ class _Reader:
     dtype: np.dtype
 
     def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        whole = index or ()
-        cut = [slice(*s.indices(n)) for s, n in zip(whole, self.shape)]
+        given = index or ()
+        cut = [slice(*s.indices(n)) for s, n in zip(given, self.shape)]
         cut += [slice(0, n) for n in self.shape[len(cut) :]]
         if not self.entries[0].row:
             return self._one(self.entries[0], cut)
@@ -168,7 +168,7 @@ class _Reader:
         last = cut[-1]
         cut = [*cut[:-1], slice(last.start + entry.start, last.stop + entry.start)]
         if entry.transposed:
-            found = self.files.read(entry.tensor, tuple(cut[::-1])).T
+            part = self.files.read(entry.tensor, tuple(cut[::-1])).T
         else:
-            found = self.files.read(entry.tensor, tuple(cut))
-        return np.ascontiguousarray(found.astype(self.dtype))
+            part = self.files.read(entry.tensor, tuple(cut))
+        return np.ascontiguousarray(part.astype(self.dtype))

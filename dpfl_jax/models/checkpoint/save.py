@@ -72,15 +72,15 @@ def save_checkpoint(
     by_tensor: dict[str, list[Entry]] = {}
     for entry in entries(config, family, flat, family.prefix):
         by_tensor.setdefault(entry.tensor, []).append(entry)
-    if lost := set(flat) - {e.path for found in by_tensor.values() for e in found}:
+    if lost := set(flat) - {e.path for parts in by_tensor.values() for e in parts}:
         raise BadInputError(
             f"the parameter {min(lost)!r} has no place in a {family.model_type} checkpoint"
         )
-    for name, found in by_tensor.items():
-        found = sorted(found, key=lambda e: e.start)
-        values = [_value(flat[e.path], e) for e in found]
+    for name, parts in by_tensor.items():
+        parts = sorted(parts, key=lambda e: e.start)
+        values = [_value(flat[e.path], e) for e in parts]
         value = values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
-        value = value.T if found[0].transposed else value
+        value = value.T if parts[0].transposed else value
         writer.add(name, value.astype(DTYPES[dtype]))
     if like is not None:
         copy_companions(checkpoint_dir(like), target)
@@ -144,17 +144,17 @@ def save_adapter(
             "--adapter, and they are merged"
         )
     writer = TensorWriter(pathlib.Path(path), 2**62)
-    for module, found in by_module.items():
-        parts = [[_value(flat[f"{name}/{kind}"], e) for kind in ADAPTERS] for e, name in found]
+    for module, members in by_module.items():
+        parts = [[_value(flat[f"{name}/{kind}"], e) for kind in ADAPTERS] for e, name in members]
         ranks = np.cumsum([0, *(a.shape[1] for a, _ in parts)])
-        up = np.zeros((found[0][0].width, ranks[-1]), np.float32)
-        for (entry, _), (_, b), first in zip(found, parts, ranks):
+        up = np.zeros((members[0][0].width, ranks[-1]), np.float32)
+        for (entry, _), (_, b), first in zip(members, parts, ranks):
             up[entry.start : entry.start + b.shape[1], first : first + b.shape[0]] = b.T
         down = np.concatenate([a.T for a, _ in parts])
         for name, value in (("lora_A", down), ("lora_B", up)):
             tensor = f"base_model.model.{module}.{name}.weight"
             writer.add(tensor, value.astype(DTYPES[dtype]))
-    joined = {module: len(found) for module, found in by_module.items()}
+    joined = {module: len(members) for module, members in by_module.items()}
     written = _config(lora, joined, model.config.num_layers)
     # Its name on the hub, or that of its folder: where the folder lay is private.
     name = base.removeprefix("hf:") if base.startswith("hf:") else pathlib.Path(base).name
