@@ -26,10 +26,10 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from dpfl_jax.data.chats import Conversations
-from dpfl_jax.data.documents import encode_user, none_usable
+from dpfl_jax.data.documents import encode_user, none_usable, text_schema
 from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.owners import grouped_by_owner_set
-from dpfl_jax.data.records import STORE_FORMATS, write_records
+from dpfl_jax.data.records import STORE_FORMATS, disk_error, write_records
 from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.shards import INDEX, USERS, FileEntry, Manifest, ShardStore
@@ -91,11 +91,7 @@ class BuildPlan:
         **settings: Any,
     ) -> BuildPlan:
         """Returns the plan of a store of texts, or of conversations."""
-        loaded = load_tokenizer(tokenizer)
-        if conversations is not None:
-            schema = conversations.schema(seq_len, loaded)
-        else:
-            schema = Schema.tokens(seq_len, loaded.vocab_size, loaded.fingerprint)
+        schema = text_schema(seq_len, load_tokenizer(tokenizer), conversations)
         return cls(schema, tokenizer=tokenizer, **settings)
 
     def partition(self, user_id: str) -> int:
@@ -119,15 +115,6 @@ def write_text(path: pathlib.Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.rename(path)
-
-
-def disk_error(path: pathlib.Path, error: Exception) -> BadInputError:
-    """Returns the error to raise when a build cannot write."""
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return BadInputError(
-        f"cannot write {path} ({reason}): free space, then run the same command "
-        "again; it goes on where it stopped"
-    )
 
 
 def build_store(

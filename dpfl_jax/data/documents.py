@@ -197,6 +197,13 @@ def none_usable(schema: Schema) -> BadInputError:
     return BadInputError(f"the data hold zero usable examples: {why}")
 
 
+def text_schema(seq_len: int, tokenizer: Tokenizer, conversations: Conversations | None) -> Schema:
+    """The layout of examples of texts, or of conversations."""
+    if conversations is not None:
+        return conversations.schema(seq_len, tokenizer)
+    return Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
+
+
 def store_from_documents(
     documents: Iterable[tuple[str, str]],
     tokenizer: Tokenizer,
@@ -214,10 +221,7 @@ def store_from_documents(
     Raises:
       BadInputError: there is no document, or none yields an example.
     """
-    if conversations is not None:
-        schema = conversations.schema(seq_len, tokenizer)
-    else:
-        schema = Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
+    schema = text_schema(seq_len, tokenizer, conversations)
     texts: dict[str, list[str]] = {}
     for user, text in documents:
         texts.setdefault(user, []).append(text)

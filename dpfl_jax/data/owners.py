@@ -21,7 +21,7 @@ import numpy as np
 
 from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import ArrayStore, Store, StoreBase, unit_key_of, user_order_key
+from dpfl_jax.data.store import ArrayStore, Store, unit_key_of, user_order_key
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling.contribution import limit_shared
 
@@ -42,7 +42,7 @@ def infer_shared_ownership(store: Any) -> Any:
     return SharedStore(store) if getattr(store, "users_are_sets", False) else store
 
 
-class SharedStore:
+class SharedStore(Store):
     """Records that belong to sets of users.
 
     Attributes:
@@ -58,8 +58,6 @@ class SharedStore:
         place = {name: i for i, name in enumerate(self._names)}
         self.owners = [tuple(place[name] for name in owners) for owners in members]
 
-    schema: Schema
-
     @property
     def num_users(self) -> int:
         """Number of users that own a record."""
@@ -67,11 +65,10 @@ class SharedStore:
 
     @property
     def num_examples(self) -> int:
-        """Number of records."""
         return self.sets.num_examples
 
     @property
-    def user_offsets(self) -> np.ndarray:
+    def user_offsets(self) -> np.ndarray:  # type: ignore[override]
         """Refused: the records of a user do not lie together."""
         raise BadInputError(_REFUSED)
 
@@ -95,19 +92,12 @@ class SharedStore:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of records, owners and schema."""
         return self.sets.fingerprint
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Returns the ids of the users with these indices."""
         return [self._names[int(i)] for i in indices]
 
-    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the examples at ``positions``."""
-        return self.sets.read(positions)
-
     def records(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the stored records at ``positions``."""
         return self.sets.records(positions)
 
     def bounded(self, limit: int, whole: bool = False) -> BoundedStore:
@@ -166,7 +156,7 @@ class Bounding:
         return dataclasses.asdict(self) | {"by_owners": kept}
 
 
-class BoundedStore(StoreBase):
+class BoundedStore(Store):
     """Some records of a shared store; its users are sets of owners.
 
     Attributes:

@@ -38,6 +38,15 @@ class RecordReader(Protocol):
         """Returns the records at ``positions``, int64 [n]."""
 
 
+def disk_error(path: pathlib.Path, error: Exception) -> BadInputError:
+    """Returns the error to raise when a build cannot write."""
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    return BadInputError(
+        f"cannot write {path} ({reason}): free space, then run the same command "
+        "again; it resumes where it stopped"
+    )
+
+
 def write_records(
     path: pathlib.Path, format: str, schema: Schema, blocks: Iterable[np.ndarray]
 ) -> int:
@@ -56,11 +65,7 @@ def write_records(
         partial.rename(path)
     except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise BadInputError(
-            f"cannot write {path} ({reason}): free space, then run the same command again; it goes "
-            "on with the first shard that is not finished"
-        ) from error
+        raise disk_error(path, error) from error
     return count
 
 

@@ -198,11 +198,5 @@ class Schema:
         return records
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object that ``from_json`` reads back."""
+        """Returns a JSON object."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Schema:
-        """Reads what ``to_json`` returned."""
-        fields = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in data["fields"])
-        return cls(data["kind"], fields, data["vocab_size"], data["tokenizer"])

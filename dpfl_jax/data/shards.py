@@ -31,7 +31,7 @@ from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.records import STORE_FORMATS, RecordReader, open_records
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import StoreBase, content_fingerprint
+from dpfl_jax.data.store import Store, content_fingerprint
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import within
 
@@ -137,7 +137,7 @@ def _checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-class ShardStore(StoreBase):
+class ShardStore(Store):
     """A store on disk, opened for reading. Thread-safe; can be sent to worker processes.
 
     Attributes:

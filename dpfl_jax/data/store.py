@@ -7,11 +7,12 @@ Stores of the same users and examples have the same fingerprint, in memory or on
 
 from __future__ import annotations
 
+import abc
 import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,35 +33,76 @@ class Readable(Protocol):
         """Returns the examples at ``positions`` [m] as arrays [m, ...]."""
 
 
-@runtime_checkable
-class Store(Readable, Protocol):
-    """What every store gives; samplers need no more than ``user_offsets``."""
+class Store(abc.ABC):
+    """Examples by user; subclasses give schema, user_offsets, records and user ids.
 
-    @property
-    def schema(self) -> Schema:
-        """Layout of an example."""
+    Attributes:
+      schema: layout of an example.
+      user_offsets: int64 [num_users + 1].
+      users_are_sets: whether its users are sets of owners (``owners``), not people.
+      unit_key: the column or key that makes a user, for the guarantee.
+      task: what is learned from it, if known.
+      immutable: records never change, so that the fingerprint is computed once.
+    """
+
+    schema: Schema
+    user_offsets: np.ndarray
+    users_are_sets: bool = False
+    unit_key: str = ""
+    task: Task | None = None
+    immutable: bool = False
 
     @property
     def num_users(self) -> int:
         """Number of users."""
+        return len(self.user_offsets) - 1
 
     @property
     def num_examples(self) -> int:
         """Number of examples of all users."""
+        return int(self.user_offsets[-1])
 
     @property
     def examples_per_user(self) -> np.ndarray:
         """int64 [num_users]."""
+        return np.diff(self.user_offsets)
+
+    @abc.abstractmethod
+    def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Returns the ids of the users with these indices."""
+
+    @abc.abstractmethod
+    def records(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the stored records at ``positions`` (see ``Schema.record_dtype``)."""
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the examples at ``positions`` as arrays with leading axis len(positions).
+
+        Raises:
+          IndexError: a position is outside 0..num_examples-1. Negative ones are, too: -1 marks
+            padding in a draw, which must be masked and never read.
+        """
+        return self.schema.unpack(self.records(self._check(positions)))
+
+    def _check(self, positions: np.ndarray) -> np.ndarray:
+        positions = np.asarray(positions, dtype=np.int64)
+        if positions.ndim != 1:
+            raise IndexError(f"positions must be a vector, got shape {positions.shape}")
+        if len(positions) and not 0 <= positions.min() <= positions.max() < self.num_examples:
+            raise IndexError(f"a position lies outside 0..{self.num_examples - 1}")
+        return positions
 
     @property
     def fingerprint(self) -> str:
         """Hex digest of users, examples and schema."""
+        return self._fingerprint if self.immutable else content_fingerprint(self)
 
-    def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Returns the ids of the users with these indices."""
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        return content_fingerprint(self)
 
-    def records(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the stored records at ``positions`` (see ``Schema.record_dtype``)."""
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(users={self.num_users}, examples={self.num_examples})"
 
 
 def user_order_key(user_id: str) -> tuple[bytes, str]:
@@ -145,83 +187,8 @@ def fingerprint_of(records: Any, count: int) -> str:
     return total.hexdigest()
 
 
-class StoreBase:
-    """What stores share; subclasses give schema, user_offsets, records and user ids.
-
-    Attributes:
-      users_are_sets: whether its users are sets of owners (``owners``), not people.
-      unit_key: the column or key that makes a user, for the guarantee.
-      task: what is learned from it, if known.
-      immutable: records never change, so that the fingerprint is computed once.
-    """
-
-    schema: Schema
-    user_offsets: np.ndarray
-    users_are_allow_sets: bool = False
-    unit_key: str = ""
-    task: Task | None = None
-    immutable: bool = False
-
-    @property
-    def num_users(self) -> int:
-        """Number of users."""
-        return len(self.user_offsets) - 1
-
-    @property
-    def num_examples(self) -> int:
-        """Number of examples of all users."""
-        return int(self.user_offsets[-1])
-
-    @property
-    def examples_per_user(self) -> np.ndarray:
-        """int64 [num_users]."""
-        return np.diff(self.user_offsets)
-
-    def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Returns the ids of the users with these indices."""
-        raise NotImplementedError
-
-    def records(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the stored records at ``positions``."""
-        raise NotImplementedError
-
-    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the examples at ``positions`` as arrays with leading axis len(positions).
-
-        Raises:
-          IndexError: a position is outside 0..num_examples-1. Negative ones are, too: -1 marks
-            padding in a draw, which must be masked and never read.
-        """
-        return self.schema.unpack(self.records(self._check(positions)))
-
-    def _check(self, positions: np.ndarray) -> np.ndarray:
-        positions = np.asarray(positions, dtype=np.int64)
-        if positions.ndim != 1:
-            raise IndexError(f"positions must be a vector, got shape {positions.shape}")
-        if len(positions) and not 0 <= positions.min() <= positions.max() < self.num_examples:
-            raise IndexError(f"a position lies outside 0..{self.num_examples - 1}")
-        return positions
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of users, examples and schema."""
-        return self._fingerprint if self.immutable else content_fingerprint(self)
-
-    @functools.cached_property
-    def _fingerprint(self) -> str:
-        return content_fingerprint(self)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(users={self.num_users}, examples={self.num_examples})"
-
-
-class ArrayStore(StoreBase):
-    """A store whose records are one array, in memory or memory-mapped.
-
-    Attributes:
-      schema: layout of an example.
-      user_offsets: int64 [num_users + 1].
-    """
+class ArrayStore(Store):
+    """A store whose records are one array, in memory or memory-mapped."""
 
     immutable = True
 
@@ -305,7 +272,7 @@ class ArrayStore(StoreBase):
         return self._records[positions]
 
 
-class UserView(StoreBase):
+class UserView(Store):
     """Some users of another store, and a range of examples of each.
 
     Splits and limits are views: nothing is copied, and positions are numbered from 0.

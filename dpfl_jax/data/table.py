@@ -425,19 +425,19 @@ def read_table(
         silos.append(home)
     if table is None or not (cells or problems):
         raise bad.none_left("the table has no rows")
-    values_of_rows = np.array(cells, np.float64).reshape(len(cells), len(numbers))
-    _check_sizes(config, table, values_of_rows, problems)
+    matrix = np.array(cells, np.float64).reshape(len(cells), len(numbers))
+    _check_sizes(config, table, matrix, problems)
     if problems:
         raise problems.error() if no_id is None else BadInputError(f"{problems.error()}; {no_id}")
     last = len(table.inputs)
-    columns = {"x": input_array(table, values_of_rows[:, :last])}
+    columns = {"x": input_array(table, matrix[:, :last])}
     if classes:
-        columns["label"] = values_of_rows[:, last].astype(np.int32)
+        columns["label"] = matrix[:, last].astype(np.int32)
     else:
-        columns["label"] = scaled(table, values_of_rows[:, last], target).astype(np.float32)
+        columns["label"] = scaled(table, matrix[:, last], target).astype(np.float32)
     if silo is not None:
         columns["silo"] = _indices(silos)
-    columns |= {name: values_of_rows[:, last + 1 + i] for i, name in enumerate(keep)}
+    columns |= {name: matrix[:, last + 1 + i] for i, name in enumerate(keep)}
     task = Task(
         "classes" if classes else "regression",
         columns["x"].shape[1:],
