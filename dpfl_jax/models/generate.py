@@ -81,7 +81,7 @@ def _read(
     top_k: int | None,
 ) -> tuple[jax.Array, PyTree]:
     logits, cache = LanguageModel(config).next_logits(params, cache, tokens)
-    return draw(logits[-1], key, temperature, top_k), cache
+    return sample_token(logits[-1], key, temperature, top_k), cache
 
 
 def _tokens(
@@ -106,7 +106,7 @@ def _tokens(
         unread = drawn[None]
 
 
-def draw(
+def sample_token(
     logits: jax.Array, key: jax.Array, temperature: float = 1.0, top_k: int | None = None
 ) -> jax.Array:
     """Draws one token, int32 scalar, from logits [vocab_size]."""

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from dpfl_jax.errors import BadInputError, positive
 
 _CHUNK = 8192
-
-
-class TokenStore(Protocol):
-    """A store of token sequences."""
-
-    @property
-    def user_offsets(self) -> np.ndarray:
-        """int64 [num_users + 1]: examples are at positions user_offsets[0]:user_offsets[-1]."""
-
-    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """``tokens`` int [n, L] and ``mask`` bool [n, L] of the given positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +45,8 @@ class UnigramModel:
         return cls(np.log(smooth / smooth.sum()))
 
     @classmethod
-    def fit(cls, store: TokenStore, vocab_size: int, smoothing: float = 1.0) -> UnigramModel:
-        """Counts the tokens of a whole store, a chunk at a time."""
+    def fit(cls, store: Any, vocab_size: int, smoothing: float = 1.0) -> UnigramModel:
+        """Counts the tokens of a store (``dpfl_jax.data``), a chunk at a time."""
         return cls.from_batches(_batches(store, None), vocab_size, smoothing)
 
     def example_losses(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -67,13 +56,13 @@ class UnigramModel:
         nll = np.where(mask, -self.log_probs[np.where(mask, batch["tokens"], 0)], 0.0)
         return nll.sum(-1) / np.maximum(mask.sum(-1), 1)
 
-    def losses(self, store: TokenStore, max_examples: int | None = None) -> np.ndarray:
+    def losses(self, store: Any, max_examples: int | None = None) -> np.ndarray:
         """``example_losses`` of (the first ``max_examples`` of) a store, in its order."""
         parts = [self.example_losses(batch) for batch in _batches(store, max_examples)]
         return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _batches(store: TokenStore, max_examples: int | None) -> Iterator[dict[str, np.ndarray]]:
+def _batches(store: Any, max_examples: int | None) -> Iterator[dict[str, np.ndarray]]:
     first, stop = int(store.user_offsets[0]), int(store.user_offsets[-1])
     if max_examples is not None:
         stop = min(stop, first + max_examples)

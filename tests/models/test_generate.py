@@ -9,7 +9,7 @@ import pytest
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
-from dpfl_jax.models.generate import draw, generate
+from dpfl_jax.models.generate import generate, sample_token
 
 SMALL = TransformerConfig(vocab_size=23, max_seq_len=12, embed_dim=16, num_layers=2, num_heads=4)
 VARIANTS = {
@@ -80,7 +80,7 @@ def test_draws_follow_the_logits():
     keys = jax.random.split(jax.random.key(0), 10_000)
 
     def shares(**options):
-        drawn = jax.vmap(lambda k: draw(logits, k, **options))(keys)
+        drawn = jax.vmap(lambda k: sample_token(logits, k, **options))(keys)
         return np.bincount(drawn, minlength=4) / len(keys)
 
     np.testing.assert_allclose(shares(), [0.1, 0.2, 0.3, 0.4], atol=0.025)
