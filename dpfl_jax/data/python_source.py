@@ -68,10 +68,10 @@ def _installed_paths() -> dict[str, pathlib.Path]:
 def installed_package_files() -> dict[str, bytes]:
     """Returns the private users: package-relative path (the user id) -> contents.
 
-    Left out are this package, empty files, files that are not UTF-8, copies of standard-library
-    files,
-    and of equal files all but the first in path order: one text of two users would be protected as
-    if it belonged to either.
+    Left out are this package, empty files, files that are not UTF-8, copies of files of the
+    standard
+    library, and of equal files all but the first in path order: one text of two users would be
+    protected as if it belonged to either.
 
     Raises:
       BadInputError: no third-party package is installed.

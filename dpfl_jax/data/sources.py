@@ -1,7 +1,6 @@
 """Where the rows of a build come from: files, installed packages, named sets, TFDS.
 
-A source is opened lazily: a build that is resumed after its rows were read does not read them
-  again.
+A source is opened lazily: a build that resumes after its rows were read does not read them again.
 """
 
 from __future__ import annotations

@@ -67,9 +67,9 @@ def split_within_users(
 ) -> tuple[Store, Store]:
     """Holds out the first ``ceil(fraction * n)``, at most ``most``, of each user's n examples.
 
-    This is the rule of Charles et al. 2024, section 5 (CC-News: the first 10 % of each user's
-    examples,
-    at most 32, after users with a single example are removed: ``smallest=2``).
+    This is the rule of Charles et al. 2024, section 5 (CC-News: the first 10 % of each user, at
+    most
+    32, after users with a single example are removed: ``smallest=2``).
 
     Args:
       store: what is split.

@@ -75,7 +75,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Alpha / rank."""
+        """alpha / rank."""
         return self.alpha / self.rank
 
     def covers(self, path: str) -> bool:

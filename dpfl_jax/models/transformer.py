@@ -136,7 +136,7 @@ class Attention(nn.Module):
     def __call__(
         self, x: jax.Array, local: bool | jax.Array = False, segments: jax.Array | None = None
     ) -> jax.Array:
-        """X [length, embed_dim] -> the same shape; ``local``: of the layer (bool scalar)."""
+        """x [length, embed_dim] -> the same shape; ``local``: of the layer (bool scalar)."""
         c = self.config
         length = x.shape[0]
 
@@ -235,7 +235,7 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """X [length, embed_dim] -> the same shape."""
+        """x [length, embed_dim] -> the same shape."""
         c = self.config
         linear = functools.partial(Linear, config=c, experts=c.num_experts)
         y = linear(c.hidden, name="up")(x)
@@ -278,7 +278,7 @@ class Block(nn.Module):
     def __call__(
         self, x: jax.Array, local: jax.Array | None = None, segments: jax.Array | None = None
     ) -> tuple[jax.Array, None]:
-        """X [length, embed_dim] -> (the same shape, None)."""
+        """x [length, embed_dim] -> (the same shape, None)."""
         c = self.config
         x = _constrained(x)
         is_local: Any = local if self.local is None else self.local
@@ -433,7 +433,7 @@ class LanguageModel:
         return self._module.init(key, tokens)["params"]
 
     def logits(self, params: PyTree, tokens: jax.Array) -> jax.Array:
-        """Tokens int32 [length] -> float32 [length, vocab_size]; row t predicts token t.
+        """tokens int32 [length] -> float32 [length, vocab_size]; row t predicts token t.
 
         Raises:
           BadInputError: a batch, or a sequence longer than max_seq_len.
