@@ -1,8 +1,7 @@
 """User-partitioned data: stores, tokenisers, loaders, splits. Knows nothing of privacy mechanisms.
 
-A *store* holds examples user by user with random access (``store``), in memory or on disk. Loaders
-turn files into stores (``load``); the embedded default corpus needs no files at all; ``registry``
-knows the data sets that have a name.
+A *store* holds examples user by user with random access, in memory or on disk (``store``). Loaders
+turn files into stores (``load``); the default corpus needs no files; ``sets`` has named data sets.
 """
 
 from dpfl_jax.data.documents import store_from_documents
