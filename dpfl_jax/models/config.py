@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal, get_args
 from dpfl_jax.errors import BadInputError, at_least, nearest, one_of, positive, require
 
 Activation = Literal["gelu", "swiglu", "geglu"]
-Norm = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "light", "full"]
 AttentionForm = Literal["auto", "plain", "blockwise"]
-_CHOICES = {"activation": Activation, "norm": Norm, "positions": Positions, "dtype": ComputeDtype,
+_CHOICES = {"activation": Activation, "norm": NormKind, "positions": Positions, "dtype": ComputeDtype,
             "remat": Remat, "attention": AttentionForm}  # fmt: skip
 _POSITIVE = ("norm_eps", "rope_theta", "query_scale", "attention_softcap", "logit_softcap",
              "local_rope_theta")  # fmt: skip
@@ -148,7 +148,7 @@ class TransformerConfig:
     num_experts: int | None = None
     experts_per_token: int | None = None
     experts_sum_to_one: bool = False
-    norm: Norm = "rms"
+    norm: NormKind = "rms"
     norm_eps: float = 1e-6
     norm_plus_one: bool = False
     post_norms: bool = False
