@@ -15,8 +15,8 @@ Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "light", "full"]
 AttentionForm = Literal["auto", "plain", "blockwise"]
-_CHOICES = {"activation": Activation, "norm": NormKind, "positions": Positions, "dtype": ComputeDtype,
-            "remat": Remat, "attention": AttentionForm}  # fmt: skip
+_CHOICES = {"activation": Activation, "norm": NormKind, "positions": Positions,
+            "dtype": ComputeDtype, "remat": Remat, "attention": AttentionForm}  # fmt: skip
 _POSITIVE = ("norm_eps", "rope_theta", "query_scale", "attention_softcap", "logit_softcap",
              "local_rope_theta")  # fmt: skip
 _COUNTS = ("vocab_size", "max_seq_len", "num_layers", "embed_dim", "num_heads")
