@@ -306,7 +306,7 @@ _READER_OPTIONS = "index_storage_option:in_memory"
 
 
 class _ArrayRecordReader:
-    # Not Grain's ArrayRecordDataSource, which takes twice the time for 256 random records (it starts
+    # Not Grain's ArrayRecordDataSource: it takes twice the time for 256 random records (it starts
     # threads for every batch, and looks up each position in Python), logs an error for groups of
     # several records, and does not compare the number of records with the manifest.
     def __init__(self, path: pathlib.Path, schema: Schema, count: int):
