@@ -9,7 +9,7 @@ from dpfl_jax.config.execution import Execution
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.training.central import algorithm_of, fit, train
 
-_PLAN = ("epsilon", "delta", "mesh")
+_PLAN = ("epsilon", "noise_multiplier", "delta", "mesh")
 _PACE = tuple(field.name for field in dataclasses.fields(Pace))
 
 

@@ -142,7 +142,7 @@ def _found(prepared: FederatedRun, kind: Preset, cap: int, pace: float) -> Itera
         rounds,
         config.federation.local_steps,
         batch,
-        max(federation.silos[i].mechanism.sigma for i in members),
+        max(federation.silos[i].sigma for i in members),
         sum(known.num_records for known in facts) / whole,
         balance_of(federation, prepared.model.num_params).ratio,
         new,

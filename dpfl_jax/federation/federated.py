@@ -69,7 +69,7 @@ class Federated(Algorithm):
         if not len(federation.participants):
             raise BadInputError("no silo holds any record: check the data and federation sections")
         for plan, silo in zip(federation.silos, data.silos, strict=True):
-            _ = plan.mechanism.sigma
+            _ = plan.sigma
             plan.mechanism.participation.check(silo)
         self.loss_fn, self.data, self.federation = loss_fn, data, federation
         self.local_optimizer, self.server = local_optimizer, server
@@ -97,7 +97,7 @@ class Federated(Algorithm):
         return Terms(
             stated={
                 "mechanism": self.federation.mechanism.to_json(),
-                "noise_multipliers": [p.mechanism.noise_multiplier for p in self.federation.silos],
+                "noise_multipliers": [p.noise_multiplier for p in self.federation.silos],
                 "rounds": self.steps,
                 "keep_local_state": self.keep,
                 "delta": self.delta,

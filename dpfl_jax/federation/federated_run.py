@@ -86,8 +86,9 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
         cohort = Poisson(section.participation_prob)
     if section.silos_per_round is not None and section.silos_per_round < section.silos:
         cohort = FixedSize(section.silos_per_round)
+    given = config.privacy.noise_multiplier
     plans = tuple(
-        SiloPlan(mechanism, known, section.local_steps, weight)
+        SiloPlan(mechanism, known, section.local_steps, weight, given)
         for known, weight in zip(facts, weights, strict=True)
     )
     return Federation(plans, section.rounds, reach, cohort)
@@ -95,7 +96,7 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
 
 def calibrated(config: FederatedConfig, federation: Federation, delta: float) -> Federation:
     """The federation with its noise: the one that is configured, or what the target asks for."""
-    if not federation.mechanism.private or config.mechanism.noise_multiplier is not None:
+    if not federation.mechanism.private or config.privacy.noise_multiplier is not None:
         return federation
     assert config.privacy.epsilon is not None
     return calibrate_federation(federation, config.privacy.epsilon, delta)
@@ -139,7 +140,7 @@ class FederatedRun(Prepared):
 
     def facts(self) -> dict[str, Any]:
         """Data (with budgets and rates, where records have them), noise, delta."""
-        noise = [p.mechanism.noise_multiplier for p in self.federation.silos]
+        noise = [p.noise_multiplier for p in self.federation.silos]
         return {"data": identity(self.data, self.personal), "noise": noise, "delta": self.delta}
 
     def going_on(self, directory: RunDirectory) -> FederatedRun:
@@ -173,7 +174,7 @@ class FederatedRun(Prepared):
         """Records that the cap leaves out; that subjects do not look like people."""
         mechanism = self.federation.mechanism
         alone = None
-        if mechanism.private and mechanism.unit == "subject":
+        if mechanism.private and mechanism.privacy_unit == "subject":
             alone = not_people(self.subjects.train, "subject")
         far = scale_warning(self.subjects.train) if mechanism.private else None
         found = (_kept(self).get("warning"), alone, far)
@@ -297,7 +298,7 @@ class FederatedRun(Prepared):
 def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
     """What makes a subject, or a record, of a store in silos."""
     key = unit_key_of(store)
-    return key if mechanism.unit == "subject" else f"row (subjects by {key})"
+    return key if mechanism.privacy_unit == "subject" else f"row (subjects by {key})"
 
 
 def federated_inputs(
@@ -355,7 +356,7 @@ def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knob
         yield knob("mechanism", "max_items_per_subject", smaller)
     if config.privacy.epsilon is not None:
         yield knob("privacy", "epsilon", doubled(config.privacy.epsilon, math.inf, 4))
-    if isinstance(drawn, Records | WholeBatch) and mechanism.unit == "subject":
+    if isinstance(drawn, Records | WholeBatch) and mechanism.privacy_unit == "subject":
         same = {name: own[name] for name in ("batch_size", "sampling_prob")}
         most = drawn.max_items_per_subject
         whole = Subjects(**same, max_items_per_subject=most, group_size=most)
@@ -498,9 +499,9 @@ def _silo_rows(prepared: FederatedRun) -> list[dict[str, Any]]:
             "silo": i,
             "records": plan.facts.num_records,
             "subjects": plan.facts.num_subjects,
-            "sampling_prob": plan.mechanism.participation.probability(plan.facts),
+            "sampling_prob": plan.mechanism.participation.sampling_prob_of(plan.facts),
             "local_steps": plan.local_steps,
-            "noise_multiplier": plan.mechanism.sigma,
+            "noise_multiplier": plan.sigma,
             "epsilon_alone": "inf" if math.isinf(epsilon) else epsilon,
         }
         for i, (plan, epsilon) in enumerate(zip(federation.silos, alone))
@@ -542,8 +543,8 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
     federation, plan = prepared.federation, prepared.federation.silos[0]
     guarantee = prepared.about(prepared.guarantee(federation.rounds))
     members = [federation.silos[i] for i in federation.participants.tolist()]
-    sigmas = [p.mechanism.sigma for p in members]
-    means = [p.mechanism.noise_stddev / p.mechanism.participation.divisor(p.facts) for p in members]
+    sigmas = [p.sigma for p in members]
+    means = [p.noise_stddev / p.mechanism.participation.divisor(p.facts) for p in members]
     kept = _kept(prepared)
     for line in prepared.warnings():
         console.print(line)

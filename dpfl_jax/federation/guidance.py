@@ -31,7 +31,7 @@ def balance_of(federation: Federation, dim: int) -> Balance:
     variance = signal = 0.0
     for plan in plans:
         mechanism, share = plan.mechanism, plan.weight / total
-        stddev = mechanism.noise_stddev / mechanism.participation.divisor(plan.facts)
+        stddev = plan.noise_stddev / mechanism.participation.divisor(plan.facts)
         variance += federation.participation * share**2 * plan.local_steps * stddev**2
         signal += federation.participation * share * plan.local_steps * mechanism.clip.sensitivity
     return Balance(math.sqrt(dim * variance), signal, federation.rounds)

@@ -270,7 +270,7 @@ class SubjectWork:
         return Asked(
             self.public.mechanism.kind,
             self.rounds,
-            self.public.silos[self.index].mechanism.sigma,
+            self.public.silos[self.index].sigma,
             epsilon,
             "subject" if subject else "record",
         )
@@ -288,7 +288,7 @@ class SubjectWork:
         What the plan says of other silos is the server's word: a person costs no less than if all
         silos that hold records of hers did what this one does; where no other holds any, just that.
         """
-        subject = not unit == self.public.mechanism.unit == "record"
+        subject = not unit == self.public.mechanism.privacy_unit == "record"
         price = subject_epsilon if subject else federated_epsilon
         silos = (self.public.silos[self.index],) * len(self.public.silos)
         seen: tuple[Federation, ...] = (dataclasses.replace(self.public, silos=silos),)
@@ -352,7 +352,7 @@ class SubjectServer:
         self.config, self.task = config, task
         self.model = build_by_name(config.model.kind, task, config.model.options)
         self.federation, self.groups = noised(config, facts_of(rows), noise)
-        self.noise = [plan.mechanism.sigma for plan in self.federation.silos]
+        self.noise = [plan.sigma for plan in self.federation.silos]
         self.rounds, self.num_params = self.federation.rounds, self.model.num_params
         self.pace = Pace.of(config)
 

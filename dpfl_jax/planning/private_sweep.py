@@ -2,7 +2,7 @@
 
 A sweep is a folder. ``private/`` holds its key, from which the number of runs, their cells, their
 keys and their scores' noise follow, and the runs while it goes on. ``best/`` is the run that is
-released; of the others nothing is kept. ``mechanisms/selection.py`` says what is stated, and why.
+released; of the others nothing is kept. ``selection.py`` says what is stated, and why.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
 from dpfl_jax.data import Store, load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.files import within
-from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
 from dpfl_jax.mesh import make_mesh
+from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.planning.sweep import ALIASES, SIZES, Cell, Sweep
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
@@ -165,12 +165,7 @@ class PrivateSweep:
             selection = Selection.from_json(directory.facts["selection"])
             runs = [
                 dataclasses.replace(
-                    run,
-                    mechanism=selection.noised(
-                        Trained(run.mechanism, run.population, run.config.train.steps)
-                    ),
-                    delta=selection.delta,
-                    selection=selection,
+                    run, calibrated=selection.noised(run.calibrated), selection=selection
                 )
                 for run in runs
             ]
@@ -246,16 +241,15 @@ class PrivateSweep:
                 "name one owner of each (data.user_column)"
             )
         fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
-        mechanism = dataclasses.replace(made.mechanism, noise_multiplier=None)
         unset = Selection(
-            (Trained(mechanism, made.population, config.train.steps),),
+            (dataclasses.replace(made.calibrated, noise_multiplier=1.0),),
             RunCount(self.expected_runs),
             self._bound(made),
             made.held_out.num_users,
             made.delta,
             score_noise=1.0,
         )
-        fields |= {"held_out": None, "mechanism": mechanism}
+        fields |= {"held_out": None}
         privacy = self.sweep.base.privacy
         return Scored(
             **fields,
@@ -427,10 +421,10 @@ def _refuse(config: RunConfig) -> None:
             f"mechanism.kind={config.mechanism.kind} has no privacy, and so would the sweep: "
             "choose one with noise"
         )
-    if config.mechanism.noise_multiplier is not None or config.privacy.epsilon is None:
+    if config.privacy.noise_multiplier is not None or config.privacy.epsilon is None:
         raise BadInputError(
             "a private sweep finds the noise of every cell for one target: set privacy.epsilon, "
-            "and leave out mechanism.noise_multiplier"
+            "and leave out privacy.noise_multiplier"
         )
     for wrong, what, change in (
         (config.train.chooses, "train.keep_best and train.patience choose", "leave them out"),

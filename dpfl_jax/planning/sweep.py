@@ -75,7 +75,7 @@ class Cell:
         budget = self.values.get("budget", chosen.compute_budget)
         if "cohort_size" in self.values:
             one = at_budget(chosen, kind, 1.0, group)
-            budget = self.values["cohort_size"] * (one.unit_examples or 1)
+            budget = self.values["cohort_size"] * (one.participation.unit_examples or 1)
         return at_budget(chosen, kind, budget, group)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dpfl_jax.data.tokenizers import Tokenizer, prompt_ids
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism, NoNoise, non_private
+from dpfl_jax.mechanisms import NoNoise, non_private
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate
@@ -44,11 +44,14 @@ def plain(
     execution = plan.execution.model_copy(update={"examples_at_once": None, "split_users": False})
     offsets = plan.data.user_offsets
     budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
-    mechanism: Mechanism = non_private(batch_size=budget)
+    mechanism = non_private(batch_size=budget)
     if plan.mechanism.takes_local_steps:
         # Its optimiser is the server's, which is given updates. It clips, too.
         mechanism = dataclasses.replace(plan.mechanism, noise=NoNoise(), budget=None)
-    beside = Plan(mechanism, plan.data, plan.steps, plan.delta, execution, plan.mesh)
+    calibrated = mechanism.calibrate(
+        mechanism.participation.count(plan.data), plan.steps, delta=plan.delta
+    )
+    beside = Plan(calibrated, plan.data, execution, plan.mesh)
     return train(
         Central(run.loss_fn, run.given, beside, run.optimizer, run.trainable),
         key=key,

@@ -33,7 +33,7 @@ from dpfl_jax.data.owners import shared_store
 from dpfl_jax.data.pipeline import is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms import Calibrated
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import splits_parameters
 from dpfl_jax.randomness import RootKey
@@ -134,11 +134,6 @@ class CanaryPlan(Plan):
 
     people: Plan
 
-    @functools.cached_property
-    def population(self) -> Population:
-        """People's."""
-        return self.people.population
-
     @property
     def data_digest(self) -> str:
         """People's."""
@@ -149,7 +144,7 @@ class CanaryPlan(Plan):
         first = int(self.people.data.user_offsets[-1])
         offsets = np.asarray(self.data.user_offsets)
         mine = offsets[len(self.people.data.user_offsets) - 1 :] - first
-        same = self.mechanism.at_rates_of(self.population)
+        same = self.calibrated.at_own_rates()
         # proof: canaries-sampling-2
         return JointSampler(
             self.people.sampler(key), same.sampler(mine, key.child("canaries")), first
@@ -171,7 +166,7 @@ class WithCanaries(Central):
         Raises:
           BadInputError: a run that they do not fit.
         """
-        check_fit(run.mechanism, run.data, audit)
+        check_fit(run.plan.calibrated, run.data, audit)
         if splits_parameters(run.mesh):
             raise BadInputError(
                 "audit.canaries does not go with parameters that are split over devices: use "
@@ -221,7 +216,8 @@ class WithCanaries(Central):
     def seen(self, state: TrainState) -> np.ndarray:
         """Float32 [canaries, steps]: what was released along each direction, over the noise."""
         seen = np.asarray(state.opt_state["seen"]).T[: len(self.inside)]
-        return seen * np.float32(self.mechanism.divisor / self.mechanism.noise_stddev)
+        divisor = self.mechanism.participation.divisor
+        return seen * np.float32(divisor / self.plan.calibrated.noise_stddev)
 
     def begin(self, key: RootKey, start: int) -> CanarySteps:
         """The steps after the first ``start``."""
@@ -236,8 +232,7 @@ class WithCanaries(Central):
             return None
         seen = result.seen.astype(np.float32)
         seen[:, result.steps :] = np.nan  # nothing was released
-        matrix = self.mechanism.matrix(self.steps)
-        seen = cells.audit_statistic(matrix, seen, self.inside, self._drawn)
+        seen = cells.audit_statistic(self.plan.calibrated.matrix, seen, self.inside, self._drawn)
         return RunAudit(
             self.inside,
             seen,
@@ -345,8 +340,9 @@ class CanarySteps(CentralSteps):
         return state, dataclasses.replace(taken, stats=stats)
 
 
-def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
+def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> None:
     """Raises BadInputError unless a run of this mechanism, on these data, can have canaries."""
+    mechanism = calibrated.mechanism
     if not mechanism.private or not hasattr(mechanism.participation, "scheme"):
         raise BadInputError(
             f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
@@ -358,7 +354,7 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             "(mechanism.local_learning_rate) have none: remove the section audit; dpfl audit "
             "--simulate attacks the mechanism"
         )
-    if mechanism.own_budgets:
+    if mechanism.budget is not None:
         raise BadInputError(
             "canaries are drawn beside people, who leave when budgets of their own are spent "
             f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"
@@ -374,9 +370,9 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             "of gradients that are clipped as a whole, to one norm: remove the section audit, or "
             "use flat or normalized; dpfl audit --simulate attacks the mechanism"
         )
-    if mechanism.noise_multiplier == 0:
+    if calibrated.noise_multiplier == 0:
         raise BadInputError(
-            "mechanism.noise_multiplier is 0, which guarantees nothing: there is nothing to audit; "
+            "privacy.noise_multiplier is 0, which guarantees nothing: there is nothing to audit; "
             "remove the section audit"
         )
     if "canary" in data.read(np.asarray(data.user_offsets)[:1]):

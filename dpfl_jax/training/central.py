@@ -96,7 +96,7 @@ class Central(Algorithm):
         self.optimizer, self.steps, self.delta = optimizer, plan.steps, plan.delta
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
-        self.movable = not plan.mechanism.is_stateful(plan.population)
+        self.movable = not plan.calibrated.is_stateful
         self.random, self.shipped = plan.random(loss_fn), plan.shipped(loss_fn)
         if plan.execution.packing:
             check_packed_loss(loss_fn, plan.data, params)
@@ -114,7 +114,9 @@ class Central(Algorithm):
         how = plan.execution
         more = (how.strategy, how.cut, how.group_buckets, *([how.packing] if how.packing else []))
         self.layout = [self.hardware, *more, how.microbatch_size]
-        users = ", set execution.examples_at_once" if self.mechanism.unit_examples else ""
+        users = (
+            ", set execution.examples_at_once" if self.mechanism.participation.unit_examples else ""
+        )
         self.smaller = (
             f"lower execution.microbatch_size and eval.batch_size{users}, split parameters over "
             "devices (execution.mesh.fsdp), or train adapters (model.lora)"
@@ -135,7 +137,7 @@ class Central(Algorithm):
 
     def init(self) -> TrainState:
         """First parameters and optimiser state, split over the mesh."""
-        noise = self.mechanism.noise_transform().init(self.trained)
+        noise = self.plan.calibrated.noise_transform().init(self.trained)
         return init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
 
     def params(self, state: TrainState) -> PyTree:
@@ -152,9 +154,7 @@ class Central(Algorithm):
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
         """As the plan says, of the key of this run alone."""
-        plan = self.plan
-        made = plan.mechanism.guarantee(plan.population, steps, plan.delta, caveats)
-        return plan.about(made)
+        return self.plan.about(self.plan.calibrated.guarantee(steps, caveats))
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         """The steps after the first ``start``."""
@@ -179,7 +179,7 @@ class CentralSteps(Steps):
         self.loss_fn = run.shipped
         self.options: dict[str, Any] = {"strategy": how.strategy, "trainable": run.trainable}
         self.compiled: TrainStep = make_train_step(
-            run.mechanism,
+            run.plan.calibrated,
             self.loss_fn,
             run.optimizer,
             run.mesh,
@@ -195,7 +195,7 @@ class CentralSteps(Steps):
         """Processes that cut a batch apart differently would count units twice, or never."""
         run, how = self.run, self.run.plan.execution
         return {
-            "mechanism": repr(run.mechanism),
+            "mechanism": repr(run.plan.calibrated),
             "draw": draw_digest(self.sampler, self.key, self.start),
             "size of a microbatch": [
                 how.microbatch_size,
@@ -263,7 +263,7 @@ def algorithm_of(
 ) -> Central:
     """What takes the steps of a plan; arguments as of ``fit``."""
     kind: type[Central] = Central
-    if plan.mechanism.own_budgets:
+    if plan.mechanism.budget is not None:
         from dpfl_jax.training.filtered import Filtered  # which is made of this
 
         kind = Filtered

@@ -16,42 +16,42 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dpfl_jax.config import RunConfig
-from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms import Calibrated, Mechanism, Population
 from dpfl_jax.run.balance import Balance, Knobs, advice, doubled
 
 
-def balance_of_steps(mechanism: Mechanism, steps: int, dim: int) -> Balance | None:
+def balance_of_steps(calibrated: Calibrated, dim: int) -> Balance | None:
     """The balance of a mechanism with its noise; None if there is none, or it is taken back.
 
     Args:
-      mechanism: calibrated.
-      steps: T.
+      calibrated: the mechanism with its noise.
       dim: d, number of parameters that are trained.
     """
+    mechanism = calibrated.mechanism
     if not mechanism.private or mechanism.noise.is_correlated:
         return None
-    noise = math.sqrt(dim) * mechanism.noise_stddev / mechanism.divisor
-    return Balance(noise, mechanism.rule.sensitivity, steps, "step")
+    noise = math.sqrt(dim) * calibrated.noise_stddev / mechanism.participation.divisor
+    return Balance(noise, mechanism.rule.sensitivity, calibrated.steps, "step")
 
 
 def advice_on_steps(
     config: RunConfig,
-    mechanism: Mechanism,
+    calibrated: Calibrated,
     count: Callable[[Mechanism], Population],
-    delta: float,
     dim: int,
 ) -> list[str]:
     """Sentences to print before training; none where ``balance_of_steps`` is None.
 
     Args:
       config: of the run.
-      mechanism: calibrated.
+      calibrated: the mechanism with its noise.
       count: public numbers of the data, as another mechanism sees them.
-      delta: of the guarantee.
       dim: number of parameters that are trained.
     """
-    balance = balance_of_steps(mechanism, config.train.steps, dim)
-    return [] if balance is None else advice(balance, _knobs(config, count, delta, dim))
+    balance = balance_of_steps(calibrated, dim)
+    if balance is None:
+        return []
+    return advice(balance, _knobs(config, count, calibrated.delta, dim))
 
 
 def _knobs(
@@ -64,8 +64,14 @@ def _knobs(
         def ask() -> Balance:
             who: Any = given.participation
             changed = dataclasses.replace(given, participation=dataclasses.replace(who, **changes))
-            found, _ = changed.calibrated(count(changed), steps, epsilon, delta)
-            balance = balance_of_steps(found, steps, dim)
+            found = changed.calibrate(
+                count(changed),
+                steps,
+                epsilon=epsilon,
+                noise_multiplier=privacy.noise_multiplier,
+                delta=delta,
+            )
+            balance = balance_of_steps(found, dim)
             assert balance is not None  # the same kind
             return balance
 
@@ -78,7 +84,7 @@ def _knobs(
     for name in ("cohort_size", "batch_size"):
         if (size := getattr(given.participation, name, None)) is not None:
             yield of_mechanism(name, doubled(size, count(given).num_units))
-    if given.unit_examples is None and (cap := given.group_size) > 1:
+    if given.participation.unit_examples is None and (cap := given.group_size) > 1:
         yield of_mechanism("group_size", [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap])
     if privacy.epsilon is not None:
         epsilons = doubled(privacy.epsilon, math.inf, 4)

@@ -25,9 +25,8 @@ from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import Bounding, bounding_of, grouped_by_owner_set, shared_store
 from dpfl_jax.data.store import scale_warning, unit_key_of
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism, Population
-from dpfl_jax.mechanisms.central_statement import central_statement
-from dpfl_jax.mechanisms.mechanism import SHARED_ADJACENCY
+from dpfl_jax.mechanisms import Calibrated, Mechanism, Population
+from dpfl_jax.mechanisms.calibrated import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, PreferenceModel, UnigramModel, transformer_config
@@ -83,9 +82,7 @@ class CentralRun(Prepared):
       config: the configuration.
       data: the data set, split.
       held_out: the users that are evaluated.
-      mechanism: calibrated.
-      population: what it samples from.
-      delta: of the guarantee.
+      calibrated: the mechanism with its noise.
       model: of the data's task.
       optimizer: of the private phase.
     """
@@ -93,9 +90,7 @@ class CentralRun(Prepared):
     config: RunConfig
     data: Dataset
     held_out: Store | None
-    mechanism: Mechanism
-    population: Population
-    delta: float
+    calibrated: Calibrated
     model: Any
     optimizer: Any
 
@@ -103,7 +98,7 @@ class CentralRun(Prepared):
         """Data, noise, delta, checkpoint."""
         facts: dict[str, Any] = {
             "data": self.data.train.fingerprint,
-            "chosen": self.chosen,
+            "mechanism": self.calibrated.to_section(),
             "delta": self.delta,
         }
         if self.base is not None:
@@ -113,11 +108,19 @@ class CentralRun(Prepared):
         return facts
 
     @property
-    def chosen(self) -> dict[str, Any]:
-        """The mechanism's fields that calibration chose, not the configuration."""
-        given = self.config.mechanism.to_section()
-        now = self.mechanism.to_section()
-        return {name: value for name, value in now.items() if value != given[name]}
+    def mechanism(self) -> Mechanism:
+        """Fitted to the number of steps."""
+        return self.calibrated.mechanism
+
+    @property
+    def population(self) -> Population:
+        """What it samples from."""
+        return self.calibrated.population
+
+    @property
+    def delta(self) -> float:
+        """Of the guarantee."""
+        return self.calibrated.delta
 
     @property
     def bounding(self) -> Bounding | None:
@@ -143,9 +146,19 @@ class CentralRun(Prepared):
                 f"the corpus data.public={self.config.data.public} is not the one that the run in "
                 f"{directory.path} began with: bring it back, or start another run"
             )
-        chosen = self.config.mechanism.to_section() | directory.facts["chosen"]
-        mechanism = CENTRAL.parse(chosen)
-        return dataclasses.replace(self, mechanism=mechanism, delta=directory.facts["delta"])
+        section = dict(directory.facts.get("mechanism", {}))
+        if not section:
+            raise BadInputError(
+                f"the run in {directory.path} was begun by an earlier version, which kept no "
+                "mechanism with its noise: start another run"
+            )
+        began = dataclasses.replace(
+            self.calibrated,
+            noise_multiplier=section.pop("noise_multiplier", 0.0),
+            mechanism=CENTRAL.parse(section),
+            delta=directory.facts["delta"],
+        )
+        return dataclasses.replace(self, calibrated=began)
 
     @property
     def unit_key(self) -> str:
@@ -180,7 +193,7 @@ class CentralRun(Prepared):
         if self.mechanism.private:
             lines.append(
                 f"{self.mechanism.kind.upper()} with noise multiplier "
-                f"{self.mechanism.noise_multiplier:.5g}, delta {rounded_up(self.delta, 3)}, "
+                f"{self.calibrated.noise_multiplier:.5g}, delta {rounded_up(self.delta, 3)}, "
                 f"{self.config.train.steps} steps"
             )
         return [*lines, *self.warnings(), *self.advice()]
@@ -197,15 +210,15 @@ class CentralRun(Prepared):
     def advice(self) -> list[str]:
         """Noise beside signal (``central_balance``)."""
         trained = check_trainable(self.config.model, self.model)
-        return advice_on_steps(self.config, self.mechanism, self.count, self.delta, trained)
+        return advice_on_steps(self.config, self.calibrated, self.count, trained)
 
     def count(self, other: Mechanism) -> Population:
         """What another mechanism would sample from."""
-        return other.count(other.bounded(self.data.train))
+        return other.participation.count(other.bounded(self.data.train))
 
     def charge(self) -> Charge:
         """All steps, to the users."""
-        event = self.mechanism.event(self.population, self.config.train.steps)
+        event = self.calibrated.event()
         if self.population.shared:
             return Charge(event, self.delta, self.unit_key, adjacency=SHARED_ADJACENCY)
         return Charge(event, self.delta, self.unit_key)
@@ -219,9 +232,7 @@ class CentralRun(Prepared):
         if pretrained is not None:
             facts = model_facts(config, self.model)
             begin_from(pretrained, directory, needed=facts["trained"] < facts["parameters"])
-        plan = Plan(
-            self.mechanism, self.data.train, config.train.steps, self.delta, config.execution, mesh
-        )
+        plan = Plan(self.calibrated, self.data.train, config.execution, mesh)
         trainable = trained_by_name(config.model, self.model)
         evaluate = None
         if self.held_out is not None:
@@ -287,9 +298,9 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     data, model = read_data(config, console, load)
     data = dataclasses.replace(data, train=mechanism.bounded(data.train))
-    population = mechanism.count(data.train)
+    population = mechanism.participation.count(data.train)
     with console.status("calibrating noise"):
-        mechanism, delta = _calibrated(config, mechanism, population, optimizer)
+        calibrated = calibrate(config, population, optimizer)
     held_out: Store | None = grouped_by_owner_set(getattr(data, config.eval.split))
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
@@ -312,12 +323,12 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
             )
         check_users(held_out)
     if config.audit is not None:
-        check_fit(mechanism, data.train, config.audit)
+        check_fit(calibrated, data.train, config.audit)
     if config.train.chooses and mechanism.private and _shared(config, data.known):
         raise BadInputError(NO_CHOICE_WITHIN_USERS)
     if config.eval.prompt is not None:
         check_prompt(config.eval.prompt, model, data.tokenizer)
-    return CentralRun(config, data, held_out, mechanism, population, delta, model, optimizer)
+    return CentralRun(config, data, held_out, calibrated, model, optimizer)
 
 
 def read_data(
@@ -364,15 +375,19 @@ def run_experiment(
     return run_prepared(config, run_dir, console, lambda: prepare(config, console, load))
 
 
-def _calibrated(
-    config: RunConfig,
-    mechanism: Mechanism,
-    population: Population,
-    optimizer: optax.GradientTransformation,
-) -> tuple[Mechanism, float]:
-    """The mechanism with its noise multiplier, and delta."""
-    steps, privacy = config.train.steps, config.privacy
-    return mechanism.calibrated(population, steps, privacy.epsilon, privacy.delta, optimizer)
+def calibrate(
+    config: RunConfig, population: Population, optimizer: optax.GradientTransformation
+) -> Calibrated:
+    """The configuration's mechanism with its noise, for a population."""
+    privacy = config.privacy
+    return config.mechanism.calibrate(
+        population,
+        config.train.steps,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        delta=privacy.delta,
+        optimizer=optimizer,
+    )
 
 
 def _shared(config: RunConfig, known: bool) -> bool:
@@ -484,7 +499,8 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     """
     if config.population is None:
         prepared = prepare(config, console)
-        mechanism, population, delta = prepared.mechanism, prepared.population, prepared.delta
+        mechanism, calibrated = prepared.mechanism, prepared.calibrated
+        population = prepared.population
         known, count, stated = prepared.data.known, prepared.count, prepared.about
         for line in prepared.warnings():
             console.print(line)
@@ -499,15 +515,16 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         declared = config.population
 
         def count(other: Mechanism) -> Population:
-            found = other.declared_population(
+            found = other.participation.declared_population(
                 declared.num_users, declared.num_examples, declared.limited_examples
             )
-            other.check_population(found)
+            other.participation.check_population(found)
             return found
 
         population = count(mechanism)
         model = _declared_model(config)
-        mechanism, delta = _calibrated(config, mechanism, population, optimizer)
+        calibrated = calibrate(config, population, optimizer)
+        mechanism = calibrated.mechanism
         source, seq_len, known = "declared in the config", config.data.seq_len, False
 
         def stated(guarantee: Guarantee) -> Guarantee:
@@ -517,13 +534,13 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
 
         seq_len *= 1 if config.model.dpo is None else 2
     caveats = run_caveats(config, mechanism, known)
-    guarantee = stated(mechanism.guarantee(population, config.train.steps, delta, caveats))
+    guarantee = stated(calibrated.guarantee(caveats=caveats))
     steps, budget = config.train.steps, mechanism.compute_budget
-    computed = budget * mechanism.passes * seq_len * steps
+    computed = budget * mechanism.update.passes * seq_len * steps
     pretraining, trained = config.pretrain, check_trainable(config.model, model)
-    for line in advice_on_steps(config, mechanism, count, delta, trained):
+    for line in advice_on_steps(config, calibrated, count, trained):
         console.print(line, highlight=False)
-    balance = balance_of_steps(mechanism, steps, trained)
+    balance = balance_of_steps(calibrated, trained)
     return {
         "status": "dry-run",
         "name": config.name,
@@ -538,15 +555,15 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         else pretraining.steps * pretraining.batch_size * config.data.seq_len,
         # The reference of pairs is evaluated, too.
         "training_flops": (6.0 if config.model.dpo is None else 8.0) * model.num_params * computed,
-        "sampling_prob": mechanism.sampling_probability(population),
-        "noise_multiplier": mechanism.noise_multiplier,
-        "noise_on_mean": mechanism.noise_stddev / mechanism.divisor,
+        "sampling_prob": calibrated.scheme.sampling_prob,
+        "noise_multiplier": calibrated.noise_multiplier,
+        "noise_on_mean": calibrated.noise_stddev / mechanism.participation.divisor,
         "noise_over_signal": None if balance is None else balance.to_json(),
         "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
-        "delta": delta,
+        "delta": calibrated.delta,
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
-        "meaning": central_statement(mechanism, population, steps, guarantee).in_words(),
+        "meaning": calibrated.statement(guarantee).in_words(),
     }
 
 

@@ -97,7 +97,7 @@ def check_filtered(plan: Plan) -> None:
             f"mechanism.kind={kind} looks at everybody's gradients on devices that hold all "
             "parameters: use execution.mesh with data alone"
         )
-    if mechanism.unit_examples is None and "bound" in plan.example:
+    if mechanism.participation.unit_examples is None and "bound" in plan.example:
         raise BadInputError(
             f"the data have a column 'bound', which is the name of what mechanism.kind={kind} "
             "adds to an example: rename it"
@@ -124,7 +124,7 @@ class Filtered(Central):
         check_filtered(plan)
         super().__init__(loss_fn, params, plan, *rest)
         mechanism: Any = self.mechanism
-        self.filter: RenyiFilter = mechanism.filter(self.plan.population)
+        self.filter: RenyiFilter = self.plan.calibrated.filter()
         self.bounds = bounds(mechanism.clip_norm)
         self.users, self.every = self.plan.population.num_users, mechanism.budget.refresh
         offsets = np.asarray(self.data.user_offsets)

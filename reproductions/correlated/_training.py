@@ -69,6 +69,7 @@ def compared(settings: Settings, name: str, file: pathlib.Path, cohort: int, gro
                     plan = _mechanism(option).plan(
                         data.train,
                         steps=steps,
+                        noise_multiplier=option.noise_multiplier,
                         execution=Execution(microbatch_size=16, strategy="vmap"),
                         delta=DELTA,
                     )
@@ -131,7 +132,6 @@ def _mechanism(option: Option) -> Mechanism:
         "cohort_size": option.size,
         "clip_norm": 0.5,
         "clipping": "normalized",
-        "noise_multiplier": option.noise_multiplier,
     }
     fields |= {"bands": option.bands} if option.kind == "bandmf" else {}
     return MECHANISMS[option.kind][0](**fields)

@@ -30,7 +30,7 @@ def run(settings: Settings) -> Outcome:
     """Fine-tunes by both mechanisms, then lets each held-out user tune a copy."""
     data, model, params, config = small.start(settings.quick)
     norms, median = small.sensitivities(settings.quick), small.median(settings.quick)
-    common: dict[str, Any] = {"clipping": "normalized", "noise_multiplier": None}
+    common: dict[str, Any] = {"clipping": "normalized"}
     option = small.least_noise(small.planner(settings.quick, EPSILON), BUDGET)
     group = option.group_size
     mechanisms = {

@@ -62,8 +62,7 @@ def test_as_configured_is_one_of_them(ready, found):
 
 
 def test_no_target_is_refused():
-    noise = {"noise_multiplier": 1.0, **CONFIG["mechanism"]}
-    open_ended = prepared(mechanism=noise, privacy={"delta": 1e-4})
+    open_ended = prepared(privacy={"noise_multiplier": 1.0, "delta": 1e-4})
     with pytest.raises(BadInputError, match="the target is not set"):
         next(choices(open_ended))
 

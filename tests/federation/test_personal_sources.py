@@ -202,7 +202,7 @@ def test_a_resumed_run_keeps_its_noise_and_rates_follow_it():
     began = 1.5 * prepared.personal.setting.noise_multiplier
     facts = {"noise": [began] * 4, "delta": prepared.delta}
     resumed = prepared.going_on(types.SimpleNamespace(facts=facts, resumed=True, writes=False))
-    assert {p.mechanism.sigma for p in resumed.federation.silos} == {began}
+    assert {p.sigma for p in resumed.federation.silos} == {began}
     assert resumed.personal.setting.noise_multiplier == began
     ours, before = resumed.personal.assignment.rates, prepared.personal.assignment.rates
     assert np.all(ours > before)

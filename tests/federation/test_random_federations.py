@@ -116,7 +116,7 @@ def check(make, sizes, steps, batch, cap, rounds, reach, target, mode=None, coho
     assert max(silo_epsilons(made, DELTA)) <= stated * (1 + 1e-6)
     assert epsilon(whole_event(made, DELTA), DELTA) >= stated * (1 - 1e-6)  # what a ledger is told
     silos = [
-        (plan.mechanism.sigma, *contributions(plan, batch, cap), plan.local_steps * rounds)
+        (plan.sigma, *contributions(plan, batch, cap), plan.local_steps * rounds)
         for plan in made.silos
     ]
     if make is local_item or reach == 1:

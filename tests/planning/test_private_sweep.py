@@ -11,9 +11,9 @@ import yaml
 from dpfl_jax.accounting import Account, Ledger
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.selection import Selection
 from dpfl_jax.planning import private_sweep
 from dpfl_jax.planning.private_sweep import PrivateSweep
+from dpfl_jax.planning.selection import Selection
 from dpfl_jax.planning.sweep import Sweep
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
@@ -273,7 +273,7 @@ def test_a_ledger_without_room_refuses_before_the_first_run(config, pretend):
         (AXES, ("eval.max_users=4",), "set eval.max_users=null"),
         (AXES, ("metrics.sinks=[wandb]",), "metrics.sinks"),
         (AXES, ("privacy.ledger=null", "seed=4"), "leave it unset"),
-        (AXES, ("privacy.epsilon=null", "mechanism.noise_multiplier=1"), "set privacy.epsilon"),
+        (AXES, ("privacy.epsilon=null", "privacy.noise_multiplier=1"), "set privacy.epsilon"),
         (AXES, ("data.split=within_user",), "data.split=by_user"),
         (AXES, ("data.validation_fraction=0",), "set data.validation_fraction"),
     ],

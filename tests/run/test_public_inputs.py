@@ -141,8 +141,8 @@ def test_the_key_of_a_unit_goes_with_the_data(tmp_path):
 TEXTS = {
     "data": {"source": "jsonl", "path": "posts.jsonl", "seq_len": 16, "test_fraction": 0.0},
     "model": {"overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
-    "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8, "noise_multiplier": 1.0},
-    "privacy": {"delta": 1e-3},
+    "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
     "train": {"steps": 2},
 }
 POSTS = "\n".join(json.dumps({"user": f"u{i // 2}", "text": "stone lamp"}) for i in range(60))
@@ -241,6 +241,6 @@ def test_other_runs_are_counted_by_a_ledger_alone(tmp_path, monkeypatch):
     prepared, counted = stated(central_run, config, tmp_path, monkeypatch)
     assert OTHER_RUNS_CAVEAT not in counted.caveats
     assert "add up in the account 'patients' of the ledger" in counted.caveats[-1]
-    plan = prepared.mechanism.plan(prepared.data.train, steps=2, delta=1e-3)
+    plan = prepared.mechanism.plan(prepared.data.train, steps=2, epsilon=4.0, delta=1e-3)
     assert plan.guarantee().caveats[-1] == OTHER_RUNS_CAVEAT
     assert prepared.about(plan.guarantee()).caveats.count(OTHER_RUNS_CAVEAT) == 0

@@ -42,9 +42,8 @@ def arguments(**changes):
         "loss_fn": loss_fn,
         "params": {"w": jnp.zeros(4)},
         "data": make_store(),
-        "mechanism": uls(
-            group_size=1, cohort_size=USERS, clip_norm=1.0, noise_multiplier=SIGMA
-        ),
+        "mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=1.0),
+        "noise_multiplier": SIGMA,
         "optimizer": optax.sgd(1.0),
         "steps": 1,
         "delta": 1e-3,
@@ -53,15 +52,9 @@ def arguments(**changes):
 
 CHANGES = {
     "data": {"data": make_store(changed=9.0)},
-    "mechanism.clip_norm": {
-        "mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=0.5, noise_multiplier=SIGMA)
-    },
-    "mechanism.noise_multiplier": {
-        "mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=1.0, noise_multiplier=3.0)
-    },
-    "mechanism.batch_size": {
-        "mechanism": els(group_size=1, batch_size=USERS, clip_norm=1.0, noise_multiplier=SIGMA)
-    },
+    "mechanism.clip_norm": {"mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=0.5)},
+    "mechanism.noise_multiplier": {"noise_multiplier": 3.0},
+    "mechanism.batch_size": {"mechanism": els(group_size=1, batch_size=USERS, clip_norm=1.0)},
     "delta": {"delta": 1e-4},
     "steps": {"steps": 2},
     "the loss": {"loss_fn": lambda p, e: 2.0 * loss_fn(p, e)},
@@ -93,7 +86,7 @@ def noise_of(key, **changes):
     mechanism = given["mechanism"]
     norm = factor * np.linalg.norm(x, axis=1, keepdims=True)
     clean = (factor * x * np.minimum(1.0, mechanism.clip_norm / norm)).sum(0)
-    stddev = mechanism.noise_multiplier * mechanism.clip_norm
+    stddev = given["noise_multiplier"] * mechanism.clip_norm
     return (seen[0] * USERS - clean) / stddev
 
 
@@ -121,7 +114,7 @@ def test_sampling_is_a_runs_own_too():
     for steps in (20, 21):
         result = fit(
             **arguments(
-                mechanism=uls(group_size=1, cohort_size=6, noise_multiplier=1.0), steps=steps
+                mechanism=uls(group_size=1, cohort_size=6), noise_multiplier=1.0, steps=steps
             ),
             key=key,
         )
@@ -146,7 +139,7 @@ def test_a_continued_run_is_held_against_what_ran(tmp_path):
 
 def test_a_target_that_falls_later_is_refused(tmp_path):
     """20 steps at epsilon 50 cannot become one more step and a statement of epsilon 1."""
-    loud = {"mechanism": uls(group_size=1, cohort_size=6), "steps": 20}
+    loud = {"mechanism": uls(group_size=1, cohort_size=6), "noise_multiplier": None, "steps": 20}
     directory = RunDirectory(tmp_path / "run", {}, "f", None)
     spent = fit(**arguments(**loud), epsilon=50.0, run_dir=directory).guarantee.epsilon
     assert spent > 40

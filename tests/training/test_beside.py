@@ -71,8 +71,8 @@ def test_it_is_plain_descent_from_where_the_private_run_starts():
         return 0.5 * ((example["x"] - params["w"]) ** 2).sum()
 
     params = {"w": np.full(3, 4.0, "f4")}
-    plan = dpfl.uls(group_size=2, cohort_size=8, clip_norm=0.1, noise_multiplier=3.0).plan(
-        data, steps=5, delta=1e-3
+    plan = dpfl.uls(group_size=2, cohort_size=8, clip_norm=0.1).plan(
+        data, steps=5, noise_multiplier=3.0, delta=1e-3
     )
     seen = []
 
@@ -154,10 +154,10 @@ def test_beside_users_with_budgets_of_their_own_nobody_leaves():
     def loss(params, example):
         return 0.5 * ((example["x"] - params["w"]) ** 2).sum()
 
-    mechanism = dpfl.individual(
-        group_size=1, cohort_size=4, clip_norm=9.0, noise_multiplier=1.0, local_learning_rate=0.5
+    mechanism = dpfl.individual(group_size=1, cohort_size=4, clip_norm=9.0, local_learning_rate=0.5)
+    plan = mechanism.plan(
+        dpfl.ArrayStore.from_users(users), steps=6, noise_multiplier=1.0, delta=1e-3
     )
-    plan = mechanism.plan(dpfl.ArrayStore.from_users(users), steps=6, delta=1e-3)
     run = algorithm_of(loss, {"w": np.zeros(3, "f4")}, plan, optax.sgd(1.0))
     told = {"loss": 1.0, "loss_by_user": 1.0, "examples": 1, "users": 1}
     found = plain(run, RootKey.from_seed(0), lambda _: told, Pace(), QUIET)

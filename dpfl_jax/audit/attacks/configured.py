@@ -42,9 +42,8 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
     if not config.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
     ready = central_run.prepare(config, console)
-    given = (ready.mechanism, ready.population, config.train.steps, ready.delta, key)
     with console.status("attacking"):
-        return [simulate.central(*given, trials=trials)]
+        return [simulate.central(ready.calibrated, key, trials=trials)]
 
 
 def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int) -> list[Trials]:
@@ -55,14 +54,14 @@ def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int)
     if not federation.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
     reach = 1
-    if federation.mechanism.unit != "record":
+    if federation.mechanism.privacy_unit != "record":
         reach = min(federation.max_silos_per_subject, federation.silos_per_round)
     # Those that cost most, as in federation.accountant.worst_cases.
     members = sorted(
         (federation.silos[i] for i in federation.participants.tolist()),
         key=lambda p: (
-            -p.mechanism.participation.probability(p.facts),
-            p.mechanism.sigma,
+            -p.mechanism.participation.sampling_prob_of(p.facts),
+            p.sigma,
             -p.local_steps,
         ),
     )[:reach]

@@ -176,15 +176,19 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
     def trained(inside: np.ndarray, private: bool, key: RootKey) -> Any:
         used = trains(inside)
         # Calibrated again: there are fewer users now.
-        population, steps = config.mechanism.population(used.user_offsets), config.train.steps
-        target = (config.privacy.epsilon, ready.delta, ready.optimizer)
-        mechanism: Any = config.mechanism
-        if mechanism.noise_multiplier is None:
-            mechanism, _ = mechanism.calibrated(population, steps, *target)
+        mechanism, privacy = config.mechanism, config.privacy
         if not private:
             budget = min(mechanism.compute_budget, float(used.num_examples))
             mechanism = non_private(batch_size=budget)
-        plan = Plan(mechanism, used, steps, ready.delta, execution, mesh)
+        calibrated = mechanism.calibrate(
+            mechanism.participation.population(used.user_offsets),
+            config.train.steps,
+            epsilon=privacy.epsilon,
+            noise_multiplier=privacy.noise_multiplier,
+            delta=ready.delta,
+            optimizer=ready.optimizer,
+        )
+        plan = Plan(calibrated, used, execution, mesh)
         run = Central(ready.model.loss, params, plan, ready.optimizer, trainable)
         result = _finished(train(run, key=key, console=console))
         gain = before - evaluator.measure(result.params, held)[0]
