@@ -30,7 +30,7 @@ PUBLIC = (
 
 def check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
     """Says that proxy runs protect nobody, and wants it said that the data are public."""
-    from dpfl_jax.data.registry import SETS
+    from dpfl_jax.data.sets import SETS
 
     console.print(PUBLIC, style="bold red", highlight=False, soft_wrap=True)
     embedded = config.data.path is None and config.data.source in (*SETS, "python_source")

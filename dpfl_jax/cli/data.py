@@ -235,8 +235,8 @@ def _source(args: argparse.Namespace, conversations: Any) -> Any:
         return sources.tfds_source(
             args.input[0], args.user_column, args.split, args.text_column, args.data_dir
         )
-    from dpfl_jax.data.registry import set_source
     from dpfl_jax.data.sections import SourceConfig
+    from dpfl_jax.data.sources import set_source
 
     section = SourceConfig(source=args.source, path=inputs[0], seq_len=args.seq_len)
     return set_source(section, args.split)
@@ -244,14 +244,14 @@ def _source(args: argparse.Namespace, conversations: Any) -> Any:
 
 def _inspect(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.data import inspect as inspection
-    from dpfl_jax.data.owners import by_set
+    from dpfl_jax.data.owners import grouped_by_owner_set
     from dpfl_jax.data.shards import open_store
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     store = open_store(args.store)
     if args.verify:
-        by_set(store).verify()
+        grouped_by_owner_set(store).verify()
         if not args.json:
             # The fingerprint is a function of all records without noise: not under --private.
             identity = "" if args.private else f" ({store.fingerprint[:16]})"

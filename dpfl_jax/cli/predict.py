@@ -101,8 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[Any]:
-    from dpfl_jax.data.documents import expand_paths, read_file_rows
-    from dpfl_jax.data.rows import guess_format
+    from dpfl_jax.data.rows import expand_paths, guess_format, read_file_rows
 
     (path,) = expand_paths(str(source))
     rows = read_file_rows([path], guess_format(path), csv=form)
@@ -118,7 +117,7 @@ def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
     """Of the rows of a run's file those that it evaluated."""
     from dpfl_jax.config import FederatedConfig, RunConfig
     from dpfl_jax.data import limit_store, load_dataset
-    from dpfl_jax.data.owners import by_set
+    from dpfl_jax.data.owners import grouped_by_owner_set
     from dpfl_jax.data.table import read_table, user_key
     from dpfl_jax.federation.federated_run import read_subjects
 
@@ -136,7 +135,9 @@ def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
         store = read_subjects(config).held_out
     if store is None:
         raise BadInputError("the run held out nobody: leave out --held-out")
-    store = limit_store(by_set(store), config.eval.max_users, config.eval.max_examples_per_user)
+    store = limit_store(
+        grouped_by_owner_set(store), config.eval.max_users, config.eval.max_examples_per_user
+    )
     left = dict(zip(store.user_ids(range(store.num_users)), store.examples_per_user.tolist()))
     key = user_key(config.data.user_column)
     for where, row in rows:

@@ -22,9 +22,8 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.federated import FederatedConfig
-from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.data.splits import limit_store
-from dpfl_jax.data.store import Store, unit_key_of
+from dpfl_jax.data.store import Store, scale_warning, unit_key_of
 from dpfl_jax.federation.accountant import (
     calibrate_federation,
     dominating_event,
@@ -325,7 +324,7 @@ class FederatedRun(FederatedStudy):
         if self.private and self.federation.mechanism.privacy_unit == "subject":
             found.append(not_people(store, "subject"))
         if self.private:
-            found.append(far_from_order_1(store))
+            found.append(scale_warning(store))
         return [f"warning: {text}" for text in found if text is not None]
 
     def headline(self) -> list[str]:

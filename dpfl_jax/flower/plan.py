@@ -10,7 +10,7 @@ from typing import Any
 
 from dpfl_jax.config import FederatedConfig, IsrlConfig, config_to_dict
 from dpfl_jax.config.load import differing_key
-from dpfl_jax.data.registry import SETS
+from dpfl_jax.data.sets import SETS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower.wire import MessageError
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier

@@ -91,7 +91,7 @@ def _introduced(name: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], T
       BadInputError: it is nothing of the kind.
     """
     try:
-        facts, task = header["facts"], Task.of(header["task"])
+        facts, task = header["facts"], Task.from_json(header["task"])
         whole = "name" not in facts and all(
             type(size) is int and 0 < size < 2**31 for size in facts.values()
         )

@@ -42,7 +42,7 @@ def about(
 
     Args:
       guarantee: of the mechanism that ran.
-      unit_key: what makes a unit (``StoreBase.unit_key``).
+      unit_key: what makes a unit (``Store.unit_key``).
       public_inputs: as ``public_inputs`` lists them.
       account: of the ledger that was charged; None if there is none.
     """

@@ -21,8 +21,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, build_by_name
 from dpfl_jax.models.checkpoint import save_adapter, save_checkpoint
 from dpfl_jax.models.checkpoint.families import family_of
-from dpfl_jax.models.checkpoint.load import flat_paths
-from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.models.params import flat_paths, is_adapter
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.task import Task
@@ -164,7 +163,7 @@ def _other(
     elif config is None:  # of `fit`
         structure = {"loss": kept.report.get("loss"), "task": told}
     else:
-        section, task = config.model, Task.of(kept.report["task"])
+        section, task = config.model, Task.from_json(kept.report["task"])
         key = jax.random.key(config.init_seed)
         loss = "classification" if task.kind == "classes" else task.kind
         structure = {"task": told, "options": section.options, "loss": loss}

@@ -20,8 +20,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, not_reference
 from dpfl_jax.models.checkpoint import fingerprint
-from dpfl_jax.models.checkpoint.load import flat_paths, nested
-from dpfl_jax.models.lora import merge, without_adapters
+from dpfl_jax.models.params import flat_paths, merge, nested, without_adapters
 from dpfl_jax.run.checkpoint import Checkpoints, load_params, released
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import finished_report

@@ -90,7 +90,7 @@ def only_noised_messages_crossed(seen, silos):
             assert set(header["facts"]) <= {"num_records", "num_subjects"}
             logged = json.loads(json.dumps(silos[name].log.find("hello")["told"]))
             assert logged | {"kind": "hello"} == header
-            assert Task.of(header["task"]) == silos[name].held.task
+            assert Task.from_json(header["task"]) == silos[name].held.task
         if header["kind"] == "message":
             work = silos[name].runs[header["run"]].work
             if isinstance(work, MessageWork):
