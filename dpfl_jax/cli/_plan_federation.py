@@ -8,7 +8,7 @@ import shlex
 from typing import Any
 
 from dpfl_jax.cli._outputs import save_figure, write_config
-from dpfl_jax.config import FederatedConfig, load_config
+from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
 
 _CENTRAL = (
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
     from dpfl_jax.federation.choice import by_reach, choices, other_steps
     from dpfl_jax.federation.federated_run import prepare
 
-    if not isinstance(config, FederatedConfig):
+    if config.variant == "isrl":
         raise BadInputError(
             "an ISRL configuration has one mechanism: `dpfl train CONFIG --dry-run` says how noise "
             "and signal compare, and which key would help"

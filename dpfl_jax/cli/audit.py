@@ -134,11 +134,10 @@ def _trained(
     config: Any, seed: int | None, confidence: float | None, console: Console
 ) -> tuple[list[Any], dict[str, Any]]:
     """A run with canaries, of which nothing is kept."""
-    from dpfl_jax.config import RunConfig
     from dpfl_jax.config.schema import AuditConfig
     from dpfl_jax.training.central_run import run_experiment
 
-    if not isinstance(config, RunConfig):
+    if config.variant != "central":
         raise BadInputError("--train is for central configurations: audit others with --simulate")
     changed = {
         "audit": config.audit or AuditConfig(),

@@ -66,10 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Compiles the step with and without privacy, and compares."""
     kind_of(args.topology)
-    from dpfl_jax.config import RunConfig, load_config
+    from dpfl_jax.config import load_config
 
     config = load_config(args.config, args.overrides, args.allow_code)
-    if not isinstance(config, RunConfig):
+    if config.variant != "central":
         raise BadInputError("compile: federated configurations are not compiled for slices yet")
     if config.model.dpo is not None:
         raise BadInputError("compile: the loss of preference pairs (model.dpo) is not compiled yet")

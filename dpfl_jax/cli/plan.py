@@ -152,13 +152,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints, writes."""
-    from dpfl_jax.config import RunConfig, load_config
+    from dpfl_jax.config import load_config
     from dpfl_jax.planning.questions import Outlook
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides, args.allow_code)
-    if not isinstance(config, RunConfig):
+    if config.variant != "central":
         return _plan_federation.run(args, config, console)
     budget = args.compute_budget or int(config.mechanism.compute_budget)
     epsilon = args.epsilon if args.epsilon is not None else config.privacy.epsilon

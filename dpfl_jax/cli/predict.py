@@ -116,13 +116,12 @@ def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[
 
 def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
     """Of the rows of a run's file those that it evaluated."""
-    from dpfl_jax.config import FederatedConfig, RunConfig
     from dpfl_jax.data import limit_store, load_dataset
     from dpfl_jax.data.owners import by_set
     from dpfl_jax.data.table import read_table, user_key
     from dpfl_jax.federation.federated_run import read_subjects
 
-    by_user = isinstance(config, RunConfig | FederatedConfig) and config.data.split == "by_user"
+    by_user = config is not None and config.variant != "isrl" and config.data.split == "by_user"
     if not by_user or config.data.records_per_user is not None:
         raise BadInputError(
             "--held-out is for runs (not exports) that hold out people with all their rows "
@@ -130,7 +129,7 @@ def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
         )
     here = {"path": str(source), "delimiter": form.delimiter, "encoding": form.encoding}
     config = config.model_copy(update={"data": dataclasses.replace(config.data, **here)})
-    if isinstance(config, RunConfig):
+    if config.variant == "central":
         store = getattr(load_dataset(config.data), config.eval.split)
     else:
         store = read_subjects(config).held_out
@@ -182,7 +181,6 @@ def _load(folder: pathlib.Path, which: Any, build: Any) -> tuple[Any, Any]:
 
     That of a run is exported for the moment, which checks the run.
     """
-    from dpfl_jax.config import RunConfig
     from dpfl_jax.training.export import export
     from dpfl_jax.training.exported import load_exported
     from dpfl_jax.training.trained import read_run
@@ -190,7 +188,7 @@ def _load(folder: pathlib.Path, which: Any, build: Any) -> tuple[Any, Any]:
     if not (folder / "config.yaml").exists():
         return None, load_exported(folder, like=build)
     config = read_run(folder, which).config
-    if isinstance(config, RunConfig) and config.model.is_transformer:
+    if config is not None and config.variant == "central" and config.model.is_transformer:
         raise BadInputError(
             f"the run in {folder} trained a language model, which goes on with a prompt: "
             f"dpfl sample {folder}"

@@ -102,7 +102,6 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _init(args: argparse.Namespace) -> dict[str, Any]:
     import os
 
-    from dpfl_jax.config import IsrlConfig
     from dpfl_jax.flower.plan import study_of
     from dpfl_jax.flower.silo import CONFIG, KEY, make_key, read_study
     from dpfl_jax.run.console import Console
@@ -113,7 +112,7 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
         raise BadInputError(f"{folder} holds a silo already: its key and log are its memory")
     config: Any = read_study(pathlib.Path(args.config))
     study_of(config)
-    isrl = isinstance(config, IsrlConfig)
+    isrl = config.variant == "isrl"
     privacy = config.privacy
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -121,7 +120,6 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
         return path and os.path.relpath(path, folder)
 
     epsilon = max(privacy.epsilon) if isinstance(privacy.epsilon, tuple) else privacy.epsilon
-    rounds = config.isrl.rounds if isrl else config.federation.rounds
     delta = privacy.delta if isinstance(privacy.delta, float) else 1e-5
     told = {
         "name": args.name,
@@ -134,8 +132,8 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
         "epsilon": epsilon if epsilon is not None else 1.0,
         "delta": delta,
         "unit": "record" if isrl else "subject",
-        "rounds": rounds or 1000,
-        "mechanism": f"isrl/{config.isrl.algorithm}" if isrl else config.mechanism.kind,
+        "rounds": config.federation.rounds or 1000,
+        "mechanism": config.mechanism.kind,
     }
     # JSON is YAML: a path with a comma or a colon in it stays one string.
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in told.items()}

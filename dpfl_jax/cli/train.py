@@ -43,8 +43,8 @@ examples:
   dpfl train configs/quickstart.yaml mechanism.cohort_size=512 privacy.epsilon=2
   dpfl train configs/quickstart.yaml --run-dir runs/mine
   dpfl train configs/userlevel/stackoverflow_uls.yaml --dry-run
-  dpfl train configs/subject/quickstart.yaml               # silos: a `federation` section
-  dpfl train configs/isrl/quickstart.yaml                  # no trusted server: an `isrl` section
+  dpfl train configs/subject/quickstart.yaml               # silos
+  dpfl train configs/isrl/quickstart.yaml                  # no trusted server
 
 exit status: 0 done; 2 bad input (one sentence on stderr); 1 anything else, interruption included.
 """
@@ -116,13 +116,11 @@ def _chip_hours(flops: float) -> dict[str, float]:
 
 def _system(config: Any) -> Any:
     """The module that trains configurations of this kind."""
-    from dpfl_jax.config import FederatedConfig, IsrlConfig
-
-    if isinstance(config, IsrlConfig):
+    if config.variant == "isrl":
         from dpfl_jax.federation.isrl.runs import isrl_run as isrl
 
         return isrl
-    if isinstance(config, FederatedConfig):
+    if config.variant == "silos":
         from dpfl_jax.federation import federated_run as federated
 
         return federated

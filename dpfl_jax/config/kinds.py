@@ -70,6 +70,11 @@ class Kinds:
         importlib.import_module(self.home)
         return sorted(self._known)
 
+    def __contains__(self, kind: Any) -> bool:
+        """Whether ``self[kind]`` would be found."""
+        places = map(_place, self._known.values()) if ":" in str(kind) else self.names()
+        return kind in [*places]
+
     def __getitem__(self, kind: Any) -> Callable[..., Any]:
         """The class or function of a kind, or at ``"package.module:name"`` if that was imported.
 
@@ -318,3 +323,4 @@ GIVES = Kinds("dpfl_jax.mechanisms", "mechanism.gives")
 BUDGETS = Kinds("dpfl_jax.mechanisms", "mechanism.budget")
 SILOS = Kinds("dpfl_jax.federation.mechanisms")
 SILO_PARTICIPATIONS = Kinds("dpfl_jax.federation.mechanisms", "mechanism.participation")
+ISRL = Kinds("dpfl_jax.federation.isrl.mechanisms")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.config.federated import FederatedConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store, unit_key_of
@@ -70,12 +70,12 @@ EVALUATION_CAVEAT = {
 _MANY = 0.2
 
 
-def build_federation(config: FederatedConfig, data: FederatedData) -> Federation:
+def build_federation(config: RunConfig, data: FederatedData) -> Federation:
     """The federation of a config on its data, not yet calibrated."""
     return federation_of(config, [SiloFacts.of(silo) for silo in data.silos])
 
 
-def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federation:
+def federation_of(config: RunConfig, facts: Sequence[SiloFacts]) -> Federation:
     """The federation of a config for silos of these public sizes, not yet calibrated."""
     section, mechanism = config.federation, config.mechanism
     weights = section.weights or (1.0,) * section.silos
@@ -94,7 +94,7 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
     return Federation(plans, section.rounds, reach, cohort)
 
 
-def calibrated(config: FederatedConfig, federation: Federation, delta: float) -> Federation:
+def calibrated(config: RunConfig, federation: Federation, delta: float) -> Federation:
     """The federation with its noise: the one that is configured, or what the target asks for."""
     if not federation.mechanism.private or config.mechanism.noise_multiplier is not None:
         return federation
@@ -103,7 +103,7 @@ def calibrated(config: FederatedConfig, federation: Federation, delta: float) ->
 
 
 def noised(
-    config: FederatedConfig, facts: Sequence[SiloFacts], noise: Sequence[float] | None = None
+    config: RunConfig, facts: Sequence[SiloFacts], noise: Sequence[float] | None = None
 ) -> tuple[Federation, Any]:
     """The federation with its noise, and declared groups of budgets, from public numbers alone.
 
@@ -129,7 +129,7 @@ def noised(
 class FederatedRun(Prepared):
     """Everything a run needs, checked, before anything is written."""
 
-    config: FederatedConfig
+    config: RunConfig
     subjects: SubjectData
     data: FederatedData
     federation: Federation
@@ -302,7 +302,7 @@ def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
 
 
 def federated_inputs(
-    config: FederatedConfig, task: Task, counts: str, *, remote: bool = False
+    config: RunConfig, task: Task, counts: str, *, remote: bool = False
 ) -> tuple[str, ...]:
     """What a study takes as public; ``remote``: its silos are elsewhere."""
     more: list[str] = []
@@ -315,7 +315,7 @@ def federated_inputs(
     return public_inputs(counts, config.mechanism.bounds, config, task, more=more, remote=remote)
 
 
-def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knobs:
+def knobs(config: RunConfig, facts: Sequence[SiloFacts], dim: int) -> Knobs:
     """What may be changed where noise swamps signal, and what it would do.
 
     Args:
@@ -381,7 +381,7 @@ def _personalised(prepared: FederatedRun, noise: float | None = None) -> Federat
     return dataclasses.replace(prepared, federation=federation, data=data, personal=personal)
 
 
-def read_subjects(config: FederatedConfig) -> SubjectData:
+def read_subjects(config: RunConfig) -> SubjectData:
     """The subjects of a configuration, with the column of their budgets if there is one."""
     budgets = config.privacy.budgets
     column = budgets.column if budgets.kind == "column" and budgets.path is None else None
@@ -389,7 +389,7 @@ def read_subjects(config: FederatedConfig) -> SubjectData:
 
 
 def prepare(
-    config: FederatedConfig, console: Console, subjects: SubjectData | None = None
+    config: RunConfig, console: Console, subjects: SubjectData | None = None
 ) -> FederatedRun:
     """Reads the data, spreads it, calibrates.
 
@@ -427,7 +427,7 @@ def prepare(
 
 
 def run_experiment(
-    config: FederatedConfig, run_dir: str | os.PathLike[str], console: Console
+    config: RunConfig, run_dir: str | os.PathLike[str], console: Console
 ) -> dict[str, Any]:
     """Runs (or resumes) a federated configuration and returns its report.
 
@@ -537,7 +537,7 @@ def _report(prepared: FederatedRun, result: RunResult, guarantee: Guarantee) -> 
     )
 
 
-def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
+def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     """Validates and prices a configuration: parameters, noise, epsilon. Trains nothing."""
     prepared = prepare(config, console)
     federation, plan = prepared.federation, prepared.federation.silos[0]

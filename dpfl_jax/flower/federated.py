@@ -18,7 +18,7 @@ import numpy as np
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping.stats import StepStats
-from dpfl_jax.config import FederatedConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, whole_event
 from dpfl_jax.federation.data import FederatedData
@@ -75,14 +75,14 @@ def one_device() -> Any:
     return data_parallel_mesh(jax.devices()[:1])
 
 
-def round_optimizers(config: FederatedConfig) -> tuple[Any, OptimizerServer]:
+def round_optimizers(config: RunConfig) -> tuple[Any, OptimizerServer]:
     """The optimizer of a silo's local steps, and the server's."""
     section = config.federation
     local = make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
     return local, OptimizerServer(make_optimizer(section.server_optimizer, section.rounds))
 
 
-def one_silo_at_a_time(config: FederatedConfig) -> Any:
+def one_silo_at_a_time(config: RunConfig) -> Any:
     """Execution of one silo at a time."""
     return config.execution.model_copy(update={"width": 1, "chunk_silos": 1})
 
@@ -92,7 +92,7 @@ def facts_of(rows: Sequence[Mapping[str, Any]]) -> list[SiloFacts]:
     return [SiloFacts(row["num_records"], row["num_subjects"]) for row in rows]
 
 
-def _published(config: FederatedConfig, federation: Federation, groups: Any) -> Published:
+def _published(config: RunConfig, federation: Federation, groups: Any) -> Published:
     mechanism, drawn = federation.mechanism, federation.mechanism.participation
     assert isinstance(drawn, PersonalRecords)
     assert drawn.setting is not None
@@ -103,7 +103,7 @@ def _published(config: FederatedConfig, federation: Federation, groups: Any) -> 
 
 
 def guarantee_of(
-    config: FederatedConfig, federation: Federation, groups: Any, rounds: int, caveats: Any = ()
+    config: RunConfig, federation: Federation, groups: Any, rounds: int, caveats: Any = ()
 ) -> Guarantee:
     """What ``rounds`` rounds guarantee, from public numbers alone."""
     if config.mechanism.participation.personal:
@@ -144,7 +144,7 @@ def round_key(key: RootKey, round_index: int) -> RootKey:
 class Subjects:
     """What one silo holds, for a federated study."""
 
-    def __init__(self, config: FederatedConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         """Reads the silo's own data.
 
         Args:
@@ -339,7 +339,7 @@ class SubjectServer:
     """The server of a federated study: it holds no data."""
 
     def __init__(
-        self, config: FederatedConfig, task: Task, rows: Sequence[Mapping[str, Any]], noise: Any
+        self, config: RunConfig, task: Task, rows: Sequence[Mapping[str, Any]], noise: Any
     ) -> None:
         """Calibrates, if ``noise`` is None.
 

@@ -19,7 +19,7 @@ from dpfl_jax import accounting
 from dpfl_jax import task as tasks
 from dpfl_jax.accounting import REPLACE, Guarantee
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.config import IsrlConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.privacy import SiloNoise, silo_guarantee, worst_guarantee
@@ -44,7 +44,7 @@ from dpfl_jax.run.terms import Terms
 
 
 def _made(
-    config: IsrlConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
+    config: RunConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
 ) -> tuple[Task, Parameters]:
     """Loss and numbers, from what is public: the study, the task and the silos' sizes."""
     sizes = np.array([row["num_records"] for row in rows])
@@ -53,29 +53,25 @@ def _made(
     if noise is not None:
         assert parameters.noise is not None
         given = [
-            dataclasses.replace(z, noise_multiplier=float(m), noise=config.isrl.noise)
+            dataclasses.replace(z, noise_multiplier=float(m), noise=config.mechanism.arithmetic)
             for z, m in zip(parameters.noise, noise, strict=True)
         ]
         parameters = dataclasses.replace(parameters, noise=given)
     return made, parameters
 
 
-def _mechanism(config: IsrlConfig) -> str:
-    return f"isrl/{config.isrl.algorithm}"
-
-
 class Records:
     """What one silo holds, for a study without a trusted server."""
 
-    def __init__(self, config: IsrlConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         """Reads the silo's own data.
 
         Raises:
           BadInputError: anything wrong with the data.
         """
         self.config, loss = config, config.model.loss
-        own = dataclasses.replace(config.data, silos=1)
-        found = load_silos(own, softmax=loss == "softmax", signed=loss == "hinge")
+        alone = config.federation.model_copy(update={"silos": 1})
+        found = load_silos(config.data, alone, softmax=loss == "softmax", signed=loss == "hinge")
         self.train = found.train
         self.fingerprint, self.description = found.fingerprint, found.description
         self.learned, self.unit_key = found.learned, found.unit_key
@@ -130,14 +126,14 @@ class MessageWork:
         """What the plan asks, as this silo computes it."""
         if policy.unit == "subject":
             raise RefusedError(
-                f"{_mechanism(self.config)} protects a record, and nothing bounds how many a "
+                f"{self.config.mechanism.kind} protects a record, and nothing bounds how many a "
                 "person has in all silos: set policy.unit to record"
             )
         record = sum(leaf.nbytes / leaf.shape[1] for leaf in jax.tree.leaves(self._mine))
         check_memory(len(self.sizes) * int(self.sizes.max()) * record)
         multiplier = self.noise.noise_multiplier
         epsilon = accounting.epsilon(self.noise.event, policy.delta, relation=REPLACE)
-        return Asked(_mechanism(self.config), self.rounds, multiplier, epsilon, policy.unit)
+        return Asked(self.config.mechanism.kind, self.rounds, multiplier, epsilon, policy.unit)
 
     def charge(self, policy: Policy) -> Charge:
         """What a ledger is charged for the whole run."""
@@ -152,7 +148,7 @@ class MessageWork:
     @property
     def _most(self) -> int:
         """Rounds in which the silo answers at most: its noise is for so many."""
-        if self.config.isrl.sampling == "disjoint":
+        if self.config.mechanism.sampling == "disjoint":
             batch = max(self.parameters.batches[self.index], 1.0)
             return min(self.noise.rounds, int(self.sizes[self.index] // batch))
         return self.noise.rounds
@@ -214,7 +210,7 @@ class MessageServer:
     """The server of such a study: it holds no data."""
 
     def __init__(
-        self, config: IsrlConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
+        self, config: RunConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
     ) -> None:
         """Calibrates, if ``noise`` is None; see ``federated.SubjectServer``."""
         self.config, self.rows, self.learned = config, rows, task
@@ -237,7 +233,7 @@ class MessageServer:
 
     def _taken(self, rounds: int) -> list[SiloNoise]:
         assert self.parameters.noise is not None
-        law = self.config.isrl.noise
+        law = self.config.mechanism.arithmetic
         return [
             dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1)), noise=law)
             for z in self.parameters.noise
@@ -257,8 +253,8 @@ class MessageServer:
 
     def mechanism(self) -> dict[str, Any]:
         """For the report."""
-        section = self.config.isrl
-        told = {"kind": _mechanism(self.config), "sampling": section.sampling}
+        mechanism = self.config.mechanism
+        told = {"kind": mechanism.kind, "sampling": mechanism.sampling}
         return {**told, "clip_norm": float(self.parameters.clip_norms[0])}
 
 

@@ -15,10 +15,9 @@ from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.config import FederatedConfig, IsrlConfig
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower import federated, isrl
-from dpfl_jax.flower.plan import Plan, silos_in, study_of
+from dpfl_jax.flower.plan import Plan, study_of
 from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack, why_of
 from dpfl_jax.run.directory import RunDirectory, write_atomically
 from dpfl_jax.run.driver import RunResult, drive
@@ -27,10 +26,7 @@ from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT
 from dpfl_jax.run.report import TUNING_CAVEAT, build_report
 from dpfl_jax.task import Task
 
-_SERVERS: dict[Any, Any] = {
-    FederatedConfig: federated.SubjectServer,
-    IsrlConfig: isrl.MessageServer,
-}
+_SERVERS: dict[str, Any] = {"silos": federated.SubjectServer, "isrl": isrl.MessageServer}
 # A silo that never hears that the run is over keeps its reservation, which is no less.
 _DONE_S = 30.0
 # How long a server that goes on waits for all its silos to come back.
@@ -222,12 +218,10 @@ def prepare(
     Raises:
       BadInputError: studies or schemas that differ, named with the silo.
     """
-    if type(config) not in _SERVERS:
-        raise BadInputError("the configuration has no section `federation` or `isrl`")
     if config.privacy.ledger is not None:
         raise BadInputError(_NO_LEDGER)
     study = study_of(config)
-    count = silos_in(config)
+    count = config.federation.silos
     console.print(f"waiting for {count} silos", highlight=False)
     most_s = math.inf if known is None else _RETURN_S
     replies = transport.hello(pack({"kind": "hello", "study": study}), count, most_s)
@@ -260,7 +254,7 @@ def prepare(
         rows = known
     _, task = introduced[first]
     with console.status("calibrating noise"):
-        server = _SERVERS[type(config)](config, task, rows, None)
+        server = _SERVERS[config.variant](config, task, rows, None)
     return RemoteRun(config, transport, rows, task, server, console)
 
 

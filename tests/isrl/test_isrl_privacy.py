@@ -17,7 +17,8 @@ from scipy import stats
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.config.base import MetricsSection
-from dpfl_jax.config.isrl import IsrlDataConfig
+from dpfl_jax.config.schema import FederationConfig
+from dpfl_jax.data import DataConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import (
     Budget,
@@ -389,8 +390,8 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
     prepared = types.SimpleNamespace(
         parameters=types.SimpleNamespace(noise=taken),
         config=types.SimpleNamespace(
-            isrl=types.SimpleNamespace(sampling="full", noise="exact"),
-            data=IsrlDataConfig(),
+            mechanism=types.SimpleNamespace(sampling="full", arithmetic="exact"),
+            data=DataConfig(),
             metrics=MetricsSection(),
             eval=types.SimpleNamespace(baseline=False),
         ),
@@ -400,9 +401,7 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
     for z in taken:
         assert accounting.epsilon(z.event, found.delta, relation=REPLACE) <= found.epsilon
     rows = _relations(
-        types.SimpleNamespace(
-            isrl=types.SimpleNamespace(available=None), data=types.SimpleNamespace(silos=2)
-        ),
+        types.SimpleNamespace(federation=FederationConfig(silos=2)),
         taken,
     )
     central = next(row for row in rows if row["notion"] == "central DP")

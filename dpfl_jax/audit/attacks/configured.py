@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.audit.trials import Trials
-from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 
@@ -32,11 +32,10 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
     Raises:
       BadInputError: it has no guarantee, or one that no audit knows.
     """
-    if isinstance(config, IsrlConfig):
+    if config.variant == "isrl":
         return [_messages(config, key, console, trials)]
-    if isinstance(config, FederatedConfig):
+    if config.variant == "silos":
         return _silos(config, key, console, trials)
-    assert isinstance(config, RunConfig)
     from dpfl_jax.training import central_run
 
     if not config.mechanism.private:
@@ -47,7 +46,7 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
         return [simulate.central(*given, trials=trials)]
 
 
-def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int) -> list[Trials]:
+def _silos(config: RunConfig, key: RootKey, console: Console, trials: int) -> list[Trials]:
     from dpfl_jax.federation import federated_run
 
     ready = federated_run.prepare(config, console)
@@ -85,7 +84,7 @@ def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int)
     return found
 
 
-def _messages(config: IsrlConfig, key: RootKey, console: Console, trials: int) -> Trials:
+def _messages(config: RunConfig, key: RootKey, console: Console, trials: int) -> Trials:
     from dpfl_jax.federation.isrl.runs import isrl_run
 
     parameters = isrl_run.prepare(config, console).parameters

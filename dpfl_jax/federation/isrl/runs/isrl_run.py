@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.federation.isrl import bounds
 from dpfl_jax.federation.isrl.privacy import (
     SiloNoise,
@@ -61,7 +61,7 @@ _SILOS_CAVEAT = "the silos are cut from one data set: who holds which record is 
 class IsrlRun(Prepared):
     """Everything a run needs, checked, before anything is written."""
 
-    config: IsrlConfig
+    config: RunConfig
     records: SiloRecords
     task: Task
     parameters: Parameters
@@ -95,7 +95,7 @@ class IsrlRun(Prepared):
         """Columns, bounds, counts."""
         if self.parameters.noise is None:
             return ()
-        counts = f"{self.config.data.silos} silos, and the records of each"
+        counts = f"{self.config.federation.silos} silos, and the records of each"
         return isrl_inputs(self.config, self.records.learned, counts)
 
     def advice(self) -> list[str]:
@@ -109,8 +109,8 @@ class IsrlRun(Prepared):
         """Data, algorithm."""
         return [
             self.records.description,
-            f"{self.config.isrl.algorithm}, {self.parameters.rounds} rounds, "
-            f"{self.config.isrl.sampling} batches; {self.task.kind} loss, {self.task.dim} "
+            f"{self.config.mechanism.kind}, {self.parameters.rounds} rounds, "
+            f"{self.config.mechanism.sampling} batches; {self.task.kind} loss, {self.task.dim} "
             "parameters",
             *self.advice(),
         ]
@@ -172,45 +172,49 @@ class IsrlRun(Prepared):
 
 
 def isrl_inputs(
-    config: IsrlConfig, learned: DataTask, counts: str, *, remote: bool = False
+    config: RunConfig, learned: DataTask, counts: str, *, remote: bool = False
 ) -> tuple[str, ...]:
     """What a study takes as public; ``remote``: its silos are elsewhere."""
-    data, clip_norm = config.data, config.isrl.clip_norm
+    data, clip_norm = config.data, config.mechanism.clip_norm
     more = [
         "clip norm: " + ("the loss's own bound" if clip_norm is None else f"{clip_norm:g}"),
         f"bounds: data.max_norm {data.max_norm:g}, data.max_target {data.max_target:g}, "
-        f"model.radius {config.model.radius:g}, and those of the theorems that `isrl` names",
+        f"model.radius {config.model.radius:g}, and those of the theorems that `mechanism` names",
     ]
-    if config.isrl.silo_weights is not None:
-        more.append("weights of silos: isrl.silo_weights")
+    if config.federation.weights is not None:
+        more.append("weights of silos: federation.weights")
     return public_inputs(counts, None, config, learned, more=more, remote=remote)
 
 
-def balance_of_messages(config: IsrlConfig, task: Task, parameters: Parameters) -> Balance:
+def balance_of_messages(config: RunConfig, task: Task, parameters: Parameters) -> Balance:
     """Noise and signal of the mean message of a round, in units of the step size."""
     silos = len(parameters.batches)
-    weights = config.isrl.silo_weights
+    weights = config.federation.weights
     shares = np.full(silos, 1 / silos) if weights is None else np.asarray(weights)
-    answering = effective_silos(config.isrl.available, silos) / silos
+    answering = effective_silos(config.federation.answering, silos) / silos
     stddevs = shares * parameters.stddevs / parameters.batches
     noise = math.sqrt(task.dim * float((stddevs**2).sum()) / answering)
     return Balance(noise, float((shares * parameters.clip_norms).sum()), parameters.rounds)
 
 
 def advice_for(
-    config: IsrlConfig, task: Task, parameters: Parameters, sizes: np.ndarray
+    config: RunConfig, task: Task, parameters: Parameters, sizes: np.ndarray
 ) -> list[str]:
     """Noise beside signal (``guidance``), for silos with so many records."""
     balance = balance_of_messages(config, task, parameters)
     return advice(balance, _knobs(config, task, parameters, sizes))
 
 
-def _knobs(config: IsrlConfig, task: Task, parameters: Parameters, sizes: np.ndarray) -> Knobs:
+def _knobs(config: RunConfig, task: Task, parameters: Parameters, sizes: np.ndarray) -> Knobs:
     """What may be changed where noise swamps signal, and what it would do."""
 
     def would(section: str, key: str, value: Any) -> Callable[[], Balance]:
         def ask() -> Balance:
-            changed = getattr(config, section).model_copy(update={key: value})
+            before = getattr(config, section)
+            if section == "mechanism":
+                changed = dataclasses.replace(before, **{key: value})
+            else:
+                changed = before.model_copy(update={key: value})
             new = config.model_copy(update={section: changed})
             return balance_of_messages(new, task, choose(new, task, sizes))
 
@@ -218,16 +222,16 @@ def _knobs(config: IsrlConfig, task: Task, parameters: Parameters, sizes: np.nda
 
     share = parameters.sources["batch_fraction"][0]
     values = [] if share >= 1.0 else doubled(share, 1.0)
-    yield "isrl.batch_fraction", [(v, would("isrl", "batch_fraction", v)) for v in values]
+    yield "mechanism.batch_fraction", [(v, would("mechanism", "batch_fraction", v)) for v in values]
     if isinstance(config.privacy.epsilon, float):
         values = doubled(config.privacy.epsilon, math.inf, 4)
         yield "privacy.epsilon", [(v, would("privacy", "epsilon", v)) for v in values]
-    if config.isrl.sampling != "disjoint":
+    if config.mechanism.sampling != "disjoint":
         rounds = [int(r) for r in doubled(parameters.rounds, 1e5, 3)]
-        yield "isrl.rounds", [(v, would("isrl", "rounds", v)) for v in rounds]
+        yield "federation.rounds", [(v, would("federation", "rounds", v)) for v in rounds]
 
 
-def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
+def prepare(config: RunConfig, console: Console) -> IsrlRun:
     """Reads the data, fills in what theory gives, calibrates.
 
     Raises:
@@ -235,7 +239,9 @@ def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
     """
     loss = config.model.loss
     with console.status("reading data"):
-        records = load_silos(config.data, softmax=loss == "softmax", signed=loss == "hinge")
+        records = load_silos(
+            config.data, config.federation, softmax=loss == "softmax", signed=loss == "hinge"
+        )
     sizes = np.asarray(records.train.sizes)
     task = dataset_task(config, sizes, records.features, records.classes)
     with console.status("calibrating noise"):
@@ -245,7 +251,7 @@ def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
     return IsrlRun(config, records, task, parameters)
 
 
-def dataset_task(config: IsrlConfig, sizes: np.ndarray, features: int, classes: int) -> Task:
+def dataset_task(config: RunConfig, sizes: np.ndarray, features: int, classes: int) -> Task:
     """The loss of a configuration for data of these public sizes."""
     bound, beta = config.data.max_norm, None
     if config.model.loss in ("hinge", "absolute") and config.model.smoothing is None:
@@ -254,7 +260,7 @@ def dataset_task(config: IsrlConfig, sizes: np.ndarray, features: int, classes: 
 
 
 def run_experiment(
-    config: IsrlConfig, run_dir: str | os.PathLike[str], console: Console
+    config: RunConfig, run_dir: str | os.PathLike[str], console: Console
 ) -> dict[str, Any]:
     """Runs (or resumes) an ISRL-DP configuration and returns its report.
 
@@ -288,13 +294,13 @@ def guarantee_of(
             delta=1.0,
             noise_multiplier=0.0,
             accountant="none",
-            sampling=prepared.config.isrl.sampling,
+            sampling=prepared.config.mechanism.sampling,
             caveats=("this run is not private: it is a baseline", *outside),
             steps=rounds,
             released="every message of every silo",
         )
         return none, []
-    law = prepared.config.isrl.noise
+    law = prepared.config.mechanism.arithmetic
     taken = [dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1)), noise=law) for z in noise]
     if config.eval.baseline:
         outside.append(BASELINE_CAVEAT)
@@ -344,9 +350,9 @@ def _facts(prepared: IsrlRun, guarantee: Guarantee, taken: list[SiloNoise]) -> d
         "relations": _plain(_relations(config, taken)) if private else [],
         "silos": _silo_rows(prepared, taken),
         "participation": {
-            "silos": config.data.silos,
-            "available": config.isrl.available or config.data.silos,
-            "effective": effective_silos(config.isrl.available, config.data.silos),
+            "silos": config.federation.silos,
+            "available": config.federation.answering or config.federation.silos,
+            "effective": effective_silos(config.federation.answering, config.federation.silos),
         },
         "possible_risk": possible_risk(prepared.parameters),
         "parameters": {
@@ -356,12 +362,12 @@ def _facts(prepared: IsrlRun, guarantee: Guarantee, taken: list[SiloNoise]) -> d
     }
 
 
-def _relations(config: IsrlConfig, taken: list[SiloNoise]) -> list[dict[str, Any]]:
+def _relations(config: RunConfig, taken: list[SiloNoise]) -> list[dict[str, Any]]:
     """Each notion for the silo for which it promises least."""
     distinct = list(dict.fromkeys(at_one_delta(taken)))
-    available = config.isrl.available
-    alike = len(distinct) == 1 and available in (None, config.data.silos)
-    tables = [relations(z, config.data.silos, shuffled=alike) for z in distinct]
+    available = config.federation.answering
+    alike = len(distinct) == 1 and available in (None, config.federation.silos)
+    tables = [relations(z, config.federation.silos, shuffled=alike) for z in distinct]
     rows = []
     for column in zip(*tables, strict=True):
         worst = max(column, key=lambda row: row["epsilon"])
@@ -389,21 +395,22 @@ def _report(prepared: IsrlRun, result: RunResult) -> tuple[dict[str, Any], State
         inputs=prepared.records.inputs,
         data={
             "description": prepared.records.description,
-            "held_out": f"data.test_fraction={config.data.test_fraction:g} of each silo's records, "
-            f"chosen by a hash of their owner's id; data.split_seed={config.data.split_seed}",
-            "silos": config.data.silos,
+            "held_out": f"data.validation_fraction={config.data.validation_fraction:g} of each "
+            "silo's records, chosen by a hash of their owner's id; "
+            f"data.split_seed={config.data.split_seed}",
+            "silos": config.federation.silos,
             "records": int(np.asarray(prepared.records.train.sizes).sum()),
         },
         mechanism={
-            "kind": f"isrl/{config.isrl.algorithm}",
-            "sampling": config.isrl.sampling,
+            "kind": config.mechanism.kind,
+            "sampling": config.mechanism.sampling,
             "clip_norm": float(prepared.parameters.clip_norms[0]),
         },
     )
     return report, isrl_statement(taken, guarantee)
 
 
-def dry_run(config: IsrlConfig, console: Console) -> dict[str, Any]:
+def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     """Validates and prices a configuration: parameters, noise, epsilon, possible risk."""
     prepared = prepare(config, console)
     guarantee, taken = guarantee_of(prepared, prepared.parameters.rounds)
@@ -415,7 +422,7 @@ def dry_run(config: IsrlConfig, console: Console) -> dict[str, Any]:
         "status": "dry-run",
         "name": config.name,
         "population": {
-            "silos": config.data.silos,
+            "silos": config.federation.silos,
             "records": int(np.asarray(prepared.records.train.sizes).sum()),
             "source": prepared.records.description,
         },

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE
-from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.message import (
     MessageSpec,
@@ -46,12 +46,12 @@ from dpfl_jax.run.terms import Terms, begin, value_digest
 from dpfl_jax.training.evaluate import auc_of
 
 
-def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
+def make_method(config: RunConfig, parameters: Parameters) -> Method:
     """The algorithm that a configuration names."""
     rounds, mu = parameters.rounds, config.model.regularization
     project = ball(config.model.radius)
-    if config.isrl.algorithm == "minibatch_sgd":
-        last = config.isrl.average_last
+    if config.mechanism.kind == "minibatch_sgd":
+        last = config.mechanism.average_last
         if last is not None:
             weights = last_weights(rounds, last)
         elif mu:
@@ -59,7 +59,7 @@ def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
         else:
             weights = uniform_weights(rounds)
         return minibatch_sgd(jnp.full(rounds, parameters.step_size, jnp.float32), weights, project)
-    if config.isrl.algorithm == "multi_stage":
+    if config.mechanism.kind == "multi_stage":
         return multi_stage(parameters.stages, mu, project)
     smoothness = parameters.problem.smoothness
     steps = step_weights(rounds, smoothness, parameters.variance, parameters.distance)
@@ -67,31 +67,30 @@ def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
     return accelerated(*steps, 0.0, project)
 
 
-def schedule_of(config: IsrlConfig, parameters: Parameters, sizes: np.ndarray, key: RootKey) -> Any:
+def schedule_of(config: RunConfig, parameters: Parameters, sizes: np.ndarray, key: RootKey) -> Any:
     """The run's schedule; one-pass silos fall silent when their records are used."""
-    one_pass = parameters.batches if config.isrl.sampling == "disjoint" else None
+    one_pass = parameters.batches if config.mechanism.sampling == "disjoint" else None
     return make_schedule(
         key,
         parameters.rounds,
         sizes,
-        available=config.isrl.available,
+        available=config.federation.answering,
         one_pass_batch=one_pass,
-        most_rounds=config.isrl.most_rounds,
+        most_rounds=config.mechanism.most_rounds,
     )
 
 
 def objective_messages(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
+    config: RunConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
 ) -> Callable[[jax.Array, Any], jax.Array]:
     """``(w, round) -> [N, ...]``, the messages of all silos.
 
     To be made inside ``jit``, of arguments: captured records would be written into the program, and
     with it wherever compiled programs are kept.
     """
-    section = config.isrl
     return make_messages(
         task.train_loss,
-        MessageSpec(section.sampling, section.noise),
+        MessageSpec(config.mechanism.sampling, config.mechanism.arithmetic),
         data,
         batch=jnp.asarray(parameters.batches, jnp.float32),
         clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
@@ -100,15 +99,15 @@ def objective_messages(
     )
 
 
-def objective_mean(config: IsrlConfig, w: jax.Array, sent: jax.Array, row: Any) -> jax.Array:
+def objective_mean(config: RunConfig, w: jax.Array, sent: jax.Array, row: Any) -> jax.Array:
     """Mean of the messages, plus the regulariser's gradient, which depends on no record."""
-    weights = config.isrl.silo_weights
+    weights = config.federation.weights
     shares = None if weights is None else jnp.asarray(weights, jnp.float32)
     return mean_message(sent, row["present"], shares) + config.model.regularization * w
 
 
 def objective_oracle(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
+    config: RunConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
 ) -> Oracle:
     """Both together; to be made inside ``jit``, too."""
     messages = objective_messages(config, task, data, parameters, rank)
@@ -125,7 +124,7 @@ class Round:
     """
 
     def __init__(
-        self, config: IsrlConfig, task: Task, parameters: Parameters, method: Method
+        self, config: RunConfig, task: Task, parameters: Parameters, method: Method
     ) -> None:
         def where(state: Any, values: Any) -> jax.Array:
             asked: list[jax.Array] = []
@@ -149,7 +148,7 @@ class Round:
 
 
 def solve(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, key: RootKey
+    config: RunConfig, task: Task, data: SiloData, parameters: Parameters, key: RootKey
 ) -> jax.Array:
     """All rounds at once, without a run directory; returns the algorithm's output."""
     algorithm = make_method(config, parameters)
@@ -163,7 +162,7 @@ def solve(
 
 
 def _block(
-    config: IsrlConfig, task: Task, parameters: Parameters, algorithm: Method
+    config: RunConfig, task: Task, parameters: Parameters, algorithm: Method
 ) -> Callable[..., Any]:
     """``(state, rows, values, data, rank) -> state`` after these rounds, compiled."""
 
@@ -176,16 +175,16 @@ def _block(
 
 
 def _terms(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, algorithm: Method
+    config: RunConfig, task: Task, data: SiloData, parameters: Parameters, algorithm: Method
 ) -> Terms:
     """The terms of a run; it starts from zero."""
-    section, noise = config.isrl, parameters.noise or []
+    mechanism, noise = config.mechanism, parameters.noise or []
     start = jax.ShapeDtypeStruct(task.shape, jnp.float32)
     trained = loss_name(task.train_loss, start, data)
     return Terms(
         stated={
-            "algorithm": section.algorithm,
-            "sampling": section.sampling,
+            "algorithm": mechanism.kind,
+            "sampling": mechanism.sampling,
             "rounds": parameters.rounds,
             "batches": parameters.batches.tolist(),
             "clip_norms": parameters.clip_norms.tolist(),
@@ -196,7 +195,13 @@ def _terms(
             "data": value_digest(data),
             # What an algorithm takes is a function of the rest of its configuration.
             "computation": value_digest(
-                [trained, algorithm.values, section.model_dump(), config.model.model_dump()]
+                [
+                    trained,
+                    algorithm.values,
+                    dataclasses.asdict(mechanism),
+                    config.federation.model_dump(),
+                    config.model.model_dump(),
+                ]
             ),
         },
     )
@@ -211,7 +216,7 @@ class Messages(Algorithm):
     smaller = "spread the silos over more devices"
 
     def __init__(
-        self, config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
+        self, config: RunConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
     ) -> None:
         """See ``run_rounds``."""
         self.config, self.task, self.data, self.parameters = config, task, data, parameters
@@ -310,7 +315,7 @@ class MessageSteps(Steps):
 
 
 def run_rounds(
-    config: IsrlConfig,
+    config: RunConfig,
     task: Task,
     data: SiloData,
     parameters: Parameters,
