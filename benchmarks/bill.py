@@ -33,9 +33,9 @@ RUNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    from dpfl_jax.cli.main import add_json_flag
+    from dpfl_jax.cli.options import Options, add_options
 
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

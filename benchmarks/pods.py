@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.options import Options, add_options
 from dpfl_jax.errors import BadInputError
 
 HELP = "fine-tuning jobs compiled for TPU slices: what fits, what it costs"
@@ -163,7 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=float, default=3600.0, help="seconds for one row; 0 compiles nothing"
     )
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dpfl_jax.cli._slices import (
     memory_of,
     slice_mesh,
 )
-from dpfl_jax.cli.main import add_code_flag, add_json_flag
+from dpfl_jax.cli.options import Configured
 from dpfl_jax.errors import BadInputError
 
 HELP = "compile the train step for a TPU slice, without one"
@@ -38,29 +38,22 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML configuration file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key")
-    parser.add_argument("--topology", default="v5e:4x4", help="e.g. v5e:4x4, v3:16x16, cpu:8")
-    parser.add_argument(
-        "--vocab-size", type=int, help="where the configuration's tokeniser is not at hand"
-    )
-    parser.add_argument(
-        "--suggest",
-        action="store_true",
-        help="look for the largest execution.microbatch_size (a power of two) that fits",
-    )
-    parser.add_argument(
-        "--no-baseline",
-        action="store_true",
-        help="do not compile the step without privacy (its FLOPs are counted all the same)",
-    )
-    parser.add_argument(
-        "--count-only", action="store_true", help="count FLOPs and compile nothing: seconds"
-    )
-    add_code_flag(parser)
-    add_json_flag(parser)
+class Options(Configured):
+    """Compiling.
+
+    Attributes:
+      topology: e.g. v5e:4x4, v3:16x16, cpu:8.
+      vocab_size: where the configuration's tokeniser is not at hand.
+      suggest: look for the largest execution.microbatch_size (a power of two) that fits.
+      no_baseline: do not compile the step without privacy (its FLOPs are counted all the same).
+      count_only: count FLOPs and compile nothing: seconds.
+    """
+
+    topology: str = "v5e:4x4"
+    vocab_size: int | None = None
+    suggest: bool = False
+    no_baseline: bool = False
+    count_only: bool = False
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

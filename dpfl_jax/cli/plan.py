@@ -6,12 +6,12 @@ import argparse
 import json
 import pathlib
 import shlex
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from dpfl_jax.cli import _bill, _plan_federation, _predict
 from dpfl_jax.cli._outputs import save_figure, write_config
 from dpfl_jax.cli._predict import QUESTIONS
-from dpfl_jax.cli.main import add_code_flag, add_json_flag
+from dpfl_jax.cli.options import Configured, Flag
 from dpfl_jax.errors import BadInputError
 
 HELP = "choose algorithm and group sizes for a compute budget"
@@ -68,86 +68,71 @@ examples:
 """.replace("{questions}", "\n".join(f"  {n:<10} {text}" for n, text in QUESTIONS.items()))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML configuration file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key")
-    parser.add_argument("--compute-budget", type=int, help="default: the configuration's")
-    parser.add_argument("--epsilon", type=float, help="default: the configuration's")
-    parser.add_argument(
-        "--decay", type=float, default=0.5, help="assumed fall of gradient norms (default: 0.5)"
-    )
-    parser.add_argument(
-        "--max-group-size", type=int, default=256, help="largest G of users (default: 256)"
-    )
-    parser.add_argument("--users", type=int, default=128, help="users sampled for norms")
-    parser.add_argument(
-        "--private-median",
-        type=float,
-        metavar="EPSILON",
-        help="release the median group size with this epsilon of its own (default: the exact one)",
-    )
-    parser.add_argument(
-        "--target-noise", type=float, help="also: smallest epsilon and budget that reach it"
-    )
-    loss = parser.add_argument_group("prediction of the loss")
-    loss.add_argument(
-        "--fit", type=pathlib.Path, metavar="FIT.json", help="run proxies on PUBLIC data, and fit"
-    )
-    loss.add_argument("--runs", type=int, default=24, help="of --fit (default: 24)")
-    loss.add_argument("--jobs", type=int, default=1, help="processes of --fit (default: 1)")
-    loss.add_argument(
-        "--rates",
-        type=lambda text: tuple(float(x) for x in text.split(",")),
-        metavar="X,Y",
-        help="learning rates of --fit, over the configuration's (default: 1)",
-    )
-    loss.add_argument("--public", action="store_true", help="of --fit: I say the data are public")
-    loss.add_argument(
-        "--with", dest="fits", nargs="+", type=pathlib.Path, metavar="FIT.json", help="fits to use"
-    )
-    loss.add_argument(
-        "--target-loss", type=float, help="also: the smallest epsilon that reaches it"
-    )
-    loss.add_argument("--ask", choices=QUESTIONS, help="answer a question; with --png, drawn")
-    loss.add_argument(
-        "--html",
-        type=pathlib.Path,
-        metavar="FILE.html",
-        help="with --ask: drawn for a browser, which shows the cell under the pointer",
-    )
-    cost = parser.add_argument_group("bill")
-    cost.add_argument(
-        "--chip",
-        help="v5e, h100, ..., its FLOP/s (2e14), or here: this machine, timed; prices every cell",
-    )
-    cost.add_argument("--mfu", type=float, help="share of the chip's peak reached (default: 0.4)")
-    cost.add_argument("--price", type=float, help="of a chip-hour, in any currency")
-    cost.add_argument("--watts", type=float, help="of a chip")
-    cost.add_argument(
-        "--chip-hours",
-        type=float,
-        help="in place of --compute-budget: the largest power of two that they pay for",
-    )
-    cost.add_argument(
-        "--memory",
-        metavar="TOPOLOGY",
-        help="whether the best cells fit a device of it: v5e:4x4, ... (needs libtpu), or cpu:1, "
-        "this machine's own compiler (an estimate for GPUs)",
-    )
-    cost.add_argument("--vocab-size", type=int, help="where the tokeniser is not at hand")
-    parser.add_argument(
-        "--overtake",
-        type=int,
-        metavar="G",
-        help="also: the number of users, of G examples each, from which drawing examples is ahead",
-    )
-    parser.add_argument(
-        "--png", type=pathlib.Path, metavar="FILE.png", help="heat map over G and M"
-    )
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.yaml", help="write the best")
-    add_code_flag(parser)
-    add_json_flag(parser)
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(x) for x in text.split(","))
+
+
+class Options(Configured):
+    """A plan.
+
+    Attributes:
+      compute_budget: default: the configuration's.
+      decay: assumed fall of gradient norms.
+      max_group_size: largest G of users.
+      users: users sampled for norms.
+      private_median: release the median group size with this epsilon of its own (default: the
+        exact one).
+      target_noise: also: smallest epsilon and budget that reach it.
+      fit: run proxies on PUBLIC data, and fit.
+      runs: of --fit.
+      jobs: processes of --fit.
+      rates: learning rates of --fit, over the configuration's (default: 1).
+      public: of --fit: I say the data are public.
+      fits: fits to use.
+      target_loss: also: the smallest epsilon that reaches it.
+      ask: answer a question; with --png, drawn.
+      html: with --ask: drawn for a browser, which shows the cell under the pointer.
+      chip: v5e, h100, ..., its FLOP/s (2e14), or here: this machine, timed; prices every cell.
+      mfu: share of the chip's peak reached (default: 0.4).
+      price: of a chip-hour, in any currency.
+      watts: of a chip.
+      chip_hours: in place of --compute-budget: the largest power of two that they pay for.
+      memory: whether the best cells fit a device of it: v5e:4x4, ... (needs libtpu), or cpu:1, this
+        machine's own compiler (an estimate for GPUs).
+      vocab_size: where the tokeniser is not at hand.
+      overtake: also: the number of users, of G examples each, from which drawing examples is ahead.
+      png: heat map over G and M.
+      out: write the best.
+    """
+
+    keys: ClassVar[dict[str, Any]] = {"privacy.epsilon": None}
+    lists_keys = True
+
+    compute_budget: int | None = None
+    decay: float = 0.5
+    max_group_size: int = 256
+    users: int = 128
+    private_median: Annotated[float | None, Flag("EPSILON")] = None
+    target_noise: float | None = None
+    fit: Annotated[pathlib.Path | None, Flag("FIT.json")] = None
+    runs: int = 24
+    jobs: int = 1
+    rates: Annotated[tuple[float, ...] | None, Flag("X,Y", parse=_numbers)] = None
+    public: bool = False
+    fits: Annotated[tuple[pathlib.Path, ...] | None, Flag("FIT.json", name="with")] = None
+    target_loss: float | None = None
+    ask: Annotated[str | None, Flag(choices=QUESTIONS)] = None
+    html: Annotated[pathlib.Path | None, Flag("FILE.html")] = None
+    chip: str | None = None
+    mfu: float | None = None
+    price: float | None = None
+    watts: float | None = None
+    chip_hours: float | None = None
+    memory: Annotated[str | None, Flag("TOPOLOGY")] = None
+    vocab_size: int | None = None
+    overtake: Annotated[int | None, Flag("G")] = None
+    png: Annotated[pathlib.Path | None, Flag("FILE.png")] = None
+    out: Annotated[pathlib.Path | None, Flag("FILE.yaml")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

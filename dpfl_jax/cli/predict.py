@@ -7,10 +7,11 @@ import csv
 import dataclasses
 import pathlib
 import tempfile
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from dpfl_jax.cli import options
 from dpfl_jax.cli.data import csv_format
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, imported
 
 DESCRIPTION = """\
@@ -34,32 +35,28 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", help="run directory, finished, or an export's")
-    parser.add_argument("rows", metavar="FILE", help=".csv, .tsv, .parquet, .arrow, .jsonl, .npy")
-    parser.add_argument(
-        "--out", required=True, metavar="FILE", help=".csv, .tsv or .parquet, a new one"
-    )
-    parser.add_argument(
-        "--held-out", action="store_true", help="only the rows that the run held out and evaluated"
-    )
-    parser.add_argument(
-        "--delimiter",
-        help="between cells of CSV files, --out too (default: the run's; of an export ,)",
-    )
-    parser.add_argument(
-        "--encoding", help="of CSV files, --out too (default: the run's; of an export UTF-8)"
-    )
-    parser.add_argument(
-        "--which", choices=["last", "best"], default="last", help="checkpoint, as of `dpfl export`"
-    )
-    parser.add_argument(
-        "--module",
-        metavar="PACKAGE.MODULE:BUILD",
-        help="the function of model.module, where that built the model; it is imported",
-    )
-    add_json_flag(parser)
+class Options(options.Options):
+    """Predictions.
+
+    Attributes:
+      run: run directory, finished, or an export's.
+      rows: .csv, .tsv, .parquet, .arrow, .jsonl, .npy.
+      out: .csv, .tsv or .parquet, a new one.
+      held_out: only the rows that the run held out and evaluated.
+      delimiter: between cells of CSV files, --out too (default: the run's; of an export ,).
+      encoding: of CSV files, --out too (default: the run's; of an export UTF-8).
+      which: checkpoint, as of `dpfl export`.
+      module: the function of model.module, where that built the model; it is imported.
+    """
+
+    run: Annotated[str, Flag("RUN", is_positional=True)]
+    rows: Annotated[str, Flag("FILE", is_positional=True)]
+    out: Annotated[str, Flag("FILE")]
+    held_out: bool = False
+    delimiter: str | None = None
+    encoding: str | None = None
+    which: Literal["last", "best"] = "last"
+    module: Annotated[str | None, Flag("PACKAGE.MODULE:BUILD")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

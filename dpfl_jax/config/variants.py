@@ -21,6 +21,7 @@ from dpfl_jax.config.kinds import (
 from dpfl_jax.errors import BadInputError
 
 Variant = Literal["central", "silos", "isrl"]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 # In the order in which they are asked: what a central run needs imports no federation.
 MECHANISMS: dict[Variant, Kinds] = {"central": CENTRAL, "isrl": ISRL, "silos": SILOS}
@@ -134,7 +135,7 @@ def parse_mechanism(section: Any) -> Any:
 def takes(variant: Variant, key: str) -> bool:
     """Whether ``key``, a section or ``section.name``, goes with a variant."""
     section = key.partition(".")[0]
-    return all(variant in _OWNERS.get(name, get_args(Variant)) for name in (section, key))
+    return all(variant in _OWNERS.get(name, VARIANTS) for name in (section, key))
 
 
 def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
