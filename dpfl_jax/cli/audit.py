@@ -50,7 +50,7 @@ exit status: 0 the claim stands; 3 it is refuted; 2 bad input; 1 anything else.
 """
 
 
-class Options(options.Options):
+class Options(options.MayRunCode):
     """An audit.
 
     Attributes:
@@ -64,8 +64,6 @@ class Options(options.Options):
       repeat: independent audits.
       seed: of coins, sampling and noise (default: drawn).
       picture: draw it (PNG).
-      allow_code: the configuration may name code (package.module:NAME), which is run: only for one
-        that you have read, or wrote.
     """
 
     simulate: Annotated[str | None, Flag("CONFIG", group="what")] = None
@@ -78,7 +76,6 @@ class Options(options.Options):
     repeat: Annotated[int, Flag("N")] = 1
     seed: Annotated[int | None, Flag("N")] = None
     picture: Annotated[pathlib.Path | None, Flag("FILE")] = None
-    allow_code: bool = False
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

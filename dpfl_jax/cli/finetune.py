@@ -41,7 +41,7 @@ SHAPES = 8  # of packed rows
 COLUMNS = ("text", *CONVERSATION)
 
 
-class Options(options.Options):
+class Options(options.MayRunCode):
     """Fine-tuning.
 
     Attributes:
@@ -51,8 +51,6 @@ class Options(options.Options):
       full: train all parameters, no adapters.
       out: folder of configuration, run and model.
       dry_run: print and price the configuration; train nothing.
-      allow_code: the configuration may name code (package.module:NAME), which is run: only for one
-        that you have read, or wrote.
     """
 
     keys: ClassVar[dict[str, Any]] = {
@@ -69,7 +67,6 @@ class Options(options.Options):
     full: bool = False
     out: Annotated[str, Flag("OUT")] = "finetuned"
     dry_run: bool = False
-    allow_code: bool = False
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:

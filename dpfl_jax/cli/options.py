@@ -58,19 +58,27 @@ class Options:
     json: bool = False
 
 
-class Configured(Options):
+class MayRunCode(Options):
     """Of every command that reads a configuration.
 
     Attributes:
-      config: YAML configuration file.
-      overrides: override any key of the configuration, e.g. train.steps=50.
       allow_code: the configuration may name code (package.module:NAME), which is run: only for one
         that you have read, or wrote.
     """
 
+    allow_code: bool = False
+
+
+class Configured(MayRunCode):
+    """Of those that read one file with overrides.
+
+    Attributes:
+      config: YAML configuration file.
+      overrides: override any key of the configuration, e.g. train.steps=50.
+    """
+
     config: Annotated[str, Flag("CONFIG", is_positional=True)]
     overrides: Annotated[tuple[str, ...], Flag("key=value", is_positional=True)] = ()
-    allow_code: bool = False
 
 
 def add_options(parser: Any, options: type[Options]) -> None:
@@ -219,7 +227,7 @@ def keys_in_words() -> str:
     for section, owner in _sections():
         by_variants: dict[tuple[str, ...], list[str]] = {}
         for name in _fields(owner):
-            of = tuple(v for v in VARIANTS if takes(v, f"{section}.{name}"))
+            of = tuple(str(v) for v in VARIANTS if takes(v, f"{section}.{name}"))
             by_variants.setdefault(of, []).append(name)
         for of, names in by_variants.items():
             only = "" if of == VARIANTS else f" ({', '.join(of)})"

@@ -158,7 +158,7 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
         section, _, name = key.partition(".")
         inside = found.get(section)
         value = inside.get(name) if isinstance(inside, Mapping) else None
-        everywhere = {one for values in known.values() for one in values}
+        everywhere = [one for values in known.values() for one in values]
         if value in everywhere and value not in known[variant]:
             raise BadInputError(
                 f"{key} is {value!r}, but {named}: take one of {', '.join(known[variant])}"
