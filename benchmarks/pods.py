@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     os.environ["JAX_PLATFORMS"] = "cpu"  # beside libtpu, JAX would look for chips here
     from rich.console import Console
 
-    from dpfl_jax.cli._slices import kind_of
+    from dpfl_jax.training.slices import kind_of
 
     unknown = [name for name in args.models if name not in MODELS]
     if unknown:
@@ -264,7 +264,7 @@ def parts_needed(parameters: int, trains: str, memory: int, devices: int) -> int
 
 def _parts(job: Job, fsdp: int | None) -> int:
     """Into how many its parameters are split: ``fsdp``, or as needed."""
-    from dpfl_jax.cli._slices import HBM, kind_of
+    from dpfl_jax.training.slices import HBM, kind_of
 
     if fsdp:
         return fsdp

@@ -8,7 +8,6 @@ import functools
 import json
 from typing import Any
 
-from dpfl_jax.cli import _predict
 from dpfl_jax.errors import BadInputError
 
 _COMPILED = 3  # rows of the table, from the top, that --memory compiles
@@ -40,7 +39,7 @@ class Start:
 
 def check(args: argparse.Namespace) -> None:
     """Refuses what cannot be billed, before anything is computed."""
-    from dpfl_jax.cli._slices import HBM, kind_of
+    from dpfl_jax.training.slices import HBM, kind_of
 
     if args.memory is not None:
         kind = kind_of(args.memory)
@@ -64,6 +63,7 @@ def priced(config: Any, args: argparse.Namespace, start: Start, console: Any) ->
     if args.chip == "here" and config.population is not None:
         raise BadInputError("--chip here takes steps, but this configuration has statistics alone")
     from dpfl_jax.planning.clock import this_machine  # which imports all of training
+    from dpfl_jax.training.slices import gradient_cost
 
     found, chips, more = {}, {}, {"price": args.price, "watts": args.watts}
     if args.chip == "here":
@@ -74,7 +74,7 @@ def priced(config: Any, args: argparse.Namespace, start: Start, console: Any) ->
         for kind in (plain(examples=False), plain(examples=True)):
             group = getattr(config.mechanism, "group_size", 1)
             cell = _cell_config(args, config, kind, group)
-            found[kind] = _predict.gradient_cost(cell, args.vocab_size)["flops_per_gradient"]
+            found[kind] = gradient_cost(cell, args.vocab_size)["flops_per_gradient"]
             if args.chip == "here":  # what is reached depends on the algorithm
                 chip = this_machine(cell, data, model, params, found[kind], **more)
                 console.print(
@@ -103,9 +103,8 @@ def add_memory(result: dict[str, Any], config: Any, args: argparse.Namespace, co
 
     ``peak_bytes`` of a device, its ``limit_bytes`` (None: not known) and ``fits`` (likewise).
     """
-    from dpfl_jax.cli._slices import memory_of, slice_mesh
-    from dpfl_jax.cli.compile import measure, vocabulary
     from dpfl_jax.planning.bill import GPU_BYTES
+    from dpfl_jax.training.slices import measure, memory_of, slice_mesh, vocabulary
 
     mesh = slice_mesh(args.memory, config.execution.mesh.axes)
     limit = memory_of(args.memory) or GPU_BYTES.get(args.chip)

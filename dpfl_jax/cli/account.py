@@ -12,11 +12,10 @@ from typing import Annotated, Any, Literal
 from dpfl_jax import accounting
 from dpfl_jax.cli import options
 from dpfl_jax.cli._account_rows import OPTION_HELP, ROWS, Row, Values
-from dpfl_jax.cli._outputs import save_figure
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import save_figure
 
-HELP = "what a mechanism guarantees, or the noise a guarantee needs"
 ACCOUNTANTS = {
     "pld": "PLD (privacy-loss distributions, rounded upwards)",
     "rdp": "RDP (Renyi divergences, converted)",

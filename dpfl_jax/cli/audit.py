@@ -8,9 +8,9 @@ import tempfile
 from typing import Annotated, Any
 
 from dpfl_jax.cli import options
-from dpfl_jax.cli._outputs import save_figure
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.files import save_figure
 from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\

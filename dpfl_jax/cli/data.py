@@ -11,7 +11,6 @@ from dpfl_jax.cli.options import Flag
 from dpfl_jax.data.sections import CONVERSATION
 from dpfl_jax.errors import BadInputError
 
-HELP = "build, inspect and verify user-partitioned stores"
 DESCRIPTION = """\
 Build a store of examples grouped by user, or look into one.
 

@@ -9,12 +9,10 @@ import shlex
 from typing import Annotated, Any, ClassVar
 
 from dpfl_jax.cli import _bill, _plan_federation, _predict
-from dpfl_jax.cli._outputs import save_figure, write_config
 from dpfl_jax.cli._predict import QUESTIONS
 from dpfl_jax.cli.options import Configured, Flag
 from dpfl_jax.errors import BadInputError
 
-HELP = "choose algorithm and group sizes for a compute budget"
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
 size, ULS at each split into M users of G examples, and at the same splits BandMF, BLT and banded
@@ -138,6 +136,7 @@ class Options(Configured):
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints, writes."""
     from dpfl_jax.config import load_config
+    from dpfl_jax.planning.figures import draw_heat_map
     from dpfl_jax.planning.questions import Outlook
     from dpfl_jax.run.console import Console
 
@@ -209,7 +208,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _print(console, result)
     if args.png is not None:
         with console.status("calibrating the heat map"):
-            _draw(planner, plan, args.png)
+            draw_heat_map(planner, plan, args.png)
         console.print(f"drawn: {args.png}")
     if args.out is not None:
         chosen = result.get("prediction", {}).get("best_split") or {
@@ -410,61 +409,8 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         console.print(f"{name.replace('_', ' ')}: {answer}")
 
 
-def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
-    """Predicted noise of sampled users over (G, M); the budget outlined, the best marked."""
-    import math
-
-    import numpy as np
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    from dpfl_jax.mechanisms.candidates import CANDIDATES, draws_examples, plain
-
-    groups = sorted(planner.sensitivities.user)
-    top = int(math.log2(min(planner.users.num_users, 4 * plan.budget)))
-    cohorts = [2**k for k in range(max(0, top - 5), top + 1)]
-    found = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
-    # What is recommended is a row on top: perhaps of another mechanism, or of a cohort not here.
-    best, rows = plan.best, [[found[g, m] for m in cohorts] for g in groups]
-    image = np.array([*rows, [best.noise] * len(cohorts)])
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    ax = figure.subplots()
-    norm = LogNorm(image.min(), image.max())
-    shown = ax.imshow(image, origin="lower", cmap="viridis_r", aspect="auto", norm=norm)
-
-    def write(column: float, row: int, text: str, **more: Any) -> None:
-        dark = norm(image[row, 0 if row == len(groups) else int(column)]) > 0.5
-        color = "white" if dark else "black"
-        ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8, **more)
-
-    for i, g in enumerate(groups):
-        for j, m in enumerate(cohorts):
-            write(j, i, f"{image[i, j]:.2g}")
-            if g * m == plan.budget:
-                ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, linewidth=2))
-    size = f"group size {best.group_size}, {best.size} a step: noise {best.noise:.3g}"
-    write(
-        (len(cohorts) - 1) / 2, len(groups), f"{CANDIDATES[best.kind].name}, {size}", weight="bold"
-    )
-    ax.axhline(len(groups) - 0.5, color="white", linewidth=4)
-    ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
-    ax.set_yticks(range(len(groups) + 1), [*map(str, groups), "recommended"])
-    ax.set(xlabel="cohort size M", ylabel="group size G")
-    drawn = (o for o in plan.options if draws_examples(o.kind))
-    rival = min(drawn, key=lambda o: o.noise, default=None)
-    name = CANDIDATES[plain(examples=False)].name
-    title = f"{name}: noise on the averaged gradient; outlined: budget {plan.budget}"
-    if rival is not None:
-        name = CANDIDATES[rival.kind].name
-        title += f"\n{name} at that budget: {rival.noise:.3g} (G = {rival.group_size})"
-    ax.set_title(title, fontsize=9)
-    figure.colorbar(shown, label="noise on the averaged gradient")
-    save_figure(figure, file)
-
-
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
-    from dpfl_jax.config import load_config
+    from dpfl_jax.config.load import load_config, write_config
     from dpfl_jax.mechanisms.candidates import at_budget
 
     base: Any = load_config(args.config, args.overrides, args.allow_code)

@@ -9,7 +9,7 @@ import time
 from typing import Annotated, Any
 
 from dpfl_jax.cli import options
-from dpfl_jax.cli._checkout import from_checkout
+from dpfl_jax.cli.bench import from_checkout
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console

@@ -13,7 +13,6 @@ NO_GUARANTEE = (
     "the choice among these runs has no guarantee: no epsilon of a run covers it, and none covers "
     "who is held out (--private chooses with one epsilon for all)"
 )
-HELP = "run a grid of configurations and tabulate the best"
 DESCRIPTION = """\
 Run one training per cell of a grid: compute budget, epsilon, group and cohort size, clip norm,
 learning rate, or any other key of the configuration. Every finished cell is kept, so that the same

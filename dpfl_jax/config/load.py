@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from dpfl_jax.config.schema import RunConfig
-from dpfl_jax.config.text import read_yaml
+from dpfl_jax.config.text import read_yaml, write_yaml
 from dpfl_jax.config.variants import Variant, takes, variant_of
 from dpfl_jax.data.keys import names_function
 from dpfl_jax.errors import BadInputError, imported
@@ -201,6 +201,18 @@ def _taken_for_number(raw: Any, read: Any) -> str | None:
 def config_to_dict(config: BaseModel) -> dict[str, Any]:
     """The resolved config as plain JSON/YAML types."""
     return config.model_dump(mode="json")
+
+
+def write_config(path: pathlib.Path, config: BaseModel, reason: str) -> None:
+    """Writes a configuration as YAML, below why it is this one.
+
+    Raises:
+      BadInputError: it cannot be written there.
+    """
+    try:
+        path.write_text(f"# {reason}.\n{write_yaml(config_to_dict(config))}")
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}") from error
 
 
 # A run that a budget refused goes on once it is raised.
