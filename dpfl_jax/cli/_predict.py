@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import pathlib
 import shlex
@@ -137,32 +136,6 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
             raise BadInputError(f"cannot write {args.html}: {error.strerror}") from error
         console.print(f"drawn: {args.html}")
     return {"status": "answered", **found}
-
-
-def predict(
-    result: dict[str, Any], plan: Any, outlook: Any, target: float | None
-) -> dict[str, Any]:
-    """Adds predictions to a plan's JSON: of its cells, of the best split, of the least epsilon."""
-    from dpfl_jax.planning.questions import as_cell
-
-    cells = [as_cell(option, plan.steps) for option in plan.options]
-    for option, found in zip(result["options"], outlook.law.predict(cells), strict=True):
-        option |= found
-    best = outlook.best(0.0, epsilon=outlook.planner.epsilon).cell
-    told: dict[str, Any] = {
-        "best_of_budget": min(result["options"], key=lambda o: o["loss"]),
-        "best_split": best,
-        "gradients": outlook.gradients,
-        "initial_loss": outlook.law.about["initial"],
-    }
-    if target is not None:
-        epsilon, cell = outlook.least_epsilon(target)
-        told["least_epsilon"] = {
-            "target_loss": target,
-            "value": epsilon if math.isfinite(epsilon) else None,
-            "cell": cell,
-        }
-    return told
 
 
 def print_prediction(console: Any, told: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import pathlib
 import shlex
 from typing import Annotated, Any, ClassVar
 
-from dpfl_jax.cli import _bill, _plan_federation, _predict
+from dpfl_jax.cli import _plan_federation, _predict
 from dpfl_jax.cli._predict import QUESTIONS
 from dpfl_jax.cli.options import Configured, Flag
 from dpfl_jax.errors import BadInputError
@@ -136,8 +136,9 @@ class Options(Configured):
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints, writes."""
     from dpfl_jax.config import load_config
+    from dpfl_jax.planning.costs import Start, add_bills, add_memory, prices
     from dpfl_jax.planning.figures import draw_heat_map
-    from dpfl_jax.planning.questions import Outlook
+    from dpfl_jax.planning.questions import Outlook, predict
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
@@ -151,11 +152,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.fit is not None:
         _predict.check_public(args, config, console)
     laws = _predict.laws(args.fits)
-    _bill.check(args)
+    _check_costs(args)
     if args.html is not None and args.ask is None:
         raise BadInputError("--html draws an answer: add --ask QUESTION")
-    start = _bill.Start(config, console)
-    price: Any = None if args.fit is not None else _bill.priced(config, args, start, console)
+    start = Start(config, console)
+    price: Any = None
+    if args.fit is None and args.chip is not None:
+        price = prices(
+            start,
+            args.chip,
+            console,
+            mfu=args.mfu,
+            price=args.price,
+            watts=args.watts,
+            vocab=args.vocab_size,
+        )
     steps = config.train.steps
     paid: dict[str, float] = {}
     if args.chip_hours is not None:
@@ -189,14 +200,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if outlooks:
         outlook = next(iter(outlooks.values()))
         with console.status("weighing steps against batch"):
-            told = _predict.predict(result, plan, outlook, args.target_loss)
+            told = predict(result, plan, outlook, args.target_loss)
         result["prediction"] = told
     elif args.target_loss is not None:
         raise BadInputError("--target-loss needs a fit: give --with FIT.json")
     if price is not None:
-        _bill.add_bills(result, price, config.execution.microbatch_size)
+        add_bills(result, price, config.execution.microbatch_size)
     if args.memory is not None:
-        _bill.add_memory(result, config, args, console)
+        add_memory(result, config, args.memory, console, chip_name=args.chip, vocab=args.vocab_size)
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     if args.overtake is not None:
@@ -221,11 +232,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _check_costs(args: argparse.Namespace) -> None:
+    """Refuses what cannot be billed, before anything is computed."""
+    from dpfl_jax.training.slices import HBM, kind_of
+
+    needs = ("mfu", "price", "watts", "chip_hours")
+    if args.chip is None and (given := [n for n in needs if getattr(args, n) is not None]):
+        raise BadInputError(f"--{given[0].replace('_', '-')} needs --chip, e.g. --chip v5e")
+    if args.memory is not None:
+        kind = kind_of(args.memory)
+        if args.chip in HBM and kind not in (args.chip, "cpu"):
+            raise BadInputError(
+                f"--memory is of {kind}, but --chip is {args.chip}: give a topology of that chip, "
+                f"e.g. --memory {args.chip}:2x2"
+            )
+
+
 def _planner(
     config: Any,
     args: argparse.Namespace,
     epsilon: float,
-    start: _bill.Start,
+    start: Any,
     console: Any,
     law: Any = None,
 ) -> Any:
@@ -338,6 +365,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
     from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
+    from dpfl_jax.planning.costs import in_order
 
     lossy = ["loss", "90 % band"] if "prediction" in result else []
     billed = [name for name in result["best"].get("bill", ()) if name != "flops"]
@@ -358,7 +386,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     )
     marks = {"best": "least noise", "median": "median", "doubling": "double"}
     keys = set(result["doubling"])
-    for option in _bill.in_order(result):
+    for option in in_order(result):
         own = {key: value for key, value in option.items() if key in keys}
         notes = [
             words
@@ -382,7 +410,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
                 else []
             ),
             *(f"{option['bill'][name]:.4g}" for name in billed),
-            *(_bill.memory_words(option) if sized else ()),
+            *(_memory_words(option) if sized else ()),
             ", ".join(notes),
         )
     console.print(table)
@@ -407,6 +435,15 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         console.print(f"with {each} examples of every user, {told}")
     for name, answer in result.get("inverse", {}).items():
         console.print(f"{name.replace('_', ' ')}: {answer}")
+
+
+def _memory_words(option: dict[str, Any]) -> tuple[str, str]:
+    """GiB of a device, and whether they are there; dashes where nothing was compiled."""
+    if "memory" not in option:
+        return "-", "-"
+    told = option["memory"]
+    fits = {True: "yes", False: "NO", None: "unknown"}[told["fits"]]
+    return f"{told['peak_bytes'] / 2**30:.2f}", fits
 
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
