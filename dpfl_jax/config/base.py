@@ -20,7 +20,7 @@ Positive = Annotated[float, Field(gt=0, le=1e30)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
-def require(holds: Any, sentence: str) -> None:
+def check(holds: Any, sentence: str) -> None:
     """Raises ValueError, in a validator, unless something holds."""
     if not holds:
         raise ValueError(sentence)
@@ -29,7 +29,7 @@ def require(holds: Any, sentence: str) -> None:
 def exclude(**given: Any) -> None:
     """Raises ValueError if more than one of these keys (``section__key``) is set."""
     keys = [name.replace("__", ".") for name, value in given.items() if value is not None]
-    require(len(keys) < 2, f"both {' and '.join(keys[:2])} are set: keep one")
+    check(len(keys) < 2, f"both {' and '.join(keys[:2])} are set: keep one")
 
 
 NO_CHOICE_WITHIN_USERS = (

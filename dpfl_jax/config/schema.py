@@ -29,8 +29,8 @@ from dpfl_jax.config.base import (
     ProcessesConfig,
     Section,
     Seed,
+    check,
     exclude,
-    require,
 )
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import Kinds
@@ -54,7 +54,7 @@ def numbers(value: float | tuple[float, ...] | None) -> tuple[float, ...]:
 
 def check_each(key: str, value: Any, silos: int) -> None:
     """Raises ValueError unless a tuple has a number for each silo."""
-    require(
+    check(
         not isinstance(value, tuple) or len(value) == silos,
         f"{key} has {len(numbers(value))} numbers for {silos} silos: give one for each",
     )
@@ -62,19 +62,19 @@ def check_each(key: str, value: Any, silos: int) -> None:
 
 def check_target(epsilon: Any, mechanism: Any) -> None:
     """Raises ValueError unless a private mechanism has either a target or its own noise."""
-    require(
+    check(
         epsilon is None or epsilon > 0,
         f"privacy.epsilon is {epsilon}, but it must be above 0: for a run without privacy set "
         "mechanism.kind=none (of silos: fed_avg)",
     )
     if not mechanism.private:
         return
-    require(
+    check(
         epsilon is not None or mechanism.noise_multiplier is not None,
         "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the target epsilon, "
         "or the noise",
     )
-    require(
+    check(
         epsilon is None or mechanism.noise_multiplier is None,
         "both privacy.epsilon and mechanism.noise_multiplier are set: keep one, the other follows "
         "from it",
@@ -188,29 +188,29 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_choice(self) -> ModelConfig:
-        require(
+        check(
             self.module is None or self.kind == "transformer",
             "both model.kind and model.module are set: keep one",
         )
-        require(
+        check(
             self.is_transformer or self.trainable not in ("lora", "last_layers"),
             f"model.trainable={self.trainable} is for model.kind=transformer",
         )
         sized = "size" in self.model_fields_set and self.size != "tiny"
         exclude(model__size=self.size if sized else None, model__checkpoint=self.checkpoint)
-        require(
+        check(
             self.trainable != "lora" or self.lora,
             "model.trainable=lora needs model.lora, e.g. model.lora.rank=8",
         )
-        require(
+        check(
             self.trainable != (),
             "model.trainable is empty: nothing would be trained; name something",
         )
-        require(
+        check(
             self.lora is None or self.trainable not in ("biases", "last_layers"),
             "model.lora adds adapters, but model.trainable leaves them untrained: remove one",
         )
-        require(
+        check(
             self.smoothing is None or self.loss in ("hinge", "absolute"),
             "model.smoothing is for the losses hinge and absolute: remove it",
         )
@@ -322,7 +322,7 @@ class FederationConfig(Section):
         check_each("federation.weights", self.weights, self.silos)
         for name in ("silos_per_round", "max_silos_per_subject"):
             value = getattr(self, name)
-            require(
+            check(
                 value is None or value <= self.silos,
                 f"federation.{name} is {value}, but there are {self.silos} silos",
             )
@@ -365,20 +365,20 @@ class PrivacyConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> PrivacyConfig:
         for delta in numbers(self.delta):
-            require(
+            check(
                 0 < delta < 1,
                 f"privacy.delta is {delta:g}, but it must lie strictly between 0 and 1",
             )
-        require(
+        check(
             self.budget is None or self.ledger is not None,
             "privacy.budget needs privacy.ledger, the file it is charged to",
         )
         # It is appended to: by no name that another program reads by itself.
-        require(
+        check(
             self.ledger is None or self.ledger.endswith(".jsonl"),
             f"privacy.ledger is {self.ledger!r}, but a ledger is a file NAME.jsonl",
         )
-        require(
+        check(
             self.ledger is None or self.account is not None,
             "privacy.ledger needs privacy.account: one name for these people, the same in every "
             "run on them, however their data are cut",
@@ -428,7 +428,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        require(
+        check(
             self.eval_every or not self.chooses,
             "keep_best and patience look at evaluations: set train.eval_every",
         )
@@ -485,11 +485,10 @@ class AuditConfig(Section):
     @model_validator(mode="after")
     def _check_numbers(self) -> AuditConfig:
         for name, number in (("canaries", self.canaries), ("texts", self.texts)):
-            require(
-                not 0 < number < 100,
-                f"audit.{name} is {number}, but fewer than 100 prove nothing",
+            check(
+                not 0 < number < 100, f"audit.{name} is {number}, but fewer than 100 prove nothing"
             )
-        require(
+        check(
             self.canaries + self.texts,
             "audit has no canaries: set audit.canaries=500, or remove it",
         )
@@ -563,9 +562,9 @@ class RunConfig(Section):
             section, _, name = key.partition(".")
             given = name or section
             inside = getattr(self, section) if name else self
-            require(given in inside.model_fields_set, f"the key {key!r} is missing")
+            check(given in inside.model_fields_set, f"the key {key!r} is missing")
         privacy = self.privacy
-        require(
+        check(
             privacy.ledger is None or self.seed is None,
             "privacy.ledger adds up independent runs, but seed makes sampling and noise known and "
             "the same in every run with it: leave seed unset",
@@ -574,14 +573,14 @@ class RunConfig(Section):
             self._check_isrl()
             return self
         for name in ("epsilon", "delta"):
-            require(
+            check(
                 not isinstance(getattr(privacy, name), tuple),
                 f"privacy.{name} holds several numbers, but only silos that trust no server have "
                 "their own: give one",
             )
         check_target(privacy.epsilon, self.mechanism)
         if self.variant == "silos":
-            require(
+            check(
                 not (self.train.chooses and self.data.split == "within_user")
                 or not self.mechanism.private,
                 NO_CHOICE_WITHIN_USERS,
@@ -595,20 +594,20 @@ class RunConfig(Section):
         own = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
         for name in ("options",) if model.is_transformer else own:
             default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
-            require(
+            check(
                 getattr(model, name) == default,
                 f"model.{name} does not go with model.{model.what}: remove it "
                 f"(transformers take {', '.join(own)}, other kinds options)",
             )
-        require(
+        check(
             self.pretrain is None or model.is_transformer,
             f"pretrain is for model.kind=transformer, not model.{model.what}: remove it",
         )
-        require(
+        check(
             self.pretrain is None or model.checkpoint is None,
             "both pretrain and model.checkpoint are set: the private phase starts from one",
         )
-        require(
+        check(
             self.audit is None or mechanism.private,
             "audit attacks a guarantee, but mechanism.kind=none gives none",
         )
@@ -616,11 +615,11 @@ class RunConfig(Section):
             ("execution.examples_at_once", execution.examples_at_once is not None),
             ("execution.split_users", execution.split_users),
         ):
-            require(
+            check(
                 not asked or mechanism.unit_examples is not None,
                 f"{name} is for users with several examples (mechanism.kind=uls)",
             )
-            require(
+            check(
                 not asked or execution.strategy != "ghost",
                 f"{name} forms users' gradients, which execution.strategy=ghost does not: leave "
                 "out one of the two",
@@ -628,7 +627,7 @@ class RunConfig(Section):
 
     def _check_isrl(self) -> None:
         federation, privacy = self.federation, self.privacy
-        require(
+        check(
             self.mechanism.kind != "multi_stage" or self.model.regularization,
             "mechanism.kind=multi_stage needs a strongly convex loss: set model.regularization "
             "above 0, or use accelerated",
@@ -636,7 +635,7 @@ class RunConfig(Section):
         check_each("privacy.epsilon", privacy.epsilon, federation.silos)
         check_each("privacy.delta", privacy.delta, federation.silos)
         weights = federation.weights
-        require(
+        check(
             weights is None or (min(weights) >= 0 and abs(sum(weights) - 1) <= 1e-6),
             "federation.weights must be 0 or more and sum to 1",
         )
