@@ -1,14 +1,17 @@
-"""The errors a user can cause and mend.
+"""Errors that a user can cause and mend, and the checks of arguments that raise them.
 
-Every message is one sentence that says what is wrong, where, and what to do about it.
-The command line turns these into exit code 2 without a traceback.
+Every message is one sentence: what is wrong, where, and which key or argument to change to what.
+The command line prints it without a traceback and exits with code 2.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
+import math
+import numbers
 import os
 import re
 import sys
@@ -30,10 +33,111 @@ def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str)
       BadInputError: what ``name`` is, and what is ``wanted``.
     """
     if not isinstance(value, kind):
-        # What arrays, tables and lists hold may be somebody's.
-        data = isinstance(value, list | tuple) or hasattr(value, "__array__")
-        shown = "" if data else f"{' '.join(repr(value).split())[:60]} "
-        raise BadInputError(f"{name} is {shown}({type(value).__name__}): give {wanted}")
+        text = "" if _holds_data(value) else f"{' '.join(repr(value).split())[:60]} "
+        raise BadInputError(f"{name} is {text}({type(value).__name__}): give {wanted}")
+
+
+def require(good: object, name: str, value: object, wanted: str, advice: str = "") -> None:
+    """Refuses a value: "``name`` is ``value``, but it must be ``wanted``: ``advice``".
+
+    ``positive``, ``at_least``, ``probability`` and ``one_of`` below are its common cases. To all
+    four, None is "not given", and fine.
+
+    Args:
+      good: whether the value can be used.
+      name: the configuration key or the argument, as the user writes it.
+      value: what it is. Arrays and lists are not printed, as they may be somebody's data.
+      wanted: what it must be.
+      advice: what to change, where that is not plain from ``wanted``.
+
+    Raises:
+      BadInputError: the value is not good.
+    """
+    if not good:
+        if _holds_data(value):
+            text = f"a {type(value).__name__}"
+        else:
+            text = str(value) if _is_number(value) else repr(value)[:60]
+        raise BadInputError(
+            f"{name} is {text}, but it must be {wanted}{': ' if advice else ''}{advice}"
+        )
+
+
+def positive(name: str, value: float | None, advice: str = "") -> None:
+    """Refuses what is not a finite number above 0.
+
+    Raises:
+      BadInputError: as of ``require``.
+    """
+    good = value is None or (_is_number(value) and 0 < value < math.inf)
+    require(good, name, value, "finite and above 0", advice)
+
+
+def at_least(
+    name: str,
+    value: float | None,
+    least: float,
+    *,
+    most: float | None = None,
+    whole: bool = False,
+    advice: str = "",
+) -> None:
+    """Refuses numbers below ``least``, above ``most`` and, if asked, those that are not whole.
+
+    Raises:
+      BadInputError: as of ``require``.
+    """
+    good = value is None or (
+        _is_number(value)
+        and least <= value
+        and (most is None or value <= most)
+        and not (whole and (isinstance(value, bool) or not isinstance(value, numbers.Integral)))
+    )
+    bounds = f"at least {least}" + ("" if most is None else f" and at most {most}")
+    require(good, name, value, f"a whole number, {bounds}" if whole else bounds, advice)
+
+
+def probability(
+    name: str, value: float | None, *, zero: bool = True, one: bool = True, advice: str = ""
+) -> None:
+    """Refuses what is not from 0 to 1; without ``zero`` or ``one``, that end itself, too.
+
+    Raises:
+      BadInputError: as of ``require``.
+    """
+    good = value is None or (
+        _is_number(value) and 0 <= value <= 1 and (zero or value > 0) and (one or value < 1)
+    )
+    bounds = f"{'at least' if zero else 'above'} 0 and {'at most' if one else 'below'} 1"
+    require(good, name, value, bounds, advice)
+
+
+def one_of(name: str, value: object, options: Iterable[object], advice: str = "") -> None:
+    """Refuses what is not among the options, which are all named.
+
+    Raises:
+      BadInputError: as of ``require``.
+    """
+    options = list(options)
+    good = value is None or value in options
+    require(good, name, value, f"one of {', '.join(map(str, options))}", advice)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Ends a sentence on an unknown name: "did you mean ...?", or "known: ..." if none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+
+
+def _holds_data(value: object) -> bool:
+    """Whether the value is an array, a table or a list, whose contents may be somebody's."""
+    is_array = hasattr(value, "__array__") and getattr(value, "ndim", 1) > 0
+    return is_array or isinstance(value, list | tuple)
 
 
 # Escapes that move the cursor, letters that turn the direction of writing, and breaks of lines.
@@ -69,7 +173,7 @@ def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, as the ``object_pairs_hook`` of ``json.loads``.
 
     Raises:
-      ValueError: a key stands there twice: which value was meant, nobody can tell.
+      ValueError: a key stands there twice, and which value was meant cannot be known.
     """
     if (twice := repeated(name for name, _ in pairs)) is not None:
         raise ValueError(f"the key {twice!r} stands there twice")
@@ -77,12 +181,12 @@ def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def imported(place: str, setting: str) -> Any:
-    """What ``package.module:NAME`` names: the caller has made sure that its code may run.
+    """The object that ``package.module:NAME`` names: callers make sure that its code may run.
 
-    Modules of the current folder are found, behind all others, until the import is done.
+    The current folder is searched for the module, too, after all others.
 
     Raises:
-      BadInputError: it cannot be had; ``setting`` is what named it.
+      BadInputError: it cannot be imported; ``setting`` is the key that named it.
     """
     module, colon, name = place.partition(":")
     if not colon:
@@ -102,7 +206,7 @@ def imported(place: str, setting: str) -> Any:
 
 @contextlib.contextmanager
 def _current_folder_on_path() -> Iterator[None]:
-    """Behind all others, so that a module there hides none; and no longer than needed.
+    """Puts the folder behind all others, so that a module there hides none; and only in here.
 
     Libraries try to import what may be installed beside them: a folder that somebody sent could
     hold modules of these names.
@@ -118,7 +222,7 @@ def _current_folder_on_path() -> Iterator[None]:
 
 
 def ignore_matplotlibrc() -> None:
-    """That of the current folder, in this process: it is read first, and may have TeX run."""
+    """Keeps matplotlib from reading a matplotlibrc of the current folder, which may run TeX."""
     if os.path.lexists("matplotlibrc"):
         with contextlib.chdir(os.sep):
             importlib.import_module("matplotlib")
@@ -137,7 +241,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def room_on_disk() -> Iterator[None]:
-    """Turns a full disk inside into one sentence.
+    """Turns the error of a full disk into one sentence.
 
     Raises:
       BadInputError: something could not be written.
@@ -158,7 +262,7 @@ _SIZE = re.compile(r"(\d[\d.]*) ?([KMGTP]i?B|[KMGT]\b|bytes)")
 
 @contextlib.contextmanager
 def too_little_memory(what: str, advice: str) -> Iterator[None]:
-    """Turns running out of memory inside into one sentence.
+    """Turns the error of running out of memory into one sentence.
 
     Args:
       what: what was being done, e.g. "a training step".
@@ -179,19 +283,19 @@ def too_little_memory(what: str, advice: str) -> Iterator[None]:
 
 
 def _asked_for(error: Exception) -> tuple[str, str] | None:
-    """Where, and how much memory was not to be had, in words; None for another error."""
+    """Where memory ran out, and how much was asked for, in words; None for another error."""
     where = "the host" if isinstance(error, MemoryError) else "a device"
     text = str(error)
-    # By name: this module knows nothing of JAX.
+    # By name, as this module does not import JAX.
     if where == "a device" and not (
         type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
         and "RESOURCE_EXHAUSTED" in text
     ):
         return None
-    found = _SIZE.search(text)
-    if found is None:
+    match = _SIZE.search(text)
+    if match is None:
         return where, ""
-    size = found[0]
-    if found[2] == "bytes":
-        size = f"{float(found[1]) / 2**30:,.1f} GiB"
+    size = match[0]
+    if match[2] == "bytes":
+        size = f"{float(match[1]) / 2**30:,.1f} GiB"
     return where, f" ({size} more were asked for)"
