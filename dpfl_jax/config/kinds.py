@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, nearest
 
 # Metadata of a dataclass field that no configuration sets.
 DERIVED = {"derived": True}
@@ -91,9 +90,7 @@ class Kinds:
                 "not imported"
             )
         if not isinstance(kind, str) or kind not in self._known:
-            raise BadInputError(
-                f"{self.section}.kind is {kind!r}: {_or(names, kind, 'it must be one of ')}"
-            )
+            raise BadInputError(f"{self.section}.kind is {kind!r}: {nearest(str(kind), names)}")
         return self._known[kind]
 
     def has_made(self, value: Any) -> bool:
@@ -131,7 +128,7 @@ class Kinds:
                 what = f"an option of {' and '.join(owners)}; " if owners else ""
                 raise BadInputError(
                     f"unknown key '{self.section}.{name}' of {named}: {what}"
-                    f"{_or(known, name, 'known here: ')}"
+                    f"{nearest(str(name), known)}"
                 )
             values[name] = self._value(name, value, known[name])
         missing = [n for n, option in known.items() if option.is_required and n not in values]
@@ -307,11 +304,6 @@ def check_types(made: Any) -> None:
 @functools.cache
 def _adapter(cls: Any, name: str) -> TypeAdapter[Any]:
     return TypeAdapter(options(cls)[name].hint)
-
-
-def _or(names: Iterable[str], near: Any, otherwise: str = "one of ") -> str:
-    close = difflib.get_close_matches(str(near), list(names), n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else otherwise + ", ".join(sorted(names))
 
 
 CENTRAL = Kinds("dpfl_jax.mechanisms")

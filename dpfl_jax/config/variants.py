@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -18,7 +17,7 @@ from dpfl_jax.config.kinds import (
     SILOS,
     Kinds,
 )
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, nearest
 
 Variant = Literal["central", "silos", "isrl"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -115,16 +114,14 @@ def variant_of(mechanism: Any) -> Variant:
     for variant, kinds in tables.items():
         if kind in kinds:
             return variant
-    names = sorted({name for kinds in tables.values() for name in kinds.names()})
+    names = {name for kinds in tables.values() for name in kinds.names()}
     if kind is None:
-        raise BadInputError(f"{key} is missing: give one of {', '.join(names)}")
+        raise BadInputError(f"{key} is missing: give one of {', '.join(sorted(names))}")
     if ":" in str(kind):
         raise BadInputError(
             f"{key} is {kind!r}, which is no mechanism of this kind, or was not imported"
         )
-    near = difflib.get_close_matches(str(kind), names, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"it must be one of {', '.join(names)}"
-    raise BadInputError(f"{key} is {kind!r}: {hint}")
+    raise BadInputError(f"{key} is {kind!r}: {nearest(str(kind), names)}")
 
 
 def parse_mechanism(section: Any) -> Any:
