@@ -72,6 +72,7 @@ _DEFAULTS: dict[Variant, dict[str, Any]] = {
     "isrl": {
         "data.source": "digits",
         "data.validation_fraction": 0.2,
+        "data.public_fraction": 0.1,
         "federation.silos": 5,
         "privacy.epsilon": 3.0,
         "train.checkpoint_every": 2,

@@ -67,7 +67,8 @@ def prices(
         raise BadInputError("--chip here takes steps, but this configuration has statistics alone")
     from dpfl_jax.planning.clock import this_machine  # which imports all of training
 
-    found, chips, more = {}, {}, {"price": price, "watts": watts}
+    found, chips = {}, {}
+    more: dict[str, Any] = {"price": price, "watts": watts}
     if is_here:
         (data, model), params = start.data, start.params
     else:

@@ -174,7 +174,7 @@ def test_a_drawn_budget_depends_on_its_record_alone():
             "unknown key 'mechanism.sampling_prob' of kind=rpdp",
         ),
         ({"mechanism": {"max_items_per_subject": 2}}, "rpdp protects records"),
-        ({"federation": {"participation_prob": 0.5, "silos_per_round": 2}}, "keep one of them"),
+        ({"federation": {"participation_prob": 0.5, "silos_per_round": 2}}, "keep one"),
     ],
 )
 def test_contradictions_are_one_sentence(changes, message):

@@ -26,7 +26,8 @@ def silos(folder, changed=None, **settings):
             else:
                 writer.writerow([f"p{i}", SILOS[i % 3], a, y])
     federation = FederationConfig(silos=settings.pop("silos", 3), partition="natural")
-    settings = {"scale": {"a": (0.0, 1.0)}, "validation_fraction": 0.2} | settings
+    settings = {"validation_fraction": 0.2, "public_fraction": 0.1} | settings
+    settings = {"scale": {"a": (0.0, 1.0)}} | settings
     config = DataConfig(
         source="csv",
         path=str(path),

@@ -86,7 +86,7 @@ def load_silos(
     silo = rows.get("silo")
     what = "scaled by public constants"
     if not task.scaled:
-        public = int(np.searchsorted(chance, config.public_fraction))
+        public = int(np.searchsorted(chance, config.public_fraction or 0.0))
         if public < 2 or public >= len(y):
             raise BadInputError(
                 f"data.public_fraction={config.public_fraction} leaves {public} of {len(y)} "
