@@ -25,7 +25,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpfl_jax import __version__
-from dpfl_jax.cli.options import add_options, keys_in_words
 from dpfl_jax.errors import (
     FULL_DISK,
     BadInputError,
@@ -66,6 +65,8 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """With the keys of a configuration, if the command is to list them."""
         if self.lists_keys:
+            from dpfl_jax.cli.options import keys_in_words
+
             self.epilog = keys_in_words()
         return super().format_help()
 
@@ -116,6 +117,8 @@ def build_parser(*needed: str | None) -> argparse.ArgumentParser:
 
 
 def _add_arguments(parser: argparse.ArgumentParser, module: Any) -> None:
+    from dpfl_jax.cli.options import add_options
+
     if hasattr(module, "add_arguments"):
         module.add_arguments(parser)
     elif hasattr(module, "VERBS"):
