@@ -235,6 +235,7 @@ def _allocation(sums: NoisedSums) -> DpEvent:
 
 def _cyclic_poisson(sums: NoisedSums) -> DpEvent:
     column, period = sums.matrix.column, sums.scheme.period
+    # proof: bandmf-period-1
     if len(column) > period:
         raise BadInputError(
             f"noise of {len(column)} bands needs users to pause for as many steps, but their "

@@ -134,7 +134,7 @@ def _trained(
 ) -> tuple[list[Any], dict[str, Any]]:
     """A run with canaries, of which nothing is kept."""
     from dpfl_jax.config.schema import AuditConfig
-    from dpfl_jax.training.central_run import run_experiment
+    from dpfl_jax.run.pipeline import run_experiment
 
     if config.variant != "central":
         raise BadInputError("--train is for central configurations: audit others with --simulate")

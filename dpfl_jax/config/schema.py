@@ -60,23 +60,22 @@ def check_each(key: str, value: Any, silos: int) -> None:
     )
 
 
-def check_target(epsilon: Any, mechanism: Any) -> None:
-    """Raises ValueError unless a private mechanism has either a target or its own noise."""
+def check_target(privacy: PrivacyConfig, private: bool) -> None:
+    """Raises ValueError unless a private mechanism has either a target or noise."""
+    epsilon, noise = privacy.epsilon, privacy.noise_multiplier
     check(
         epsilon is None or epsilon > 0,
         f"privacy.epsilon is {epsilon}, but it must be above 0: for a run without privacy set "
         "mechanism.kind=none (of silos: fed_avg)",
     )
-    if not mechanism.private:
-        return
     check(
-        epsilon is not None or mechanism.noise_multiplier is not None,
-        "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the target epsilon, "
-        "or the noise",
+        not private or epsilon is not None or noise is not None,
+        "neither privacy.epsilon nor privacy.noise_multiplier is set: give the target epsilon, or "
+        "the noise",
     )
     check(
-        epsilon is None or mechanism.noise_multiplier is None,
-        "both privacy.epsilon and mechanism.noise_multiplier are set: keep one, the other follows "
+        not private or epsilon is None or noise is None,
+        "both privacy.epsilon and privacy.noise_multiplier are set: keep one, the other follows "
         "from it",
     )
 
@@ -339,6 +338,8 @@ class PrivacyConfig(Section):
         number or one for each silo (default 3), or null for a baseline without privacy.
       delta: default (number of training examples, or subjects) ** -1.1, as in Charles et al. 2024;
         of a silo that trusts no server 1 / n_i^2, and there may be one for each.
+      noise_multiplier: sigma, instead of a target; the noise on the sum has stddev sigma times the
+        largest contribution.
       budgets: rpdp: of the records.
       policy: rpdp: how rates follow from budgets; certified, curve_fit or bisection (personal),
         minimum, dropout or uniform (baselines: one rate).
@@ -353,6 +354,7 @@ class PrivacyConfig(Section):
 
     epsilon: _OneOrEach = None
     delta: _OneOrEach = None
+    noise_multiplier: float | None = Field(None, ge=0, le=1e6)
     budgets: BudgetConfig = BudgetConfig()
     policy: Literal["certified", "curve_fit", "bisection", "minimum", "dropout", "uniform"] = (
         "certified"
@@ -578,7 +580,7 @@ class RunConfig(Section):
                 f"privacy.{name} holds several numbers, but only silos that trust no server have "
                 "their own: give one",
             )
-        check_target(privacy.epsilon, self.mechanism)
+        check_target(privacy, self.mechanism.private)
         if self.variant == "silos":
             check(
                 not (self.train.chooses and self.data.split == "within_user")
@@ -616,7 +618,7 @@ class RunConfig(Section):
             ("execution.split_users", execution.split_users),
         ):
             check(
-                not asked or mechanism.unit_examples is not None,
+                not asked or mechanism.participation.unit_examples is not None,
                 f"{name} is for users with several examples (mechanism.kind=uls)",
             )
             check(

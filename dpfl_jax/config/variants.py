@@ -51,7 +51,7 @@ _KEYS = {
         execution.rounds_per_block
     """,
     ("central", "silos"): """
-        init_seed data.split model.kind model.module model.options
+        init_seed data.split privacy.noise_multiplier model.kind model.module model.options
         execution.microbatch_size execution.strategy
         eval.batch_size eval.max_users eval.max_examples_per_user
     """,

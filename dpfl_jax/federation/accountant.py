@@ -50,7 +50,7 @@ class _Profile:
             plan,
             participation.probability(plan.facts),
             participation.max_items_per_subject,
-            plan.mechanism.sigma,
+            plan.sigma,
             plan.local_steps,
         )
 
@@ -62,11 +62,13 @@ class _Profile:
         """The silo's event in ``rounds`` rounds."""
         own = self.plan.mechanism
         participation = own.participation.at_rate(self.prob, self.cap)
-        mechanism = dataclasses.replace(
-            own, participation=participation, noise_multiplier=self.sigma
+        plan = dataclasses.replace(
+            self.plan,
+            mechanism=dataclasses.replace(own, participation=participation),
+            local_steps=self.steps,
+            noise_multiplier=self.sigma if own.private else None,
         )
-        unit = "subject" if subject else None
-        return mechanism.event(self.plan.facts, self.steps * rounds, unit)
+        return plan.event(rounds, "subject" if subject else None)
 
 
 def _together(profiles: Sequence[_Profile], rounds: int, subject: bool) -> Any:
@@ -117,7 +119,7 @@ def _check_settings(federation: Federation) -> None:
     """Personal rates are accounted by a setting of their own: it must be what runs."""
     for i in federation.participants.tolist():
         plan = federation.silos[i]
-        run = (plan.local_steps, federation.participation, plan.mechanism.sigma)
+        run = (plan.local_steps, federation.participation, plan.sigma)
         plan.mechanism.participation.check_run(*run)
 
 
@@ -155,7 +157,7 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     return [[events.horizontal([worst] * together)], [everything]]
 
 
-def whole_event(federation: Federation, delta: float, subject: bool = False) -> Any:
+def dominating_event(federation: Federation, delta: float, subject: bool = False) -> Any:
     """One event that costs any unit no less than the whole run does, for a ledger.
 
     Where no single silo costs most in every respect it is of one that combines the worst of all.

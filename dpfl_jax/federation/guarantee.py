@@ -38,7 +38,7 @@ def federated_guarantee(
       num_subjects: in all silos together; default the fewest that the silos' numbers allow.
     """
     mechanism = federation.mechanism
-    sizes = sorted(federation.silos[i].mechanism.sigma for i in federation.participants.tolist())
+    sizes = sorted(federation.silos[i].sigma for i in federation.participants.tolist())
     steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())
     epsilon = federated_epsilon(federation, delta, rounds)
     if not mechanism.private:
@@ -48,7 +48,7 @@ def federated_guarantee(
     unit = mechanism.unit
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if mechanism.private:
-        sums = mechanism.noised_sums(federation.silos[0].facts, steps[-1], unit)
+        sums = federation.silos[0].noised_sums(rounds, unit)
         assumptions = (*sums.cell.assumptions, *ASSUMPTIONS)
     if unit == "subject":
         assumptions = (

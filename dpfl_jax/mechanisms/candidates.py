@@ -15,7 +15,7 @@ from dpfl_jax.mechanisms.mechanism import Mechanism
 
 # What mechanisms of all kinds take.
 _LOCAL_STEPS = ("local_learning_rate", "local_batch_size", "local_epochs")
-_COMMON = ("clip_norm", "clipping", "clip", "noise_multiplier", "arithmetic", *_LOCAL_STEPS)
+_COMMON = ("clip_norm", "clipping", "clip", "arithmetic", *_LOCAL_STEPS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,6 @@ import numpy as np
 from dpfl_jax import accounting
 from dpfl_jax.accounting.accountant import Accountant
 from dpfl_jax.accounting.cells import Contribution
-from dpfl_jax.accounting.events import LEAST_NOISE
 from dpfl_jax.accounting.renyi import ORDERS
 from dpfl_jax.accounting.renyi_filter import RenyiFilter, best_order
 from dpfl_jax.clipping import Flat, Normalized, OwnBound
@@ -81,17 +80,12 @@ class OwnBudget(Named, kinds=BUDGETS):
                 f"{ORDERS[-1]:g}: leave it out, and the best is taken"
             )
 
-    def check(self, clip: Any, noise_multiplier: float | None) -> None:
-        """Raises BadInputError unless users can have budgets with these."""
+    def check(self, clip: Any) -> None:
+        """Raises BadInputError unless users can have budgets with this clip rule."""
         if type(clip) not in (Flat, Normalized):  # what is run instead bounds as these do
             raise BadInputError(
                 f"mechanism.clipping is {clip.kind}, but a user's own bound is that of the whole "
                 "gradient: set it to flat"
-            )
-        if noise_multiplier is not None and noise_multiplier < LEAST_NOISE:
-            raise BadInputError(
-                f"mechanism.noise_multiplier is {noise_multiplier:g}, but without noise nobody can "
-                "pay for a step: set it higher, or let nobody have a budget of their own"
             )
 
     def rule(self, clip: Any) -> OwnBound:

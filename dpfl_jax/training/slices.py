@@ -145,13 +145,13 @@ class Step:
     """A train step that can be compiled at any microbatch size.
 
     Attributes:
-      mechanism, model, optimizer, mesh: of the step.
+      calibrated, model, optimizer, mesh: of the step.
       options: of the bounded gradient; ``trainable`` says which parameters are trained.
       read: from the text of a compiled module to what it sends.
       frozen_dtype: of the others.
     """
 
-    mechanism: Any
+    calibrated: Any
     model: Any
     optimizer: Any
     mesh: Any
@@ -236,10 +236,10 @@ class Step:
             params=params,
             opt_state=jax.eval_shape(self.optimizer.init, params),
             step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
-            noise=jax.eval_shape(self.mechanism.noise_transform().init, params).memory,
+            noise=jax.eval_shape(self.calibrated.noise_transform().init, params).memory,
         )
         lead = (capacity, units.parts * units.microbatch)
-        words = 8 * self.mechanism.noise_keys + 3
+        words = 8 * self.calibrated.mechanism.noise.keys_per_step + 3
         arguments = (
             jax.tree.map(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -253,7 +253,7 @@ class Step:
             frozen,
         )
         step = make_train_step(
-            self.mechanism, self.model.loss, self.optimizer, self.mesh, **self.options
+            self.calibrated, self.model.loss, self.optimizer, self.mesh, **self.options
         )
         # A run's step is two programs, the sum and the update; their costs are those of one.
         return jax.jit(step.whole, donate_argnums=0), arguments
@@ -348,12 +348,16 @@ def measure(
     )
 
     model = build_transformer(config, vocab, bos_id=1)
-    mechanism, execution = config.mechanism, config.execution
-    if mechanism.private and mechanism.noise_multiplier is None:
-        # Any number of people and any noise: the same step.
-        some = Population(*[math.ceil(mechanism.divisor)] * 3)
-        mechanism = mechanism.for_steps(some, config.train.steps)
-        mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)
+    execution = config.execution
+
+    def any_noise(mechanism: Any) -> Any:
+        """Any number of people and any noise: the same step."""
+        some = Population(*[math.ceil(mechanism.participation.divisor)] * 3)
+        noise = config.privacy.noise_multiplier or 1.0
+        return mechanism.calibrate(some, config.train.steps, noise_multiplier=noise, delta=1e-5)
+
+    calibrated = any_noise(config.mechanism)
+    mechanism = calibrated.mechanism
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     platform = "cpu" if kind_of(topology) == "cpu" else "tpu"
     trainable, low = trained_by_name(config.model, model), config.model.frozen_dtype
@@ -365,10 +369,10 @@ def measure(
         # What the choice of a strategy finds on the device itself.
         "memory_limit": None if limit is None else limit / 2,
     }
-    cut, group = execution.cut, mechanism.unit_examples
+    cut, group = execution.cut, mechanism.participation.unit_examples
     parts, length = unit_parts(mesh), config.data.seq_len
     bounds = isinstance(mechanism.rule, OwnBound)
-    step = Step(mechanism, model, optimizer, mesh, options | cut, read, low)
+    step = Step(calibrated, model, optimizer, mesh, options | cut, read, low)
     compiled: dict[int, Compiled] = {}
 
     def at(size: int) -> Compiled:
@@ -390,7 +394,7 @@ def measure(
         size = largest or min(compiled)
     private, units = at(size), Units(parts, size, group, length, bounds)
     plain_step = Step(
-        non_private(batch_size=mechanism.compute_budget),
+        any_noise(non_private(batch_size=mechanism.compute_budget)),
         model, optimizer, mesh, {"trainable": trainable}, read, low,
     )  # fmt: skip
     plain_units = Units(parts, size * (group or 1), None, length)

@@ -183,12 +183,8 @@ def apply_recipe(
             )
         else:
             copies = silos
-    mechanisms, tables = _paper_mechanisms(federation, recipe, copies, epsilon, delta)
-    plans = tuple(
-        dataclasses.replace(plan, mechanism=own)
-        for plan, own in zip(federation.silos, mechanisms, strict=True)
-    )
-    made = dataclasses.replace(federation, silos=plans, rounds=rounds)
+    noise, tables = _paper_noise(federation, recipe, copies, epsilon, delta)
+    made = dataclasses.replace(federation.with_noise(noise), rounds=rounds)
     why += _reasons(mechanism, recipe)
     constant = subject_epsilon(made if tables is None else _at_usual(made, tables), delta)
     real = constant if tables is None else math.inf
@@ -209,10 +205,10 @@ def _sound_claim(federation: Federation, delta: float, epsilon: float) -> Claim:
     return Claim("sound", epsilon, delta, real, real, rounds, rounds, why, unit, whole)
 
 
-def _paper_mechanisms(
+def _paper_noise(
     federation: Federation, recipe: Recipe, copies: int, epsilon: float, delta: float
-) -> tuple[list[SiloMechanism], tuple[tuple[float, ...], ...] | None]:
-    """Every silo's with the paper's noise, and ``Applied.by_group``.
+) -> tuple[list[float], tuple[tuple[float, ...], ...] | None]:
+    """Every silo's noise by the paper, and ``Applied.by_group``.
 
     Many kinds of silos share it in classes of 1 % in q.
     """
@@ -227,12 +223,8 @@ def _paper_mechanisms(
         if key not in known:
             known[key] = _paper(plan.mechanism, prob, recipe, steps, epsilon, delta)
         found.append(known[key])
-    mechanisms = [
-        dataclasses.replace(plan.mechanism, noise_multiplier=min(noise))
-        for plan, noise in zip(federation.silos, found)
-    ]
     by_batch = federation.mechanism.kind == "local_group"
-    return mechanisms, tuple(found) if by_batch else None
+    return [min(noise) for noise in found], tuple(found) if by_batch else None
 
 
 def _paper(

@@ -114,7 +114,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_from_its_checkpoint(tmp
 def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
     whole = run(steps=20, validation=None)
 
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     calls = {"n": 0}
     real = RunDirectory.append_metrics
 
@@ -129,7 +129,7 @@ def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
         run(steps=20, validation=None, run_dir=directory, key=None, checkpoint_every=5)
     directory.close()
     monkeypatch.setattr(RunDirectory, "append_metrics", real)
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     assert directory.resumed
     result = run(steps=20, validation=None, run_dir=directory, key=None, checkpoint_every=5)
     np.testing.assert_array_equal(result.params["w"], whole.params["w"])
@@ -148,13 +148,13 @@ def test_hardware_that_reached_no_checkpoint_is_named_too(tmp_path, monkeypatch)
         real(self, row)
 
     monkeypatch.setattr(RunDirectory, "append_metrics", crash)
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     with pytest.raises(KeyboardInterrupt):
         run(steps=6, validation=None, run_dir=directory, mesh=one, checkpoint_every=5)
     directory.close()
     monkeypatch.setattr(RunDirectory, "append_metrics", real)
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     moved = run(steps=6, validation=None, run_dir=directory, checkpoint_every=5)
     directory.close()
     assert moved.steps == 6
@@ -165,7 +165,7 @@ def test_hardware_that_reached_no_checkpoint_is_named_too(tmp_path, monkeypatch)
 def test_moving_a_run_to_other_hardware_is_named(tmp_path):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     whole = run(steps=6, validation=None)
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     first = run(steps=6, validation=None, run_dir=directory, mesh=one, checkpoint_every=3)
     assert not any("other hardware" in c for c in first.guarantee.caveats)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
@@ -204,28 +204,28 @@ def test_bad_arguments_are_one_sentence(change, message):
 
 
 def test_two_processes_do_not_share_a_run_directory(tmp_path):
-    first = RunDirectory(tmp_path / "run", {}, "f", None)
+    first = RunDirectory(tmp_path / "run", {}, None)
     with pytest.raises(BadInputError, match="another process"):
-        RunDirectory(tmp_path / "run", {}, "f", None)
+        RunDirectory(tmp_path / "run", {}, None)
     first.close()
-    RunDirectory(tmp_path / "run", {}, "f", None).close()
+    RunDirectory(tmp_path / "run", {}, None).close()
 
 
 def test_a_run_goes_on_only_with_the_data_and_noise_it_began_with(tmp_path):
     facts = {"data": "a", "noise_multiplier": 1.5}
-    RunDirectory(tmp_path / "run", {}, "f", None, facts).close()
-    again = RunDirectory(tmp_path / "run", {}, "f", None, facts | {"noise_multiplier": 1.4})
+    RunDirectory(tmp_path / "run", {}, None, facts).close()
+    again = RunDirectory(tmp_path / "run", {}, None, facts | {"noise_multiplier": 1.4})
     assert again.facts["noise_multiplier"] == 1.5
     again.close()
     with pytest.raises(BadInputError, match="training data are not those"):
-        RunDirectory(tmp_path / "run", {}, "f", None, facts | {"data": "b"})
+        RunDirectory(tmp_path / "run", {}, None, facts | {"data": "b"})
 
 
 def test_a_lost_key_is_said_not_replaced(tmp_path):
-    RunDirectory(tmp_path / "run", {}, "f", None).close()
+    RunDirectory(tmp_path / "run", {}, None).close()
     (tmp_path / "run/private/root_key.json").unlink()
     with pytest.raises(BadInputError, match="root key"):
-        RunDirectory(tmp_path / "run", {}, "f", None)
+        RunDirectory(tmp_path / "run", {}, None)
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from dpfl_jax.audit.trials import Trials
 from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.pipeline import prepare
 
 _NOTHING = "this configuration promises nothing, so that there is nothing to audit: choose a "
 
@@ -36,20 +37,15 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
         return [_messages(config, key, console, trials)]
     if config.variant == "silos":
         return _silos(config, key, console, trials)
-    from dpfl_jax.training import central_run
-
     if not config.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
-    ready = central_run.prepare(config, console)
-    given = (ready.mechanism, ready.population, config.train.steps, ready.delta, key)
+    ready: Any = prepare(config, console)
     with console.status("attacking"):
-        return [simulate.central(*given, trials=trials)]
+        return [simulate.central(ready.calibrated, key, trials=trials)]
 
 
 def _silos(config: RunConfig, key: RootKey, console: Console, trials: int) -> list[Trials]:
-    from dpfl_jax.federation import federated_run
-
-    ready = federated_run.prepare(config, console)
+    ready: Any = prepare(config, console)
     federation = ready.federation
     if not federation.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
@@ -61,7 +57,7 @@ def _silos(config: RunConfig, key: RootKey, console: Console, trials: int) -> li
         (federation.silos[i] for i in federation.participants.tolist()),
         key=lambda p: (
             -p.mechanism.participation.probability(p.facts),
-            p.mechanism.sigma,
+            p.sigma,
             -p.local_steps,
         ),
     )[:reach]
@@ -85,9 +81,8 @@ def _silos(config: RunConfig, key: RootKey, console: Console, trials: int) -> li
 
 
 def _messages(config: RunConfig, key: RootKey, console: Console, trials: int) -> Trials:
-    from dpfl_jax.federation.isrl.runs import isrl_run
-
-    parameters = isrl_run.prepare(config, console).parameters
+    ready: Any = prepare(config, console)
+    parameters = ready.parameters
     if not parameters.noise:
         raise BadInputError(_NOTHING + "budget")
     worst = int(np.argmax([z.epsilon for z in parameters.noise]))

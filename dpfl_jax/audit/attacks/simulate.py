@@ -39,7 +39,7 @@ from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_message
 from dpfl_jax.federation.isrl.privacy import SiloNoise
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms import Calibrated, Mechanism
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
@@ -96,10 +96,7 @@ def refuse_filtered(mechanism: Mechanism) -> None:
 
 
 def central(
-    mechanism: Mechanism,
-    population: Population,
-    steps: int,
-    delta: float,
+    calibrated: Calibrated,
     key: RootKey,
     *,
     trials: int = 20_000,
@@ -111,10 +108,7 @@ def central(
     """Trials of a central mechanism.
 
     Args:
-      mechanism: with its noise multiplier.
-      population: which its rates follow from.
-      steps: T.
-      delta: of the claim.
+      calibrated: the mechanism with its noise, at the rates of its population.
       key: of coins, sampling and noise; no run's.
       trials: units that are in or out, at least.
       directions: units of one run; default some that sampling can tell from each other.
@@ -122,9 +116,10 @@ def central(
       mesh: default: one device.
       execution: how steps are computed.
     """
-    refuse_filtered(mechanism)
-    rate = mechanism.sampling_probability(population)
-    mechanism = mechanism.at_rates_of(population)
+    refuse_filtered(calibrated.mechanism)
+    rate, steps = calibrated.scheme.sampling_prob, calibrated.steps
+    mechanism = calibrated.at_own_rates()
+    calibrated = dataclasses.replace(calibrated, mechanism=mechanism)
     units = min(trials, directions or max(200, min(_MOST_DIRECTIONS, round(400 / rate))))
     mesh = data_parallel_mesh(jax.devices()[:1]) if mesh is None else mesh
     execution = Execution(microbatch_size=64, strategy="vmap") if execution is None else execution
@@ -147,11 +142,12 @@ def central(
             mechanism, loss, mesh, strategy=execution.strategy, **execution.cut
         )
     )
-    noise, unit = mechanism.noise_transform(), mechanism.noise_stddev / mechanism.divisor
+    noise = calibrated.noise_transform()
+    unit = calibrated.noise_stddev / mechanism.participation.divisor
 
     # Correlated noise is for units whose gradients all point one way, their worst case. They sit
     # out steps, though: noise that is added twice is seen in the first few as they are.
-    alone = mechanism.noise_keys == 1 and not jax.tree.leaves(noise.init(params).memory)
+    alone = mechanism.noise.keys_per_step == 1 and not jax.tree.leaves(noise.init(params).memory)
 
     @jax.jit
     def released(total: PyTree, state: Any, noise_key: Any) -> tuple[jax.Array, Any]:
@@ -161,7 +157,7 @@ def central(
     coins, seen, beside = [], [], []
     for run in range(_runs(trials, units)):
         inside = key.numpy("audit-coins", run).random(units) < 0.5
-        plan = Plan(mechanism, store(inside), steps, delta, execution, mesh)
+        plan = Plan(calibrated, store(inside), execution, mesh)
         own, state, rows = key.child("audit-run", run), noise.init(params), []
         for batch in plan.pipeline(plan.sampler(own)).iterate(0, steps):
             turn = (-1.0) ** batch.step if alone else 1.0
@@ -172,7 +168,7 @@ def central(
         found = np.asarray(jnp.stack(rows, axis=1))
         coins.append(inside)
         seen.append(
-            cells.audit_statistic(mechanism.matrix(steps), found[:units], inside, plan.sampler(own))
+            cells.audit_statistic(calibrated.matrix, found[:units], inside, plan.sampler(own))
         )
         more = [np.broadcast_to(found[units:], (units, steps))] if others else []
         if not alone:
@@ -182,8 +178,8 @@ def central(
     return Trials(
         inside=np.concatenate(coins),
         seen=np.concatenate(seen),
-        event=mechanism.event(population, steps),
-        delta=delta,
+        event=calibrated.event(),
+        delta=calibrated.delta,
         beside=np.concatenate(beside) if beside else None,
         name=mechanism.kind,
         how=f"{len(coins)} simulated runs of {steps} steps with {units} canaries each",
@@ -264,9 +260,9 @@ def silos(
         columns = []
         for i, plan in enumerate(made):
             drawn = plan.mechanism.participation
-            unit = plan.mechanism.noise_stddev / drawn.divisor(plan.facts)
+            unit = plan.noise_stddev / drawn.divisor(plan.facts)
             mine = found[:, :, i, :, : plan.local_steps].reshape(len(inside), -1) / unit
-            columns.append(against / plan.mechanism.sigma - mine if against else mine)
+            columns.append(against / plan.sigma - mine if against else mine)
         coins.append(inside)
         seen.append(np.hstack(columns[:-1]))
         beside.append(columns[-1])
@@ -295,7 +291,7 @@ def _event(plan: SiloPlan, rounds: int, rate: float | None) -> Any:
     drawn: Any = plan.mechanism.participation
     if rate is not None:
         return drawn.setting.event(rate, rounds)
-    return plan.mechanism.event(plan.facts, plan.local_steps * rounds)
+    return plan.event(rounds)
 
 
 def _records(

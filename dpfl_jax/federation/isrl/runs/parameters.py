@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import theory
@@ -55,6 +57,23 @@ class Parameters:
             return np.zeros(len(self.clip_norms))
         return np.array([z.noise_multiplier for z in self.noise]) * self.clip_norms
 
+    def with_noise(
+        self, multipliers: Sequence[float] | None, law: NoiseLaw | None = None
+    ) -> Parameters:
+        """The same with these noise multipliers, one per silo; None: as it is.
+
+        Args:
+          multipliers: of a run that resumes, or of a plan.
+          law: of the noise; None: as it is.
+        """
+        if self.noise is None or multipliers is None:
+            return self
+        noise = [
+            dataclasses.replace(z, noise_multiplier=float(m), noise=law or z.noise)
+            for z, m in zip(self.noise, multipliers, strict=True)
+        ]
+        return dataclasses.replace(self, noise=noise)
+
 
 def effective_silos(available: int | dict[int, float] | None, silos: int) -> float:
     """M of the theorems: 1/M = E[1/M_r]."""
@@ -96,9 +115,8 @@ def check_noise(config: RunConfig, sizes: np.ndarray, parameters: Parameters) ->
 
 def smoothing(config: RunConfig, sizes: np.ndarray, dim: int, lipschitz: float) -> float:
     """Smoothness of the Moreau envelope by section 2 (SCO for one pass) and Theorem F.2 (ERM)."""
-    smooth = (
-        theory.smoothing_sco if config.mechanism.sampling == "disjoint" else theory.smoothing_erm
-    )
+    once = config.mechanism.sampling == "disjoint"
+    smooth = theory.smoothing_sco if once else theory.smoothing_erm
     return smooth(_problem(config, sizes, dim, lipschitz))
 
 
@@ -211,10 +229,8 @@ def choose(config: RunConfig, task: Task, sizes: np.ndarray) -> Parameters:
         )
     elif section.kind == "multi_stage":
         plan = stages(rounds, beta, mu, variance, gap, stage_constant=section.stage_constant)
-        told["stages"] = (
-            [s.rounds for s in plan],
-            "Appendix E.1, the last up to federation.rounds",
-        )
+        why = "Appendix E.1, the last up to federation.rounds"
+        told["stages"] = ([s.rounds for s in plan], why)
     return Parameters(
         problem,
         rounds,

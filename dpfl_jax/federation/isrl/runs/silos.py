@@ -60,6 +60,7 @@ def load_silos(
     Args:
       config: the data section.
       federation: the silos, and who is where.
+      federation: the silos, and who is where.
       softmax: keep all classes (otherwise ten digits are odd and even).
       signed: two classes are -1 and 1.
 
