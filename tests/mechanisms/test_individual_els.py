@@ -170,13 +170,13 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
     for users in (rows, rows[1:], rows[-5:]):
         data = ArrayStore.from_users(users)
         steps, _ = made(data, loss=curved, width=4, **KIND)
-        steps.params, look = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}, steps.look
+        steps.params, look = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}, steps.norms_of_batch
 
         def noted(params, units, mask, *rest, look=look):
             shapes.add(mask.shape)
             return look(params, units, mask, *rest)
 
-        steps.look = noted
+        steps.norms_of_batch = noted
         found.append(
             dict(zip(data.user_ids(np.arange(len(users))), steps.compute_norms(0).tolist()))
         )
