@@ -27,13 +27,13 @@ from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.noise import Noise, banded_inverse
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Cyclic, UserSampler
-from dpfl_jax.sampling.schemes import AtRate
+from dpfl_jax.sampling.schemes import SamplingScheme
 
 # ---- a participation: a scheme, the cell that is proven of it, and what users have in a draw ---
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfAtATime(AtRate):
+class HalfAtATime(SamplingScheme):
     """A coin of each unit's own decides, once, whether it takes part in even steps or in odd ones.
 
     In T steps a unit has at most ceil(T / 2): to whoever knows its coin these are as many
@@ -137,12 +137,12 @@ class WholeSilo(SiloParticipation):
 
     kind: ClassVar[str] = "whole_silo"
     unit = "subject"
-    has_fixed_rate = True
+    has_fixed_sampling_prob = True
 
-    def probability(self, facts):
+    def sampling_prob_of(self, facts):
         return 1.0
 
-    def at_rate(self, prob, cap=None):
+    def at_sampling_prob(self, sampling_prob, cap=None):
         return self if cap is None else dataclasses.replace(self, max_items_per_subject=cap)
 
     def select(self, silo, key, step):

@@ -322,7 +322,7 @@ class FederatedRun(FederatedStudy):
     def warnings(self) -> list[str]:
         """Records that the cap leaves out; that subjects do not look like people."""
         store, found = self.subjects.train, [self.kept.get("warning")]
-        if self.private and self.federation.mechanism.unit == "subject":
+        if self.private and self.federation.mechanism.privacy_unit == "subject":
             found.append(not_people(store, "subject"))
         if self.private:
             found.append(far_from_order_1(store))
@@ -409,7 +409,7 @@ class FederatedRun(FederatedStudy):
                 "silo": i,
                 "records": plan.facts.num_records,
                 "subjects": plan.facts.num_subjects,
-                "sampling_prob": plan.mechanism.participation.probability(plan.facts),
+                "sampling_prob": plan.mechanism.participation.sampling_prob_of(plan.facts),
                 "local_steps": plan.local_steps,
                 "noise_multiplier": plan.sigma,
                 "epsilon_alone": "inf" if math.isinf(epsilon) else epsilon,
@@ -428,7 +428,7 @@ def round_optimizers(config: RunConfig) -> tuple[Any, OptimizerServer]:
 def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
     """What makes a subject, or a record, of a store in silos."""
     key = unit_key_of(store)
-    return key if mechanism.unit == "subject" else f"row (subjects by {key})"
+    return key if mechanism.privacy_unit == "subject" else f"row (subjects by {key})"
 
 
 def federated_inputs(
@@ -468,7 +468,7 @@ def knobs(config: RunConfig, facts: Sequence[SiloFacts]) -> Iterator[Knob]:
         yield knob(config, f"{by_parts}.max_items_per_subject", smaller)
     if config.privacy.epsilon is not None:
         yield knob(config, "privacy.epsilon", doubled(config.privacy.epsilon, math.inf, 4))
-    if isinstance(drawn, Records | WholeBatch) and mechanism.unit == "subject":
+    if isinstance(drawn, Records | WholeBatch) and mechanism.privacy_unit == "subject":
         same = {name: own[name] for name in ("batch_size", "sampling_prob")}
         most = drawn.max_items_per_subject
         whole = Subjects(**same, max_items_per_subject=most, group_size=most)

@@ -11,7 +11,7 @@ import dp_accounting
 import numpy as np
 
 from dpfl_jax.accounting.cells import NoisedSums
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, positive
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
@@ -42,12 +42,8 @@ class SiloPlan:
     noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
-        if self.local_steps < 1:
-            raise BadInputError(f"local_steps is {self.local_steps}, but it must be at least 1")
-        if not 0 < self.weight < math.inf:
-            raise BadInputError(
-                f"a silo's weight is {self.weight}, but it must be finite and above 0"
-            )
+        at_least("local_steps", self.local_steps, 1)
+        positive("a silo's weight", self.weight)
         if self.noise_multiplier is not None:
             check_noise_multiplier(self.noise_multiplier)
 
@@ -84,7 +80,7 @@ class SiloPlan:
         """The event of ``rounds`` rounds for one unit of this silo; None: its own."""
         if not self.mechanism.private:
             return dp_accounting.NonPrivateDpEvent()
-        return self.noised_sums(rounds, unit or self.mechanism.unit).event()
+        return self.noised_sums(rounds, unit or self.mechanism.privacy_unit).event()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +103,7 @@ class Federation:
     def __post_init__(self) -> None:
         if not self.silos:
             raise BadInputError("the federation has no silos")
-        if self.rounds < 1:
-            raise BadInputError(f"rounds is {self.rounds}, but it must be at least 1")
+        at_least("rounds", self.rounds, 1)
         if not 1 <= self.max_silos_per_subject <= len(self.silos):
             raise BadInputError(
                 f"max_silos_per_subject is {self.max_silos_per_subject}, but it must be between 1 "
@@ -235,7 +230,9 @@ class Federation:
             if (
                 not elsewhere
                 and plan.facts != SiloFacts.of(silo)
-                and not (plan.mechanism.participation.has_fixed_rate and plan.facts.num_records)
+                and not (
+                    plan.mechanism.participation.has_fixed_sampling_prob and plan.facts.num_records
+                )
             ):
                 raise BadInputError(
                     f"the plan says that silo {silo.index} holds {plan.facts.num_records} records "

@@ -45,7 +45,7 @@ def federated_guarantee(
         caveats = ("this run is not private: it is a baseline", *caveats)
     reach = federation.max_silos_per_subject
     cap = max(p.mechanism.participation.max_items_per_subject for p in federation.silos)
-    unit = mechanism.unit
+    unit = mechanism.privacy_unit
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if mechanism.private:
         sums = federation.silos[0].noised_sums(rounds, unit)
@@ -80,7 +80,7 @@ def federated_guarantee(
     noise = f"{sizes[0]:.5g}" if sizes[0] == sizes[-1] else f"{sizes[0]:.5g} to {sizes[-1]:.5g}"
     taken = f"{steps[0]}" if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
     probs = sorted(
-        p.mechanism.participation.probability(p.facts)
+        p.mechanism.participation.sampling_prob_of(p.facts)
         for p in federation.silos
         if p.facts.num_records
     )

@@ -247,7 +247,7 @@ class SubjectWork:
         What the plan says of other silos is the server's word: a person costs no less than if all
         silos that hold records of hers did what this one does; where no other holds any, just that.
         """
-        subject = not unit == self.public.mechanism.unit == "record"
+        subject = not unit == self.public.mechanism.privacy_unit == "record"
         price = subject_epsilon if subject else federated_epsilon
         silos = (self.public.silos[self.index],) * len(self.public.silos)
         seen: tuple[Federation, ...] = (dataclasses.replace(self.public, silos=silos),)

@@ -163,7 +163,7 @@ class Calibrated:
     def sampling_description(self, steps: int | None = None) -> str:
         """The sampling that runs, for the guarantee."""
         mechanism = self.mechanism
-        drawn = mechanism.participation.describe(self.population, mechanism.gives.description)
+        drawn = mechanism.participation.describe(self.population, mechanism.update.description)
         if mechanism.budget is not None:
             drawn = mechanism.budget.describe(drawn, mechanism.participation.contribution)
         return f"{drawn}, {self._of(steps)} steps"
@@ -186,8 +186,8 @@ class Calibrated:
         cell = cells.cell_of(self.scheme, mechanism.noise.matrix(steps), contribution)
         epsilon = accounting.epsilon(event, delta, accountant=accounting.accountant_of(event))
         made = accounting.Guarantee(
-            unit=mechanism.unit,
-            adjacency=f"add-or-remove one {mechanism.unit}",
+            unit=mechanism.privacy_unit,
+            adjacency=f"add-or-remove one {mechanism.privacy_unit}",
             trust="central",
             epsilon=epsilon,
             delta=delta,

@@ -62,6 +62,8 @@ CANDIDATES = {
         sentence="Every user takes part in exactly one of every {period} steps",
     ),
 }
+# Presets whose events have Renyi divergences, by which the best of several runs is accounted.
+RENYI_KINDS = "uls, els or bandmf"
 
 
 @functools.cache

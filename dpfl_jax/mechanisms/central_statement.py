@@ -17,15 +17,15 @@ from dpfl_jax.sampling import check_probability
 
 def is_earlier(section: dict[str, Any]) -> bool:
     """Whether an earlier version of this package wrote a section."""
-    return isinstance(section.get("noise"), str)
+    return isinstance(section.get("noise"), str) or "gives" in section
 
 
 def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
     """What somebody else says was run, with an earlier version of this package too.
 
-    There the clipping ``flat`` was ``standard``, ``arithmetic`` was ``noise``, ``cap`` was
-    ``cohort_cap``, and the ``period`` of allocation, blt and banded_inverse was one over
-    ``sampling_prob``.
+    There ``update`` was ``gives``; before that the clipping ``flat`` was ``standard``,
+    ``arithmetic`` was ``noise``, ``cap`` was ``cohort_cap``, and the ``period`` of allocation, blt
+    and banded_inverse was one over ``sampling_prob``.
 
     Args:
       stated: ``mechanism`` (with its noise multiplier), ``population`` and ``steps``.
@@ -35,7 +35,9 @@ def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
       BadInputError: no mechanism has it.
     """
     section = dict(stated["mechanism"])
-    if is_earlier(section):
+    if "gives" in section:
+        section["update"] = section.pop("gives")
+    elif is_earlier(section):
         if today := {"arithmetic", "cap", "period"} & {*section}:
             raise BadInputError(
                 f"the section has {', '.join(sorted(today))} beside `noise` of an earlier version"

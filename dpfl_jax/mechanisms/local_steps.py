@@ -30,14 +30,14 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping import ClippedGrad, Rule, Trainable, clipped_grad, join, split
 from dpfl_jax.clipping.result import vary, varying_axes
-from dpfl_jax.config.kinds import GIVES, Named
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.config.kinds import UPDATES, Named
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.participation import Participation, require_positive
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gives(Named, abc.ABC, kinds=GIVES):
+class UnitUpdate(Named, abc.ABC, kinds=UPDATES):
     """What is clipped of a unit."""
 
     @property
@@ -69,7 +69,7 @@ class Gives(Named, abc.ABC, kinds=GIVES):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gradient(Gives):
+class Gradient(UnitUpdate):
     """The gradient of its loss."""
 
     kind: ClassVar[str] = "gradient"
@@ -80,14 +80,13 @@ class Gradient(Gives):
         unit_loss = participation.unit_loss(loss_fn)
         at_once, sharding = (options.pop(n, None) for n in ("examples_at_once", "example_sharding"))
         if at_once is not None:
-            if at_once < 1:
-                raise BadInputError(f"examples_at_once is {at_once}, but it must be at least 1")
+            at_least("examples_at_once", at_once, 1)
             unit_loss, options["pieces"] = participation.microbatched(loss_fn, at_once, sharding)
         return clipped_grad(unit_loss, rule=rule, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalUpdate(Gives):
+class LocalUpdate(UnitUpdate):
     """How far some steps of its own move the parameters: units are devices of a federated round.
 
     Attributes:
@@ -105,12 +104,8 @@ class LocalUpdate(Gives):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("local_learning_rate", self.local_learning_rate)
-        for name, least in (
-            ("local_batch_size", self.local_batch_size),
-            ("local_epochs", self.local_epochs),
-        ):
-            if least is not None and least < 1:
-                raise BadInputError(f"{name} is {least}, but it must be at least 1")
+        at_least("local_batch_size", self.local_batch_size, 1)
+        at_least("local_epochs", self.local_epochs, 1)
 
     @property
     def passes(self) -> int:

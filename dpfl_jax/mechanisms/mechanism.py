@@ -46,9 +46,9 @@ from dpfl_jax.config.kinds import (
     BUDGETS,
     CENTRAL,
     CLIPS,
-    GIVES,
     NOISES,
     PARTICIPATIONS,
+    UPDATES,
     Composed,
     Kinds,
     check_types,
@@ -57,7 +57,7 @@ from dpfl_jax.config.kinds import (
 from dpfl_jax.data.store import Readable, check_offsets, expect_store
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
+from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate, UnitUpdate
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy
 from dpfl_jax.mechanisms.own_budget import OwnBudget
 from dpfl_jax.mechanisms.participation import SHARED_KINDS, Examples, Participation, Population
@@ -87,14 +87,14 @@ class Mechanism(Composed):
       participation: which units contribute to which step.
       clip: bounds what a unit contributes; it carries the sensitivity that noise is scaled to.
       noise: how noise is correlated over steps.
-      gives: what is clipped of a unit, its gradient or a local update.
+      update: what is clipped of a unit, its gradient or a local update.
       budget: of each user's own; None: all take part in all steps.
     """
 
     participation: Annotated[Participation, PARTICIPATIONS]
     clip: Annotated[Rule | Adaptive, CLIPS] = Flat(1.0)
     noise: Annotated[NoiseStrategy, NOISES] = Independent()
-    gives: Annotated[Gives, GIVES] = Gradient()
+    update: Annotated[UnitUpdate, UPDATES] = Gradient()
     budget: Annotated[OwnBudget, BUDGETS] | None = None
 
     kinds: ClassVar[Kinds] = CENTRAL
@@ -106,7 +106,7 @@ class Mechanism(Composed):
           BadInputError: they do not.
         """
         check_types(self)
-        if isinstance(self.gives, LocalUpdate) and isinstance(self.clip, NoClip):
+        if isinstance(self.update, LocalUpdate) and isinstance(self.clip, NoClip):
             raise BadInputError(
                 "mechanism.clip is none, but updates of local steps are clipped: take another rule"
             )
@@ -124,9 +124,9 @@ class Mechanism(Composed):
                 "mechanism.clip is adaptive, which is proven for independent noise alone: take it, "
                 "or another clip rule"
             )
-        if isinstance(self.gives, LocalUpdate) and self.participation.unit_examples is None:
+        if isinstance(self.update, LocalUpdate) and self.participation.unit_examples is None:
             raise BadInputError(
-                "local steps (mechanism.gives) are of users with several examples: take a "
+                "local steps (mechanism.update) are of users with several examples: take a "
                 "participation of users"
             )
         if self.budget is not None:
@@ -143,7 +143,7 @@ class Mechanism(Composed):
         if self.clip.kind in NAMED_CLIPS and NAMED_CLIPS[self.clip.kind](norm) == self.clip:
             values = {"clipping": self.clip.kind, "clip_norm": norm}
         scheme = getattr(self.participation, "scheme", None)
-        parts = fields_of(self.participation, scheme, self.noise, self.gives, self.budget)
+        parts = fields_of(self.participation, scheme, self.noise, self.update, self.budget)
         return values | {"sampling_prob": parts.get("prob")} | parts
 
     # ---- what runs -------------------------------------------------------------------------
@@ -162,8 +162,8 @@ class Mechanism(Composed):
         return self.noise.is_private
 
     @property
-    def unit(self) -> str:
-        """Whom it protects."""
+    def privacy_unit(self) -> str:
+        """Whom it protects, what adjacency adds or removes."""
         return "user" if self.private else "none"
 
     @property
@@ -182,19 +182,9 @@ class Mechanism(Composed):
         return self.participation.divisor * (self.participation.unit_examples or 1)
 
     @property
-    def passes(self) -> int:
-        """How often a step evaluates the gradient of each example that it has."""
-        return self.gives.passes
-
-    @property
     def takes_local_steps(self) -> bool:
         """Whether users are devices of a federated round, whose updates are clipped."""
-        return isinstance(self.gives, LocalUpdate)
-
-    @property
-    def own_budgets(self) -> bool:
-        """Whether users leave when budgets of their own are spent."""
-        return self.budget is not None
+        return isinstance(self.update, LocalUpdate)
 
     def bounded(self, data: Readable) -> Readable:
         """What may be used of the data; see ``Participation.bounded``."""
@@ -244,7 +234,7 @@ class Mechanism(Composed):
         """
         if isinstance(self.clip, NoClip):
             return unclipped_sum(self.participation.unit_loss(loss_fn), options.get("trainable"))
-        return self.gives.clipped(
+        return self.update.clipped(
             self.participation,
             loss_fn,
             self.rule,
@@ -328,6 +318,8 @@ class Mechanism(Composed):
         if not self.private:
             return Calibrated(self, 0.0, population, steps, delta)
         self.check_owners(population.shared)
+        if epsilon is None and noise_multiplier is None:
+            raise BadInputError("neither epsilon nor noise_multiplier is set: give one of them")
         if epsilon is not None and noise_multiplier is not None:
             raise BadInputError(
                 "both epsilon and noise_multiplier are set: keep one, the other follows from it"
@@ -350,8 +342,7 @@ class Mechanism(Composed):
             noise_multiplier = accounting.calibrate_noise_multiplier(
                 event, float(epsilon), delta, accountant=how
             )
-        if noise_multiplier is None:
-            raise BadInputError("neither epsilon nor noise_multiplier is set: give one of them")
+        assert noise_multiplier is not None
         made = Calibrated(fitted, float(noise_multiplier), population, steps, delta)
         if fitted.budget is not None:
             ordered = fitted.budget.with_order(made.budget_event(), delta)

@@ -37,7 +37,7 @@ from dpfl_jax.accounting.renyi import ORDERS
 from dpfl_jax.accounting.renyi_filter import RenyiFilter, best_order
 from dpfl_jax.clipping import Flat, Normalized, OwnBound
 from dpfl_jax.config.kinds import BUDGETS, Named
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.sampling import Poisson, PoissonWithDropout
 
 ASSUMPTIONS = (
@@ -70,10 +70,8 @@ class OwnBudget(Named, kinds=BUDGETS):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("refresh", "least_steps"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= 1 << 30:
-                raise BadInputError(f"mechanism.{name} is {value}, but it must be at least 1")
+        at_least("mechanism.refresh", self.refresh, 1, most=1 << 30)
+        at_least("mechanism.least_steps", self.least_steps, 1, most=1 << 30)
         if self.order is not None and not ORDERS[0] <= self.order <= ORDERS[-1]:
             raise BadInputError(
                 f"mechanism.order is {self.order}, but it must be from {ORDERS[0]:g} to "

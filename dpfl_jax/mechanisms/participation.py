@@ -21,7 +21,7 @@ from dpfl_jax.accounting.statement import whole
 from dpfl_jax.config.kinds import PARTICIPATIONS, SCHEMES, Named
 from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
 from dpfl_jax.data.store import Readable
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import (
@@ -36,7 +36,7 @@ from dpfl_jax.sampling import (
     limited_size,
 )
 from dpfl_jax.sampling.contribution import check_group_size
-from dpfl_jax.sampling.schemes import AtRate
+from dpfl_jax.sampling.schemes import SamplingScheme
 
 for _scheme in (Poisson, CyclicPoisson, Cyclic, RandomAllocation, TruncatedPoisson):
     SCHEMES.register(_scheme)
@@ -170,7 +170,7 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
         return None
 
     @abc.abstractmethod
-    def scheme_of(self, population: Population) -> AtRate:
+    def scheme_of(self, population: Population) -> SamplingScheme:
         """The sampling scheme with its rate; raises BadInputError if there are too few units."""
 
     @property
@@ -258,7 +258,7 @@ class Examples(Participation):
 
     batch_size: float
     group_size: int | None = None
-    scheme: Annotated[AtRate, SCHEMES] = Poisson()
+    scheme: Annotated[SamplingScheme, SCHEMES] = Poisson()
 
     kind: ClassVar[str] = "examples"
     several_owners: ClassVar[bool] = True
@@ -307,7 +307,7 @@ class Examples(Participation):
             return super().unit_bounds(population)
         return 1, min(population.num_examples, self.group_size * population.num_users)
 
-    def scheme_of(self, population: Population) -> AtRate:
+    def scheme_of(self, population: Population) -> SamplingScheme:
         # proof: els-sampling-2
         return self.scheme.of_size(self.batch_size, population.num_units, "mechanism.batch_size")
 
@@ -354,7 +354,7 @@ class _WithExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
 
     group_size: int
     cohort_size: float
-    scheme: Annotated[AtRate, SCHEMES] = Poisson()
+    scheme: Annotated[SamplingScheme, SCHEMES] = Poisson()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -366,7 +366,7 @@ class _WithExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
         # proof: uls-divisor-1
         return float(self.cohort_size)
 
-    def scheme_of(self, population: Population) -> AtRate:
+    def scheme_of(self, population: Population) -> SamplingScheme:
         # proof: uls-sampling-1
         return self.scheme.of_size(self.cohort_size, population.num_units, "mechanism.cohort_size")
 
@@ -452,8 +452,7 @@ class OwnerSets(_WithExamples):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sets_per_user < 1:
-            raise BadInputError(f"sets_per_user is {self.sets_per_user}, but it must be at least 1")
+        at_least("sets_per_user", self.sets_per_user, 1)
 
     def bounded(self, data: Readable) -> Readable:
         """Nobody is in more than ``sets_per_user`` of the sets whose records are kept."""

@@ -382,7 +382,7 @@ class Plan:
                 "mechanism.clip is adaptive: the clip norm of a step follows from the release "
                 "before it, which a loop of one's own does not keep: use fit, or another clip rule"
             )
-        if self.mechanism.own_budgets:
+        if self.mechanism.budget is not None:
             raise BadInputError(
                 f"mechanism.kind={self.mechanism.kind} keeps what each user has spent, and looks "
                 "at everybody's gradients, which a loop of one's own does not: use fit"

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, TypedDict, Unpack
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Adaptive, NoClip, Rule
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
-from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
+from dpfl_jax.errors import BadInputError, one_of
+from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate, UnitUpdate
 from dpfl_jax.mechanisms.mechanism import NAMED_CLIPS, Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
     Banded,
@@ -32,7 +32,7 @@ from dpfl_jax.sampling import (
     RandomAllocation,
     TruncatedPoisson,
 )
-from dpfl_jax.sampling.schemes import AtRate
+from dpfl_jax.sampling.schemes import SamplingScheme
 
 Clipping = Literal["flat", "normalized", "per_layer", "automatic"]
 
@@ -86,18 +86,15 @@ def _mechanism(
     local_batch_size: int | None = None,
     local_epochs: int = 1,
 ) -> Mechanism:
-    if clipping not in NAMED_CLIPS:
-        raise BadInputError(
-            f"clipping is {clipping!r}, but it must be one of {', '.join(NAMED_CLIPS)}"
-        )
+    one_of("clipping", clipping, NAMED_CLIPS)
     if clip is not None and (clip_norm, clipping) != (1.0, "flat"):
         raise BadInputError(
             "mechanism.clip is given, and clip_norm or clipping beside it: leave these out, and "
             "set the fields of clip"
         )
-    gives: Gives = Gradient()
+    update: UnitUpdate = Gradient()
     if local_learning_rate is not None:
-        gives = LocalUpdate(
+        update = LocalUpdate(
             local_learning_rate=local_learning_rate,
             local_batch_size=local_batch_size,
             local_epochs=local_epochs,
@@ -111,7 +108,7 @@ def _mechanism(
         participation=participation,
         clip=NAMED_CLIPS[clipping](clip_norm) if clip is None else clip,
         noise=dataclasses.replace(noise, arithmetic=arithmetic),
-        gives=gives,
+        update=update,
         budget=budget,
     )
 
@@ -119,7 +116,7 @@ def _mechanism(
 def _users(
     group_size: int,
     cohort_size: float,
-    scheme: AtRate,
+    scheme: SamplingScheme,
     noise: NoiseStrategy = Independent(),
     budget: OwnBudget | None = None,
     /,

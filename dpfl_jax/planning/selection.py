@@ -38,6 +38,7 @@ from dpfl_jax.accounting.renyi import renyi_divergences
 from dpfl_jax.accounting.statement import Statement, whole
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.calibrated import COMMON_ASSUMPTIONS, Calibrated
+from dpfl_jax.mechanisms.candidates import RENYI_KINDS
 from dpfl_jax.mechanisms.central_statement import is_earlier, parse_calibrated
 from dpfl_jax.mechanisms.participation import require_positive
 from dpfl_jax.noise.exact import whole_number
@@ -143,7 +144,7 @@ def _check_cell(cell: Calibrated) -> None:
         raise BadInputError(
             f"of mechanism.kind={cell.mechanism.kind} no Renyi divergences are known that its "
             "sampling helps, and the best of several runs is accounted by these: use "
-            "mechanism.kind=uls, els or bandmf"
+            f"mechanism.kind={RENYI_KINDS}"
         )
 
 
@@ -361,7 +362,7 @@ class Selection:
             ):
                 raise BadInputError(
                     f"mechanism.kind={cell.mechanism.kind} protects otherwise than a private sweep "
-                    f"does ({made.adjacency}): use mechanism.kind=uls, els or bandmf"
+                    f"does ({made.adjacency}): use mechanism.kind={RENYI_KINDS}"
                 )
             noise = accounting.noise_assumptions(
                 cell.mechanism.noise.arithmetic, made.epsilon, made.delta, cell.steps

@@ -21,7 +21,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.base import binomial_bound, check_probability
 
 T = TypeVar("T")
-Self = TypeVar("Self", bound="AtRate")
+Self = TypeVar("Self", bound="SamplingScheme")
 SelfPoisson = TypeVar("SelfPoisson", bound="_Poisson")
 SelfOnce = TypeVar("SelfOnce", bound="_OncePerPeriod")
 _LEAST_RATE = 1e-12
@@ -54,7 +54,7 @@ def _rate(size: float, population: int, what: str) -> float:
     )
 
 
-def _known(number: T | None, scheme: AtRate) -> T:
+def _known(number: T | None, scheme: SamplingScheme) -> T:
     if number is None:
         raise BadInputError(
             f"this {type(scheme).__name__} has no rate yet: give it, or call of_size(...), which "
@@ -80,7 +80,7 @@ def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> n
     return np.sort(chosen.astype(np.int64, copy=False))
 
 
-class AtRate(abc.ABC):
+class SamplingScheme(abc.ABC):
     """A scheme whose draws are no larger, in distribution, than those of coins of one rate.
 
     A scheme without its rate (``Poisson()``) says how units are drawn; ``of_size`` gives the rate.
@@ -149,7 +149,7 @@ class AtRate(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Poisson(AtRate, abc.ABC):
+class _Poisson(SamplingScheme, abc.ABC):
     """Schemes that draw by coins."""
 
     prob: float | None = None
@@ -347,7 +347,7 @@ def _stretch(
 
 
 @dataclasses.dataclass(frozen=True)
-class _OncePerPeriod(AtRate, abc.ABC):
+class _OncePerPeriod(SamplingScheme, abc.ABC):
     """A scheme in which each unit takes part in one of every ``period`` steps."""
 
     period: int | None = None
@@ -465,7 +465,7 @@ class FixedSize:
         return self.size
 
     def describe(self, counted: str, unit: str, taken: str = "") -> str:
-        """As ``AtRate.describe``."""
+        """As ``SamplingScheme.describe``."""
         del unit, taken
         return f"exactly {self.size} of {counted} per step, without replacement"
 

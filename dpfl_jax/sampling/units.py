@@ -9,7 +9,7 @@ import numpy as np
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.base import Draw, bucket_bounds
 from dpfl_jax.sampling.contribution import check_group_size, choose_within_users
-from dpfl_jax.sampling.schemes import AtRate, Scheme, check_population
+from dpfl_jax.sampling.schemes import SamplingScheme, Scheme, check_population
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class UserSampler:
 
     def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
         """As ``size_bound``, for the users whose examples first fit into each of ``sizes``."""
-        prob = self.scheme.rate if isinstance(self.scheme, AtRate) else None
+        prob = self.scheme.rate if isinstance(self.scheme, SamplingScheme) else None
         return bucket_bounds(self.user_offsets, sizes, self.size_bound(tail), prob, tail)
 
     def draw(self, step: int) -> Draw:

@@ -352,7 +352,7 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
             "(mechanism.local_learning_rate) have none: remove the section audit; dpfl audit "
             "--simulate attacks the mechanism"
         )
-    if mechanism.own_budgets:
+    if mechanism.budget is not None:
         raise BadInputError(
             "canaries are drawn beside people, who leave when budgets of their own are spent "
             f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"

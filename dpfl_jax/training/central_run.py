@@ -371,7 +371,7 @@ class CentralRun(Run):
         else:
             source, text = self.data.description, self.data.tokenizer is not None
             seq_len = math.prod(self.data.task.input_shape) if text else 1
-        computed = mechanism.compute_budget * mechanism.passes * seq_len * steps
+        computed = mechanism.compute_budget * mechanism.update.passes * seq_len * steps
         return {
             "population": {**self.calibrated.population.to_json(), "source": source},
             "parameters": self.model.num_params,

@@ -70,7 +70,7 @@ def algorithm_of(
     trainable: Trainable = None,
 ) -> Central:
     """What takes the steps of a plan; arguments as of ``fit``."""
-    kind = Filtered if plan.mechanism.own_budgets else Central
+    kind = Filtered if plan.mechanism.budget is not None else Central
     return kind(loss_fn, params, plan, optimizer, trainable)
 
 

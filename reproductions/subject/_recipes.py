@@ -195,7 +195,7 @@ def apply_recipe(
 
 def _sound_claim(federation: Federation, delta: float, epsilon: float) -> Claim:
     """Of a federation that meets the target."""
-    unit, rounds = federation.mechanism.unit, federation.rounds
+    unit, rounds = federation.mechanism.privacy_unit, federation.rounds
     real = federated_epsilon(federation, delta)
     why: tuple[str, ...] = ()
     whole = None
@@ -212,7 +212,7 @@ def _paper_noise(
 
     Many kinds of silos share it in classes of 1 % in q.
     """
-    probs = [plan.mechanism.participation.probability(plan.facts) for plan in federation.silos]
+    probs = [plan.mechanism.participation.sampling_prob_of(plan.facts) for plan in federation.silos]
     if len(set(probs)) > _MOST_KINDS:
         probs = [min(1.0, 1.01 ** math.ceil(math.log(p) / math.log(1.01) - 1e-9)) for p in probs]
     known: dict[Any, tuple[float, ...]] = {}
@@ -283,6 +283,6 @@ def usual_group(plan: SiloPlan, draws: int = 100) -> int:
     cap, records = plan.mechanism.participation.max_items_per_subject, plan.facts.num_records
     offsets = np.arange(0, max(records // cap, 1) * cap + 1, cap)
     silo = Silo(0, 0, offsets.astype(np.int64))
-    prob = plan.mechanism.participation.probability(plan.facts)
+    prob = plan.mechanism.participation.sampling_prob_of(plan.facts)
     found = batch_statistics(silo, prob, draws, RootKey.from_seed(of(0)))
     return max(1, found.dominant_group)

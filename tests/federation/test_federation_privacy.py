@@ -336,4 +336,4 @@ def test_realised_frequencies_are_the_accounted_ones():
     expected = 1 - 0.8 ** np.diff(silo.subject_offsets)
     slack = 5 * np.sqrt(expected * (1 - expected) / draws)
     assert (np.abs(subjects / draws - expected) < slack).all()
-    assert mechanism.participation.probability(SiloFacts.of(silo)) == 0.2
+    assert mechanism.participation.sampling_prob_of(SiloFacts.of(silo)) == 0.2

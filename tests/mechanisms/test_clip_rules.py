@@ -147,7 +147,7 @@ def test_a_clip_norm_that_adapts_follows_the_quantile_and_is_resumed(tmp_path, m
                 participation=Users(**SIZES),
                 clip=NoClip(),
                 noise=NoNoise(),
-                gives=LocalUpdate(local_learning_rate=0.1),
+                update=LocalUpdate(local_learning_rate=0.1),
             ),
             "updates of local steps are clipped",
         ),

@@ -1,7 +1,9 @@
 """``fit`` on a small regression: what a notebook user calls."""
 
+import json
 import pathlib
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,15 @@ import numpy as np
 import optax
 import pytest
 from fitting import fit_given as fit
+from rich.console import Console
 
+from dpfl_jax.config.load import validate_config
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, non_private, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.training.central_run import prepare
 
 TRUE = np.array([1.0, -2.0, 0.5], np.float32)
 
@@ -233,3 +238,27 @@ def test_loss_is_computed_on_the_mesh_given():
     one = run(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), steps=8)
     eight = run(steps=8)
     np.testing.assert_allclose(one.params["w"], eight.params["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_goes_on_with_the_noise_that_it_began_with(tmp_path):
+    """With the strategy of its noise, too, whatever calibration would say today."""
+    posts = [{"user": f"u{i % 20}", "text": "river stone lamp"} for i in range(40)]
+    (tmp_path / "posts.jsonl").write_text("\n".join(map(json.dumps, posts)))
+    data = {"source": "jsonl", "path": str(tmp_path / "posts.jsonl"), "seq_len": 8}
+    raw = {
+        "data": {**data, "test_fraction": 0.0},
+        "model": {"overrides": {"num_layers": 1, "embed_dim": 8, "num_heads": 1}},
+        "mechanism": {"kind": "bandmf", "bands": 2, "group_size": 2, "cohort_size": 4},
+        "privacy": {"epsilon": 8.0, "delta": 1e-2},
+        "train": {"steps": 4},
+    }
+    ready = prepare(validate_config(raw), Console(quiet=True))
+    facts = json.loads(json.dumps(ready.facts()))
+    run = types.SimpleNamespace(path=tmp_path, facts=facts)
+    assert ready.going_on(run).calibrated == ready.calibrated
+    facts["mechanism"] |= {"noise_multiplier": 30.0, "strategy": [1.0, 0.5]}
+    began = ready.going_on(run).calibrated
+    assert (began.noise_multiplier, began.mechanism.noise.strategy) == (30.0, (1.0, 0.5))
+    del facts["mechanism"]
+    with pytest.raises(BadInputError, match=r"begun by an earlier version.*start another run"):
+        ready.going_on(run)

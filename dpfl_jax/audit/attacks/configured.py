@@ -50,13 +50,13 @@ def _silos(config: RunConfig, key: RootKey, console: Console, trials: int) -> li
     if not federation.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
     reach = 1
-    if federation.mechanism.unit != "record":
+    if federation.mechanism.privacy_unit != "record":
         reach = min(federation.max_silos_per_subject, federation.silos_per_round)
     # Those that cost most, as in federation.accountant.worst_cases.
     members = sorted(
         (federation.silos[i] for i in federation.participants.tolist()),
         key=lambda p: (
-            -p.mechanism.participation.probability(p.facts),
+            -p.mechanism.participation.sampling_prob_of(p.facts),
             p.sigma,
             -p.local_steps,
         ),

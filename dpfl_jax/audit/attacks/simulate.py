@@ -84,7 +84,7 @@ def refuse_filtered(mechanism: Mechanism) -> None:
             "mechanism.clip is adaptive, which clips to another norm at each step: audit the "
             "mechanism with the clip rule normalized, which costs what this one does"
         )
-    if mechanism.own_budgets:
+    if mechanism.budget is not None:
         raise BadInputError(
             f"of mechanism.kind={mechanism.kind} a Renyi divergence is known, and no loss that an "
             "attack could be held against: audit the same without mechanism.budget at as much "
@@ -220,7 +220,9 @@ def silos(
     first = plans[0].mechanism
     if first.participation.one_unit:  # one gradient of all records, which the unit's turns round
         against = 1
-    prob = 1.0 if against else max(p.mechanism.participation.probability(p.facts) for p in plans)
+    prob = (
+        1.0 if against else max(p.mechanism.participation.sampling_prob_of(p.facts) for p in plans)
+    )
     units = 1 if against else max(200, min(_MOST_DIRECTIONS, round(200 / (rate or prob)), trials))
     groups, each = min(trials, 200) if against else 1, len(plans) + 1
     every = 1 if other is None else 2  # of so many units one is a trial
@@ -282,8 +284,8 @@ def silos(
 def _designed(plan: SiloPlan, against: int) -> SiloPlan:
     """The silo with its public rate as a constant, whatever it holds now."""
     own = plan.mechanism
-    prob = 1.0 if against else own.participation.probability(plan.facts)
-    fixed = own.participation.at_rate(prob)
+    prob = 1.0 if against else own.participation.sampling_prob_of(plan.facts)
+    fixed = own.participation.at_sampling_prob(prob)
     return dataclasses.replace(plan, mechanism=dataclasses.replace(own, participation=fixed))
 
 
@@ -303,7 +305,7 @@ def _records(
     for g in range(groups):
         for i, plan in enumerate(plans):
             own = plan.mechanism
-            many = 1 if own.unit == "record" else own.participation.max_items_per_subject
+            many = 1 if own.privacy_unit == "record" else own.participation.max_items_per_subject
             who = np.flatnonzero(inside[g]) if i < len(plans) - 1 else np.zeros(0, np.int64)
             rows = np.repeat(who, many)
             owner.append(g * (units + against) + rows)

@@ -112,8 +112,8 @@ class SiloMechanism(Composed):
         return self.noise.is_private
 
     @property
-    def unit(self) -> str:
-        """Whom it protects."""
+    def privacy_unit(self) -> str:
+        """Whom it protects, what adjacency adds or removes."""
         return self.participation.unit if self.private else "none"
 
     @property
