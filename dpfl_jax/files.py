@@ -78,6 +78,18 @@ def unquoted(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and cell[1:].startswith(_FORMULA) else cell
 
 
+def save_figure(figure: Any, path: pathlib.Path, dpi: int = 150) -> None:
+    """Writes a figure of Matplotlib.
+
+    Raises:
+      BadInputError: it cannot be written there.
+    """
+    try:
+        figure.savefig(path, dpi=dpi)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"the plot cannot be written to {path}: {error}") from error
+
+
 # ---- names of the Hugging Face hub ---------------------------------------------------------------
 
 

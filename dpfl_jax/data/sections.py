@@ -73,6 +73,9 @@ class SourceConfig:
         at random.
       max_users: keep that many users (a choice fixed by their ids).
       max_examples_per_user: keep each user's first examples.
+      public_fraction: this share of all records is declared public: they set the scale of features
+        and target, and are neither trained on nor evaluated. Only of silos that trust no server,
+        where ``scale`` does not declare what brings numbers to order 1; there it is 0.1.
       split_seed: chooses what is held out, and synthetic users; public.
     """
 
@@ -106,6 +109,7 @@ class SourceConfig:
     records_per_user: _Count | None = None
     max_users: _Count | None = None
     max_examples_per_user: _Count | None = None
+    public_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     split_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     def __post_init__(self) -> None:
@@ -166,10 +170,11 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    """The data of a central run.
+    """The data of a run.
 
     Attributes:
-      validation_fraction: expected share of users held out for tuning.
+      validation_fraction: expected share of users held out for tuning (of subjects, where silos
+        train; of each silo's records, where they trust no server). There it is 0.2 if not given.
       test_fraction: expected share of users held out for the report.
       split: ``"by_user"`` (a user is on one side; default), or ``"within_user"`` (the fractions are
         the leading share of each user's examples, at most ``held_out_max`` of them; users with one
@@ -178,6 +183,8 @@ class DataConfig(SourceConfig):
       held_out_max: most held-out examples of a user in each part (``within_user``).
       public: public corpus for pre-training: ``"auto"`` (the standard library for
         ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, or a text file or folder.
+      max_norm: each record's features (with their constant) are scaled down to this norm.
+      max_target: each record's target (regression, scaled) is clipped to this.
     """
 
     validation_fraction: float = 0.1
@@ -185,3 +192,5 @@ class DataConfig(SourceConfig):
     split: Literal["by_user", "within_user"] = "by_user"
     held_out_max: int = 32
     public: str = "auto"
+    max_norm: Annotated[float, Field(gt=0)] = 4.0
+    max_target: Annotated[float, Field(gt=0)] = 3.0

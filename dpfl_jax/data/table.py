@@ -516,7 +516,7 @@ def _check_sizes(
 
     Nothing is chosen by what is found: the run stops, and whoever starts it declares something.
     """
-    public = hasattr(config, "public_fraction") and not table.scale  # public records set the scale
+    public = config.public_fraction is not None and not table.scale  # whose records set the scale
     for column, name in enumerate([*table.inputs, table.target]):
         known = cells[:, column][np.isfinite(cells[:, column])]
         if name in table.categories or not len(known):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.config.schema import NamedModel
+from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.data import Store
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.owners import grouped_by_owner_set
@@ -79,7 +79,7 @@ class OwnModel:
         self.num_params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(arrays))
 
     @classmethod
-    def of(cls, section: NamedModel, task: Task, store: Store, init_seed: int) -> OwnModel:
+    def of(cls, section: ModelConfig, task: Task, store: Store, init_seed: int) -> OwnModel:
         """As a configuration names it, for data like those of ``store``."""
         assert section.module is not None
         first = store.read(np.asarray(grouped_by_owner_set(store).user_offsets)[:1])

@@ -75,7 +75,7 @@ def load_trained(
     directory = pathlib.Path(run)
     kept = read_run(directory, which)
     config, report, step = kept.config, kept.report, kept.step
-    if not isinstance(config, RunConfig):
+    if config is None or config.variant != "central":
         raise BadInputError(
             f"the run in {directory} is no central run of a language model: `dpfl export` writes "
             "any run's parameters"
