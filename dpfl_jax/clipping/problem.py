@@ -57,7 +57,7 @@ class Problem:
     def every_gradient(self) -> tuple[tuple[jax.Array, PyTree], Sequence[jax.Array]]:
         """Losses, auxiliary outputs and gradients of all units, formed: leaves [n, ...]."""
         whole = jax.value_and_grad(self.loss, has_aux=True)
-        # What a loss places (``models.placement``) stays on the devices that hold the unit.
+        # What a loss places (``models.transformer``) stays on the devices that hold the unit.
         units = functools.partial(jax.vmap, in_axes=(None, 0), spmd_axis_name=self._unit_axes())
         if self.pieces is None:
             values, gradients = units(whole)(self.leaves, self.units)

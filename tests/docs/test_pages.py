@@ -14,7 +14,7 @@ from dpfl_jax.config.load import validate_config
 
 IDS = [pages.name(page) for page in pages.EXECUTED]
 # One page has one place for a kind of configuration to stand on.
-BASES = {"isrl": "isrl/quickstart", "federation": "subject/quickstart", "": "quickstart"}
+BASES = {"federation": "subject/quickstart", "": "quickstart"}
 
 
 def test_what_is_not_run_is_still_there_and_says_why():

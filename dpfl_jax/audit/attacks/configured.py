@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.audit.trials import Trials
-from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.pipeline import prepare
@@ -33,11 +33,10 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
     Raises:
       BadInputError: it has no guarantee, or one that no audit knows.
     """
-    if isinstance(config, IsrlConfig):
+    if config.variant == "isrl":
         return [_messages(config, key, console, trials)]
-    if isinstance(config, FederatedConfig):
+    if config.variant == "silos":
         return _silos(config, key, console, trials)
-    assert isinstance(config, RunConfig)
     if not config.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
     ready: Any = prepare(config, console)
@@ -45,7 +44,7 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
         return [simulate.central(ready.calibrated, key, trials=trials)]
 
 
-def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int) -> list[Trials]:
+def _silos(config: RunConfig, key: RootKey, console: Console, trials: int) -> list[Trials]:
     ready: Any = prepare(config, console)
     federation = ready.federation
     if not federation.mechanism.private:
@@ -81,7 +80,7 @@ def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int)
     return found
 
 
-def _messages(config: IsrlConfig, key: RootKey, console: Console, trials: int) -> Trials:
+def _messages(config: RunConfig, key: RootKey, console: Console, trials: int) -> Trials:
     ready: Any = prepare(config, console)
     parameters = ready.parameters
     if not parameters.noise:

@@ -21,7 +21,7 @@ from dpfl_jax.audit import Audit
 from dpfl_jax.audit.attacks.simulate import refuse_filtered
 from dpfl_jax.audit.proof import guessed
 from dpfl_jax.clipping import NoClip
-from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.federation import federated_run
@@ -129,11 +129,8 @@ def participation(
 
 
 def _attacked(config: Any, own: bool, console: Console) -> Attacked:
-    if isinstance(config, FederatedConfig):
-        return _federated(config, own, console)
-    if isinstance(config, IsrlConfig):
-        return _silos(config, own, console)
-    return _central(config, own, console)
+    attack = {"central": _central, "silos": _federated, "isrl": _silos}[config.variant]
+    return attack(config, own, console)
 
 
 def _parts(store: Store, own: bool) -> tuple[Store, Callable[[np.ndarray], Store]]:
@@ -203,7 +200,7 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
     return Attacked(held.num_users, "users", trained)
 
 
-def _federated(config: FederatedConfig, own: bool, console: Console) -> Attacked:
+def _federated(config: RunConfig, own: bool, console: Console) -> Attacked:
     if not config.mechanism.private:
         raise BadInputError(
             f"mechanism.kind={config.mechanism.kind} is not private: there is nothing to audit"
@@ -233,7 +230,7 @@ def _federated(config: FederatedConfig, own: bool, console: Console) -> Attacked
     return Attacked(held.num_users, "subjects", trained)
 
 
-def _silos(config: IsrlConfig, own: bool, console: Console) -> Attacked:
+def _silos(config: RunConfig, own: bool, console: Console) -> Attacked:
     """Pairs of a training record and a held-out one of the same silo, of which one takes part."""
     if not own:
         raise BadInputError(
