@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Adaptive, Automatic, Flat, NoClip, Normalized, PerLayer, Rule
 from dpfl_jax.config.kinds import CENTRAL, CLIPS, Kinds
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, probability
 from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
 from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
@@ -32,7 +32,6 @@ from dpfl_jax.sampling import (
     Poisson,
     RandomAllocation,
     TruncatedPoisson,
-    check_probability,
 )
 
 Clipping = Literal["flat", "normalized", "per_layer", "automatic"]
@@ -468,6 +467,7 @@ def parse_known(section: dict[str, Any]) -> Mechanism:
         if kind in ("allocation", "blt", "banded_inverse"):
             prob = section.pop("sampling_prob", None)
             if prob is not None:
-                section["period"] = round(1.0 / check_probability(prob, "sampling_prob"))
+                probability("sampling_prob", prob, zero=False)
+                section["period"] = round(1.0 / prob)
     mechanism: Mechanism = CENTRAL.parse_known(section)
     return mechanism
