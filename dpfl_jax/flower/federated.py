@@ -17,7 +17,7 @@ import numpy as np
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config import FederatedConfig
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, whole_event

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from dpfl_jax import accounting
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping import Adaptive, Trainable, self_check, split
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.owners import Bounding, bounding_of

@@ -14,7 +14,7 @@ from rich.console import Console
 from dpfl_jax import accounting
 from dpfl_jax.audit.kept import RunAudit
 from dpfl_jax.clipping import Trainable, convolutions, join, split
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.labels import check_labels, far_from_order_1
