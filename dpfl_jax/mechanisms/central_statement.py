@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from dpfl_jax.accounting import Guarantee
-from dpfl_jax.accounting.statement import Statement, whole
+from dpfl_jax.accounting.statement import Statement, whole_number
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.presets import is_earlier, parse_known
 from dpfl_jax.run.public_inputs import of_the_mechanism
@@ -40,7 +40,7 @@ def restate(basis: dict[str, Any]) -> Statement:
       BadInputError: no mechanism has it.
     """
     mechanism = parse_known(basis["mechanism"])
-    population, steps = Population(**basis["population"]), whole(basis, "steps")
+    population, steps = Population(**basis["population"]), whole_number(basis, "steps")
     mechanism.check_population(population)
     guarantee = dataclasses.replace(
         mechanism.guarantee(population, steps, basis["delta"]),

@@ -35,12 +35,12 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting.event_types import OneOfDpEvent
 from dpfl_jax.accounting.leaves import AllocatedLeaf, flatten
 from dpfl_jax.accounting.renyi import renyi_divergences
-from dpfl_jax.accounting.statement import Statement, whole
+from dpfl_jax.accounting.statement import Statement, whole_number
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.mechanism import COMMON_ASSUMPTIONS, Mechanism
 from dpfl_jax.mechanisms.participation import Population, require_positive
 from dpfl_jax.mechanisms.presets import is_earlier, parse_known
-from dpfl_jax.noise.exact import whole_number
+from dpfl_jax.noise.exact import draw_integer
 from dpfl_jax.noise.table import STDDEV
 from dpfl_jax.randomness import RootKey
 
@@ -286,7 +286,7 @@ class Selection:
           key: of the run.
         """
         # proof: selection-score-2
-        total = sum(self.shares(losses, user_offsets)) + whole_number(key.words("selection:score"))
+        total = sum(self.shares(losses, user_offsets)) + draw_integer(key.words("selection:score"))
         return (0.5 + 0.5 * total / self._steps / self.held_out) * self.bound
 
     @property
@@ -425,12 +425,12 @@ class Selection:
                 raise BadInputError("records with several owners have no private sweep")
             mechanism = parse_known(cell["mechanism"])
             mechanism.check_population(population)
-            cells.append(Trained(mechanism, population, whole(cell, "steps", 1)))
+            cells.append(Trained(mechanism, population, whole_number(cell, "steps", 1)))
         return cls(
             tuple(cells),
             RunCount(values["expected_runs"], values["shape"]),
             values["bound"],
-            whole(values, "held_out", 1),
+            whole_number(values, "held_out", 1),
             values["delta"],
             values["score_noise"],
         )

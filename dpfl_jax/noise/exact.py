@@ -195,7 +195,7 @@ def _within(x: jax.Array, rest: jax.Array, most: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < most, rest, jnp.where(jnp.abs(x) == most, inwards, 0.0))
 
 
-def whole_number(key: np.ndarray) -> int:
+def draw_integer(key: np.ndarray) -> int:
     """One draw of the noise: an integer, of standard deviation ``table.STDDEV``.
 
     Args:
