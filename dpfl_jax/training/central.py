@@ -12,7 +12,7 @@ import optax
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.audit.kept import RunAudit
+from dpfl_jax.audit.run_audit import RunAudit
 from dpfl_jax.clipping import Trainable, convolutions, join, split
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.schema import AuditConfig

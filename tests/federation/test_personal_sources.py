@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dpfl_jax.audit.attacks.configured import trials_of
+from dpfl_jax.audit.attacks.simulate import trials_of
 from dpfl_jax.config.federated import BudgetConfig, FederatedConfig, FederatedDataConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
