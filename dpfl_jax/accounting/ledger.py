@@ -451,10 +451,6 @@ def _notes_on_units(
     return tuple(notes)
 
 
-def _digest(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()[:32]
-
-
 _START = b'{"account": {"adjacency": "'  # keys are sorted
 
 
@@ -501,6 +497,6 @@ def _parse(handle: io.FileIO, path: pathlib.Path) -> tuple[list[dict[str, Any]],
                 f"the ledger {path} is damaged before line {number}: a record was changed or "
                 "removed; restore it from a copy"
             )
-        previous = _digest(line)
+        previous = hashlib.sha256(line).hexdigest()[:32]
         records.append(record)
     return records, (previous, torn)

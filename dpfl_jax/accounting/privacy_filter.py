@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import dp_accounting
 import numpy as np
@@ -113,7 +113,9 @@ def _by_gaussians(
     tail = _TAIL * delta
     later = collections.Counter(flatten(event, relation) for event in runs[1:])
     try:
-        squared = _least(lambda most: _shares(later, most, tail) <= 1.0)
+        squared = _least(
+            lambda most: sum(n * _share(flat, most, tail) for flat, n in later.items()) <= 1.0
+        )
     except (TooLittleNoiseError, TableTooLargeError):
         return math.inf
     if squared == math.inf:
@@ -121,11 +123,6 @@ def _by_gaussians(
     # proof: ledger-gaussians-2
     whole = composed(runs[0], gaussian(1.0 / math.sqrt(squared), 1))
     return _epsilon(whole, (delta - tail) / (1.0 - tail), relation)
-
-
-def _shares(runs: Mapping[Flat, int], most: float, tail: float) -> float:
-    """The part of the squared mean ``most`` that the runs take together."""
-    return sum(count * _share(flat, most, tail) for flat, count in runs.items())
 
 
 def _share(flat: Flat, most: float, tail: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from dpfl_jax.clipping import cost
 from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.jaxprs import jaxpr_flops, peak_bytes
 from dpfl_jax.clipping.problem import ClippingProblem
@@ -156,7 +157,7 @@ def decide(problem: ClippingProblem, machine: Machine, memory_limit: float | Non
     size = 4.0 * sum(p.size for p in problem.leaves)
     per_unit = sum(r.seconds for r in reports)
     held = max(0.0, peak_bytes(traced.jaxpr) - size) / n  # without the sum
-    limit = _device_limit() if memory_limit is None else memory_limit
+    limit = cost.memory_limit() if memory_limit is None else memory_limit
 
     # Microbatches of one unit: each gradient is written, read for its norm and added to the sum,
     # and the parameters are read again in both passes; with one unit per device they are read once.
@@ -198,11 +199,6 @@ def decide(problem: ClippingProblem, machine: Machine, memory_limit: float | Non
     if scan < book:
         return Explanation("scan", parts, numbers)
     return Explanation("ghost", None if units == n else units, numbers, reports)
-
-
-def _device_limit() -> float | None:
-    stats = jax.local_devices()[0].memory_stats()
-    return None if not stats or "bytes_limit" not in stats else 0.5 * stats["bytes_limit"]
 
 
 def _recomputes(plan: TapPlan) -> bool:

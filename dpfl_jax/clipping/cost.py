@@ -125,6 +125,12 @@ def machine_for(platform: str | None) -> Machine:
     return dataclasses.replace(machine, rounding=max(machine.rounding, _least_rounding()))
 
 
+def memory_limit() -> float | None:
+    """Half the bytes of the first device's memory; None where it does not say."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return 0.5 * stats["bytes_limit"] if "bytes_limit" in stats else None
+
+
 def _least_rounding() -> float:
     """Rounding of float32 products of default precision on the worst attached device."""
     worst = max(MACHINES[name].rounding for name in _attached())

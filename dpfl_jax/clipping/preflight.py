@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dpfl_jax.clipping import cost
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.gradients import ClippedGrad
 from dpfl_jax.clipping.per_unit import solve_vmap
@@ -70,7 +71,8 @@ def self_check(
       SelfCheckError: names the parameter, and what to do.
     """
     params, batch, rebuild_arguments = gradient.arguments(args)
-    real = np.flatnonzero(np.ones(_length(batch)) if mask is None else np.asarray(mask))
+    count = np.shape(jax.tree.leaves(batch)[0])[0]
+    real = np.flatnonzero(np.ones(count) if mask is None else np.asarray(mask))
     chosen = real[:max_units]
     if not len(chosen):
         return SelfCheck(0.0, tolerance or TOLERANCE["float32"], 0)
@@ -164,10 +166,6 @@ def _is_remote(x: Any) -> bool:
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
-def _length(batch: PyTree) -> int:
-    return int(np.shape(jax.tree.leaves(batch)[0])[0])
-
-
 def is_low(gradient: ClippedGrad, *args: PyTree, rng: Any = None, weight: Any = None) -> bool:
     """Whether anything in the loss is computed in less than float32."""
     if machine_for(gradient.platform).rounding > 0:
@@ -237,8 +235,7 @@ def probe(
     """
     limit = gradient.memory_limit if memory_limit is None else memory_limit
     if limit is None:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        limit = 0.5 * stats["bytes_limit"] if "bytes_limit" in stats else None
+        limit = cost.memory_limit()
     units = jax.tree.leaves(gradient.arguments(args)[1])[0].shape[0]
     chosen = gradient.explain(*args, mask=mask, rng=rng, weight=weight)
     candidates: list[tuple[str, int | None]] = [(chosen.strategy, chosen.microbatch_size)]

@@ -171,7 +171,8 @@ class _Walker:
             seen = [view_of(v) for v in eqn.invars]
             used = [(i, view) for i, view in enumerate(seen) if view is not None]
             # An equation with an effect may hand a parameter on through what it writes to (a Ref).
-            if not used or not (eqn.effects or any(_has_gradient(v) for v in eqn.outvars)):
+            inexact = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+            if not used or not (eqn.effects or inexact):
                 continue
             name = eqn.primitive.name
             if name == "stop_gradient":
@@ -247,7 +248,7 @@ class _Walker:
             if view is not None and (k >= carried or not unchanged):
                 self._copy([(k, view)], "a scan returns it")
             # An unchanged carry that is a view must not be used as data after the scan.
-            if view is not None and unchanged and _is_used(eqn.outvars[k]):
+            if view is not None and unchanged and type(eqn.outvars[k]).__name__ != "DropVar":
                 self._copy([(k, view)], "a scan carries it and it is used afterwards")
         return plan
 
@@ -333,11 +334,3 @@ def embedding_axis(shape: tuple[int, ...], params: dict[str, Any]) -> int | None
         if not set(cut) <= set(looked) or not set(numbers.collapsed_slice_dims) <= set(cut):
             return None
     return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
-
-
-def _has_gradient(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
-
-
-def _is_used(v: Any) -> bool:
-    return type(v).__name__ != "DropVar"
