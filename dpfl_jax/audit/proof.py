@@ -3,8 +3,8 @@
 A claim is a whole trade-off curve (``accounting.attacks``): at a rate of false alarms a, no attack
 has a rate of right alarms above f(a). Both rates are counted in trials, and for every a the two
 counts have independent p-values, which Fisher's method combines; the largest over all a is the
-p-value of the claim. Thresholds and attacks are chosen on other trials. The result is
-stated as the epsilon of the claimed event with less noise: with the least whose curve is refuted.
+p-value of the claim. Thresholds and attacks are chosen on other trials. The result is stated as an
+epsilon: that of the claimed event with the least noise whose curve is still refuted.
 
 That needs independent trials, which those of the claimed mechanism are: a true claim is refuted
 with at most the stated probability. Beside it stands the bound of Steinke, Nasr and Jagielski
