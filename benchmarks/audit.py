@@ -91,9 +91,8 @@ def central(
     size: dict[str, Any] = {"batch_size" if kind is els else "cohort_size": prob * units}
     population = Population(1000, 1000 * group, units)
     mechanism = kind(group_size=group, **size, **fields)
-    mechanism, _ = mechanism.calibrated(population, steps, epsilon, DELTA)
-    key = RootKey.from_seed(seed)
-    found = simulate.central(mechanism, population, steps, DELTA, key, **options)
+    calibrated = mechanism.calibrate(population, steps, epsilon=epsilon, delta=DELTA)
+    found = simulate.central(calibrated, RootKey.from_seed(seed), **options)
     return dataclasses.replace(found, name=f"{found.name}, T={steps}, q={prob:g}")
 
 
@@ -106,12 +105,13 @@ def silos(
     facts = SiloFacts(records, records // cap)
     made = kind(sampling_prob=prob, max_items_per_subject=cap)
 
-    def event(sigma: float) -> Any:
-        own = dataclasses.replace(made, noise_multiplier=sigma)
-        return events.horizontal([own.event(facts, rounds * local_steps)] * reach)
+    def at(sigma: float) -> SiloPlan:
+        return SiloPlan(made, facts, local_steps, noise_multiplier=sigma)
 
-    sigma = accounting.calibrate_noise_multiplier(event, epsilon, DELTA)
-    plan = SiloPlan(dataclasses.replace(made, noise_multiplier=sigma), facts, local_steps)
+    def event(sigma: float) -> Any:
+        return events.horizontal([at(sigma).event(rounds)] * reach)
+
+    plan = at(accounting.calibrate_noise_multiplier(event, epsilon, DELTA))
     return simulate.silos([plan] * reach, rounds, DELTA, RootKey.from_seed(seed), **options)
 
 
@@ -125,8 +125,8 @@ def personal(budget: float, seed: int, trials: int) -> Trials:
     both = np.array([budget, 1.0 if budget == 8.0 else 8.0])
     rate, other = certified_rates(both, setting, "error").rates.tolist()
     drawn = PersonalRecords(setting=setting, expected_batch=50.0)
-    mechanism = SiloMechanism(participation=drawn, noise_multiplier=sigma)
-    plan, key = SiloPlan(mechanism, SiloFacts(500, 500), local_steps), RootKey.from_seed(seed)
+    mechanism, key = SiloMechanism(participation=drawn), RootKey.from_seed(seed)
+    plan = SiloPlan(mechanism, SiloFacts(500, 500), local_steps, noise_multiplier=sigma)
     return simulate.silos([plan], rounds, DELTA, key, rate=rate, other=other, trials=trials)
 
 

@@ -73,9 +73,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             )
         data, model, params, chip = chips[kind]
         mechanism = config.mechanism
-        size, row = mechanism.divisor, config.execution.microbatch_size
+        size, row = mechanism.participation.divisor, config.execution.microbatch_size
         flops = gradient_cost(config, model.config.vocab_size)["flops_per_gradient"]
-        flops *= expected_rows(size, row) * row * (mechanism.unit_examples or 1) * steps
+        flops *= (
+            expected_rows(size, row) * row * (mechanism.participation.unit_examples or 1) * steps
+        )
         billed = 3600 * chip.bill(flops, steps)["chip_hours"]
         times = [time_steps(config, data, model, params, mechanism, steps)[0] for _ in range(3)]
         seconds = sorted(times)[1]

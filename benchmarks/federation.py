@@ -140,14 +140,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         else:
             more = {"group_size": 2} if kind == "subject_uls" else {}
             options = {"batch_size": args.batch_size, "max_items_per_subject": 2, **more}
-        return SILOS[kind](noise_multiplier=1.0, **options)
+        return SILOS[kind](**options)
 
     for kind in args.mechanism:
         if not made(kind).private:
             raise BadInputError(f"--mechanism {kind} is without privacy: it is the baseline")
 
     def federation(mechanism: Any) -> Federation:
-        plans = (SiloPlan(mechanism, SiloFacts(args.records, args.records // 2), args.local_steps),)
+        facts = SiloFacts(args.records, args.records // 2)
+        plans = (SiloPlan(mechanism, facts, args.local_steps, noise_multiplier=1.0),)
         return Federation(plans * args.silos, args.rounds + 1, 1)
 
     # Half of the records at a third of the others' rate.

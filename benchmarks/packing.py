@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if not text.isdigit() or int(text) < 2:
             raise BadInputError(f"bench packing: --seq-len has {text!r}, which is no length")
         store = _store(args, int(text))
-        at_a_time: dict[str, Any] = {"clip_norm": 1.0, "noise_multiplier": 1.0}
+        at_a_time: dict[str, Any] = {"clip_norm": 1.0}
         users = uls(group_size=args.group_size, cohort_size=args.users, **at_a_time)
         examples = els(group_size=10**6, batch_size=args.batch, **at_a_time)
         for mechanism, at_once in ((users, 1), (examples, 16)):
@@ -117,7 +117,9 @@ def _one(
     sums = []
     for name, shapes in (("plain", 0), ("packed", args.shapes)):
         how = Execution(microbatch_size=at_once, packing=shapes)
-        plan = mechanism.plan(store, steps=args.steps, delta=1e-6, execution=how)
+        plan = mechanism.plan(
+            store, steps=args.steps, noise_multiplier=1.0, delta=1e-6, execution=how
+        )
         pipeline = plan.pipeline(plan.sampler(RootKey.from_seed(0)))
         batches = [pipeline.build(step) for step in range(args.steps)]
         tokens, places = (sum(getattr(b, n) for b in batches) for n in ("num_tokens", "num_places"))

@@ -119,11 +119,11 @@ class Job:
             },
             "mechanism": {
                 "kind": self.unit,
-                "noise_multiplier": 1.0,
                 "clipping": self.clipping,
                 "group_size": self.group_size,
                 **size,
             },
+            "privacy": {"noise_multiplier": 1.0},
             "optimizer": {"name": "adafactor", "learning_rate": 1e-4},
             "train": {"steps": 10},
             "execution": {

@@ -28,7 +28,7 @@ _HOMES = {
     "Hooks": "dpfl_jax.run.driver",
     "LanguageModel": "dpfl_jax.models",
     "Mechanism": "dpfl_jax.mechanisms",
-    "Pace": "dpfl_jax.run.driver",
+    "LoopConfig": "dpfl_jax.run.driver",
     "Plan": "dpfl_jax.mechanisms.plan",
     "Population": "dpfl_jax.mechanisms",
     "RootKey": "dpfl_jax.randomness",
@@ -71,8 +71,8 @@ __all__ = [
     "Guarantee",
     "Hooks",
     "LanguageModel",
+    "LoopConfig",
     "Mechanism",
-    "Pace",
     "Plan",
     "Population",
     "RootKey",
@@ -142,7 +142,7 @@ if TYPE_CHECKING:
     from dpfl_jax.models import LanguageModel, transformer_config
     from dpfl_jax.models.batch_norm import without_batch_norm
     from dpfl_jax.randomness import RootKey
-    from dpfl_jax.run.driver import Hooks, Pace
+    from dpfl_jax.run.driver import Hooks, LoopConfig
     from dpfl_jax.training import FitResult, fit
     from dpfl_jax.training.export import export
     from dpfl_jax.training.exported import load_exported

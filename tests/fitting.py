@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any
 
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.run.driver import Pace
-from dpfl_jax.training.central import algorithm_of, fit, train
+from dpfl_jax.run.driver import LoopConfig
+from dpfl_jax.training.fitting import algorithm_of, fit, train
 
-_PLAN = ("epsilon", "delta", "mesh")
-_PACE = tuple(field.name for field in dataclasses.fields(Pace))
+_PLAN = ("epsilon", "noise_multiplier", "delta", "mesh")
+_LOOP = tuple(field.name for field in dataclasses.fields(LoopConfig))
 
 
 def fit_given(*, loss_fn, params, data, mechanism, optimizer, steps, charge=None, **given: Any):
@@ -21,8 +21,8 @@ def fit_given(*, loss_fn, params, data, mechanism, optimizer, steps, charge=None
 
     execution = Execution(**taken(name for name in Execution.model_fields if name != "mesh"))
     plan = mechanism.plan(data, steps=steps, execution=execution, **taken(_PLAN))
-    pace = Pace(**taken(_PACE))
+    loop = LoopConfig(**taken(_LOOP))
     if charge is None:
-        return fit(loss_fn, params, plan, optimizer, pace=pace, **given)
+        return fit(loss_fn, params, plan, optimizer, loop=loop, **given)
     algorithm = algorithm_of(loss_fn, params, plan, optimizer, given.pop("trainable", None))
-    return train(algorithm, pace=pace, charge=charge, **given)
+    return train(algorithm, loop=loop, charge=charge, **given)

@@ -27,6 +27,7 @@ from dpfl_jax.federation.silo_statement import (
     personal_statement,
 )
 from dpfl_jax.mechanisms import (
+    Calibrated,
     Population,
     allocation,
     banded_inverse,
@@ -40,33 +41,34 @@ from dpfl_jax.mechanisms import (
     truncated,
     uls,
 )
-from dpfl_jax.mechanisms.central_statement import central_statement
-from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
+from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.run.report import render_markdown
 
 EXTRA = ("a caveat of the run alone",)
 
 
-def central(mechanism, steps=30, delta=1e-5, shared=False):
-    found = mechanism.population(np.arange(0, 2001, 5))  # 400 users of five examples each
+def central(mechanism, sigma=0.0, steps=30, delta=1e-5, shared=False):
+    found = mechanism.participation.population(
+        np.arange(0, 2001, 5)
+    )  # 400 users of five examples each
     population = dataclasses.replace(found, shared=shared)
-    guarantee = mechanism.guarantee(population, steps, delta, EXTRA)
-    return central_statement(mechanism, population, steps, guarantee)
+    made = Calibrated(mechanism, sigma, population, steps, delta)
+    return made.statement(made.guarantee(caveats=EXTRA))
 
 
 def selection():
     population = Population(num_users=400, num_examples=2000, num_units=400)
-    kinds = [uls(group_size=3, cohort_size=c, noise_multiplier=2.0) for c in (20, 40)]
-    cells = tuple(Trained(mechanism, population, 30) for mechanism in kinds)
+    kinds = [uls(group_size=3, cohort_size=c) for c in (20, 40)]
+    cells = tuple(Calibrated(mechanism, 2.0, population, 30, 1e-5) for mechanism in kinds)
     return Selection(cells, RunCount(10.0), 3.0, 50, 1e-5, score_noise=2.0)
 
 
-def federated(mechanisms, silos_per_subject=2, delta=1e-5, rounds=5):
+def federated(mechanism, sigmas, silos_per_subject=2, delta=1e-5, rounds=5):
     plans = []
-    for i, mechanism in enumerate(mechanisms):
+    for i, sigma in enumerate(sigmas):
         records = 100 + 7 * i
         subjects = max(40 + i, math.ceil(records / mechanism.participation.max_items_per_subject))
-        plans.append(SiloPlan(mechanism, SiloFacts(records, subjects), 3))
+        plans.append(SiloPlan(mechanism, SiloFacts(records, subjects), 3, noise_multiplier=sigma))
     federation = Federation(tuple(plans), rounds, silos_per_subject)
     people = sum(plan.facts.num_subjects for plan in plans)
     guarantee = federated_guarantee(federation, delta, rounds, EXTRA, num_subjects=people)
@@ -77,7 +79,7 @@ def personal():
     setting = TwoStage(2.0, 3, 6, 0.7, 1e-4)
     budgets = [0.2, 1.0]
     rates = [solver(setting).grid[solver(setting).index_above(r)] for r in (0.01, 0.06)]
-    mechanism = rpdp(noise_multiplier=2.0)
+    mechanism = rpdp()
     groups = tuple((b, float(q), 6) for b, q in zip(budgets, rates))
     public = Published(setting, "certified", 500, groups)
     return personal_statement(mechanism, public, 5, published_guarantee(public, 5, EXTRA))
@@ -92,18 +94,15 @@ def isrl(sampling="poisson"):
 
 
 SOUND = {
-    "els": lambda: central(els(group_size=4, batch_size=30, noise_multiplier=2.0)),
-    "uls": lambda: central(uls(group_size=3, cohort_size=20, noise_multiplier=1.0)),
-    "uls, declared": lambda: central(
-        uls(group_size=3, cohort_size=20, sampling_prob=0.1, noise_multiplier=1.0)
-    ),
+    "els": lambda: central(els(group_size=4, batch_size=30), 2.0),
+    "uls": lambda: central(uls(group_size=3, cohort_size=20), 1.0),
+    "uls, declared": lambda: central(uls(group_size=3, cohort_size=20, sampling_prob=0.1), 1.0),
     "bandmf": lambda: central(
-        bandmf(group_size=3, cohort_size=20, bands=2, strategy=(0.8, 0.6), noise_multiplier=1.0),
+        bandmf(group_size=3, cohort_size=20, bands=2, strategy=(0.8, 0.6)),
+        1.0,
         steps=31,
     ),
-    "allocation": lambda: central(
-        allocation(group_size=3, cohort_size=20, noise_multiplier=1.0), steps=31
-    ),
+    "allocation": lambda: central(allocation(group_size=3, cohort_size=20), 1.0, steps=31),
     "blt": lambda: central(
         blt(
             group_size=3,
@@ -111,14 +110,13 @@ SOUND = {
             decays=(0.75, 0.25),
             scales=(0.5, 0.125),
             horizon=40,
-            noise_multiplier=5.0,
         ),
+        5.0,
         steps=31,
     ),
     "banded_inverse": lambda: central(
-        banded_inverse(
-            group_size=3, cohort_size=20, taken=(0.5, 0.25), horizon=40, noise_multiplier=5.0
-        ),
+        banded_inverse(group_size=3, cohort_size=20, taken=(0.5, 0.25), horizon=40),
+        5.0,
         steps=31,
     ),
     "uls, local steps": lambda: central(
@@ -127,51 +125,34 @@ SOUND = {
             cohort_size=20,
             local_learning_rate=0.1,
             local_epochs=2,
-            noise_multiplier=1.0,
-        )
+        ),
+        1.0,
     ),
-    "truncated": lambda: central(
-        truncated(group_size=3, cohort_size=20, cap=36, noise_multiplier=1.0)
-    ),
+    "truncated": lambda: central(truncated(group_size=3, cohort_size=20, cap=36), 1.0),
     "individual": lambda: central(
-        individual(
-            group_size=3, cohort_size=20, noise_multiplier=1.0, refresh=4, least_steps=9, order=4.0
-        )
+        individual(group_size=3, cohort_size=20, refresh=4, least_steps=9, order=4.0), 1.0
     ),
     "individual_els": lambda: central(
-        individual_els(
-            group_size=3, batch_size=20, noise_multiplier=3.0, refresh=4, least_steps=9, order=4.0
-        )
+        individual_els(group_size=3, batch_size=20, refresh=4, least_steps=9, order=4.0), 3.0
     ),
     "selection": lambda: selection().statement(EXTRA),
-    "els, several owners": lambda: central(
-        els(group_size=4, batch_size=30, noise_multiplier=2.0), shared=True
-    ),
+    "els, several owners": lambda: central(els(group_size=4, batch_size=30), 2.0, shared=True),
     "owner_sets": lambda: central(
-        owner_sets(group_size=3, cohort_size=20, sets_per_user=4, noise_multiplier=2.0), shared=True
+        owner_sets(group_size=3, cohort_size=20, sets_per_user=4), 2.0, shared=True
     ),
     "none": lambda: central(non_private(batch_size=8)),
     "hi_grad_avg": lambda: federated(
-        [
-            hi_grad_avg(batch_size=20, max_items_per_subject=4, noise_multiplier=3.0 + i)
-            for i in range(4)
-        ]
+        hi_grad_avg(batch_size=20, max_items_per_subject=4), [3.0 + i for i in range(4)]
     ),
     "local_group": lambda: federated(
-        [
-            local_group(
-                batch_size=20, max_items_per_subject=3, batch_cap=2, noise_multiplier=4.0 + i
-            )
-            for i in range(3)
-        ],
+        local_group(batch_size=20, max_items_per_subject=3, batch_cap=2),
+        [4.0 + i for i in range(3)],
         silos_per_subject=1,
     ),
-    "user_ldp": lambda: federated([user_ldp(sampling_prob=0.2, noise_multiplier=9.0)] * 3),
-    "subject_uls": lambda: federated(
-        [subject_uls(batch_size=20, group_size=2, noise_multiplier=2.0)] * 3
-    ),
-    "local_item": lambda: federated([local_item(batch_size=20, noise_multiplier=2.0)] * 3),
-    "fed_avg": lambda: federated([fed_avg(batch_size=20)] * 2),
+    "user_ldp": lambda: federated(user_ldp(sampling_prob=0.2), [9.0] * 3),
+    "subject_uls": lambda: federated(subject_uls(batch_size=20, group_size=2), [2.0] * 3),
+    "local_item": lambda: federated(local_item(batch_size=20), [2.0] * 3),
+    "fed_avg": lambda: federated(fed_avg(batch_size=20), [None] * 2),
     "personal": personal,
     "isrl": isrl,
     "isrl, one pass": lambda: isrl("disjoint"),

@@ -27,13 +27,13 @@ from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.noise import Noise, banded_inverse
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Cyclic, UserSampler
-from dpfl_jax.sampling.schemes import AtRate
+from dpfl_jax.sampling.schemes import SamplingScheme
 
 # ---- a participation: a scheme, the cell that is proven of it, and what users have in a draw ---
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfAtATime(AtRate):
+class HalfAtATime(SamplingScheme):
     """A coin of each unit's own decides, once, whether it takes part in even steps or in odd ones.
 
     In T steps a unit has at most ceil(T / 2): to whoever knows its coin these are as many
@@ -137,12 +137,12 @@ class WholeSilo(SiloParticipation):
 
     kind: ClassVar[str] = "whole_silo"
     unit = "subject"
-    has_fixed_rate = True
+    has_fixed_sampling_prob = True
 
-    def probability(self, facts):
+    def sampling_prob_of(self, facts):
         return 1.0
 
-    def at_rate(self, prob, cap=None):
+    def at_sampling_prob(self, sampling_prob, cap=None):
         return self if cap is None else dataclasses.replace(self, max_items_per_subject=cap)
 
     def select(self, silo, key, step):
@@ -234,9 +234,9 @@ def test_one_file_is_all_it_takes(kind, tmp_path, capsys, monkeypatch):
 def test_audits_attack_them_as_all_others(kind):
     mechanism = CENTRAL.parse(CONFIGS[kind]["mechanism"])
     population = Population(30, 60, 30)
-    mechanism = mechanism.calibrate(population, 4, 4.0, 1e-5)
+    made = mechanism.calibrate(population, 4, epsilon=4.0, delta=1e-5)
     key = RootKey.from_seed(0)
-    found = audit(simulate.central(mechanism, population, 4, 1e-5, key, trials=4000), 0.999)
+    found = audit(simulate.central(made, key, trials=4000), 0.999)
     assert not found.exceeds, str(found)
 
 
@@ -244,11 +244,10 @@ def test_what_is_not_proven_is_refused():
     section = {"participation": {"kind": "halves", "group_size": 2, "num_users": 30}}
     mechanism = CENTRAL.parse(section | {"noise": {"kind": "fading"}})
     with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
-        mechanism.calibrate(Population(30, 60, 30), 4, 4.0, 1e-5)
+        mechanism.calibrate(Population(30, 60, 30), 4, epsilon=4.0, delta=1e-5)
     # Before anything is trained, where the noise is given, too.
-    loud = dataclasses.replace(mechanism, noise_multiplier=2.0)
     with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
-        loud.plan(people(30), steps=4, delta=1e-5)
+        mechanism.plan(people(30), steps=4, noise_multiplier=2.0, delta=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("halves", ""), ("fading", "--period 2")])
@@ -262,8 +261,8 @@ def test_an_account_is_one_row(kind, options, monkeypatch, capsys):
     assert main(["account", kind, *given, "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     population = Population(30, 60, 30)
-    mechanism = CENTRAL.parse(CONFIGS[kind]["mechanism"] | {"noise_multiplier": 3.0})
-    event = mechanism.for_steps(population, 4).event(population, 4)
+    mechanism = CENTRAL.parse(CONFIGS[kind]["mechanism"])
+    event = mechanism.calibrate(population, 4, noise_multiplier=3.0).event()
     assert told["epsilon"] == pytest.approx(epsilon(event, 1e-4), rel=1e-9)
     assert told["solved_for"] == "epsilon"
 

@@ -86,6 +86,16 @@ def test_modules_import_each_other_in_no_circle():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+def test_no_import_in_a_function_hides_a_circle_of_runs():
+    parts = ("run", "training", "federation", "flower")
+    graph = {
+        module: imported(path, everywhere=True) - {"dpfl_jax", module}
+        for module, path in MODULES.items()
+        if package(module) in parts
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 def test_what_needs_no_jax_imports_none():
     for module, path in MODULES.items():
         if package(module) in ("accounting", "config", "errors", "matrices", "sampling"):

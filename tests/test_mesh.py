@@ -28,6 +28,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import init_state
 from dpfl_jax.training.step import make_train_step
+from tests.noised import noised
 
 LAYOUTS = {
     "data": {},
@@ -40,8 +41,8 @@ MODEL = LanguageModel(
     TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, vocab_size=VOCAB, max_seq_len=LENGTH)
 )
 MECHANISMS = {
-    "els": els(group_size=2, batch_size=20, clip_norm=CLIP, noise_multiplier=0.7),
-    "uls": uls(group_size=2, cohort_size=20, clip_norm=CLIP, noise_multiplier=0.7),
+    "els": els(group_size=2, batch_size=20, clip_norm=CLIP),
+    "uls": uls(group_size=2, cohort_size=20, clip_norm=CLIP),
 }
 
 
@@ -102,7 +103,7 @@ def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params, name
     for name in names:
         mesh = make_mesh(**LAYOUTS[name])
         state = init_state(params, optimizer, mesh)
-        step = make_train_step(mechanism, MODEL.loss, optimizer, mesh)
+        step = make_train_step(noised(mechanism, 0.7), MODEL.loss, optimizer, mesh)
         for i in range(2):
             state, _ = step(state, *batch, RootKey.from_seed(0).words("noise", i))
         results[name] = jax.tree.map(np.asarray, state.params)
@@ -205,7 +206,7 @@ def test_a_run_goes_on_with_another_layout(params, tmp_path, monkeypatch):
     assert whole.final.loss == pytest.approx(want.final.loss, rel=1e-4)
 
     def directory():
-        return RunDirectory(tmp_path / "run", {}, "same", RootKey.from_seed(3), {})
+        return RunDirectory(tmp_path / "run", {}, RootKey.from_seed(3), {})
 
     from dpfl_jax.training import central
 

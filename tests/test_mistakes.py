@@ -33,7 +33,6 @@ MECHANISMS = {
     "group_size is 2.5": {"group_size": 2.5},
     "group_size is True": {"group_size": True},
     "cohort_size is '5'": {"cohort_size": "5"},
-    "noise_multiplier is True": {"noise_multiplier": True},
     "clipping is 'soft'": {"clipping": "soft"},
 }
 
@@ -49,6 +48,7 @@ PLANS = {
     "data is DataConfig, but it must be a store": {"data": dpfl.DataConfig()},
     "epsilon is '8'": {"epsilon": "8"},
     "epsilon is -1": {"epsilon": -1},
+    "noise_multiplier is '1'": {"noise_multiplier": "1", "epsilon": None},
     "delta is '1e-5'": {"delta": "1e-5"},
     "delta is 2": {"delta": 2},
     "number of steps is 2.5": {"steps": 2.5},
@@ -107,7 +107,7 @@ FITS = {
     "parameters hold no array": {"params": None},
     r"run_dir is 3 \(int\)": {"run_dir": 3},
     "trainable.*leaves are no bools": {"trainable": "w"},
-    "pace is 3": {"pace": 3},
+    "loop is 3": {"loop": 3},
     "hooks is <built-in": {"hooks": print},
 }
 

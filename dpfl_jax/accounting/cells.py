@@ -34,7 +34,7 @@ class Everyone:
     """All units, at every step."""
 
     def describe(self, counted: str, unit: str) -> str:
-        """In words, as ``schemes.AtRate.describe``."""
+        """In words, as ``schemes.SamplingScheme.describe``."""
         del unit
         return f"none is counted on: {counted} may all take part in every step"
 
@@ -59,7 +59,7 @@ class TwoStagePoisson:
     local_steps: int
 
     def describe(self, counted: str, unit: str) -> str:
-        """In words, as ``schemes.AtRate.describe``."""
+        """In words, as ``schemes.SamplingScheme.describe``."""
         return (
             f"each silo with probability {self.participation_prob:.6g} in each round of "
             f"{self.local_steps} local steps, then Poisson over {counted}, probability "
@@ -235,6 +235,7 @@ def _allocation(sums: NoisedSums) -> DpEvent:
 
 def _cyclic_poisson(sums: NoisedSums) -> DpEvent:
     column, period = sums.matrix.column, sums.scheme.period
+    # proof: bandmf-period-1
     if len(column) > period:
         raise BadInputError(
             f"noise of {len(column)} bands needs users to pause for as many steps, but their "

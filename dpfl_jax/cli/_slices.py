@@ -144,13 +144,13 @@ class Step:
     """A train step that can be compiled at any microbatch size.
 
     Attributes:
-      mechanism, model, optimizer, mesh: of the step.
+      calibrated, model, optimizer, mesh: of the step.
       options: of the bounded gradient; ``trainable`` says which parameters are trained.
       read: from the text of a compiled module to what it sends.
       frozen_dtype: of the others.
     """
 
-    mechanism: Any
+    calibrated: Any
     model: Any
     optimizer: Any
     mesh: Any
@@ -235,10 +235,10 @@ class Step:
             params=params,
             opt_state=jax.eval_shape(self.optimizer.init, params),
             step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
-            noise=jax.eval_shape(self.mechanism.noise_transform().init, params).memory,
+            noise=jax.eval_shape(self.calibrated.noise_transform().init, params).memory,
         )
         lead = (capacity, units.parts * units.microbatch)
-        words = 8 * self.mechanism.noise_keys + 3
+        words = 8 * self.calibrated.mechanism.noise.keys_per_step + 3
         arguments = (
             jax.tree.map(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -252,7 +252,7 @@ class Step:
             frozen,
         )
         step = make_train_step(
-            self.mechanism, self.model.loss, self.optimizer, self.mesh, **self.options
+            self.calibrated, self.model.loss, self.optimizer, self.mesh, **self.options
         )
         # A run's step is two programs, the sum and the update; their costs are those of one.
         return jax.jit(step.whole, donate_argnums=0), arguments

@@ -136,7 +136,7 @@ def _trained(
     """A run with canaries, of which nothing is kept."""
     from dpfl_jax.config import RunConfig
     from dpfl_jax.config.schema import AuditConfig
-    from dpfl_jax.training.central_run import run_experiment
+    from dpfl_jax.run.pipeline import run_experiment
 
     if not isinstance(config, RunConfig):
         raise BadInputError("--train is for central configurations: audit others with --simulate")

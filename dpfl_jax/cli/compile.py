@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -121,12 +120,16 @@ def measure(
     )
 
     model = build_transformer(config, vocab, bos_id=1)
-    mechanism, execution = config.mechanism, config.execution
-    if mechanism.private and mechanism.noise_multiplier is None:
-        # Any number of people and any noise: the same step.
-        some = Population(*[math.ceil(mechanism.divisor)] * 3)
-        mechanism = mechanism.for_steps(some, config.train.steps)
-        mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)
+    execution = config.execution
+
+    def any_noise(mechanism: Any) -> Any:
+        """Any number of people and any noise: the same step."""
+        some = Population(*[math.ceil(mechanism.participation.divisor)] * 3)
+        noise = config.privacy.noise_multiplier or 1.0
+        return mechanism.calibrate(some, config.train.steps, noise_multiplier=noise, delta=1e-5)
+
+    calibrated = any_noise(config.mechanism)
+    mechanism = calibrated.mechanism
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     platform = "cpu" if kind_of(topology) == "cpu" else "tpu"
     trainable, low = trained_by_name(config.model, model), config.model.frozen_dtype
@@ -138,10 +141,10 @@ def measure(
         # What the choice of a strategy finds on the device itself.
         "memory_limit": None if limit is None else limit / 2,
     }
-    cut, group = execution.cut, mechanism.unit_examples
+    cut, group = execution.cut, mechanism.participation.unit_examples
     parts, length = unit_parts(mesh), config.data.seq_len
     bounds = isinstance(mechanism.rule, OwnBound)
-    step = Step(mechanism, model, optimizer, mesh, options | cut, read, low)
+    step = Step(calibrated, model, optimizer, mesh, options | cut, read, low)
     compiled: dict[int, Compiled] = {}
 
     def at(size: int) -> Compiled:
@@ -163,7 +166,7 @@ def measure(
         size = largest or min(compiled)
     private, units = at(size), Units(parts, size, group, length, bounds)
     plain_step = Step(
-        non_private(batch_size=mechanism.compute_budget),
+        any_noise(non_private(batch_size=mechanism.compute_budget)),
         model, optimizer, mesh, {"trainable": trainable}, read, low,
     )  # fmt: skip
     plain_units = Units(parts, size * (group or 1), None, length)

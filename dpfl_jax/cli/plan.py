@@ -342,9 +342,10 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
         "tell (--ask variants, with fits of both)",
     ]
     if mechanism.takes_local_steps:
+        passes = mechanism.update.passes
         notes.append(
-            f"devices take local steps in {mechanism.passes} epochs over their examples: the "
-            f"budget counts examples, and a round evaluates {budget * mechanism.passes} gradients; "
+            f"devices take local steps in {passes} epochs over their examples: the "
+            f"budget counts examples, and a round evaluates {budget * passes} gradients; "
             "noise is compared for updates as large as one step on the mean gradient"
         )
     return notes

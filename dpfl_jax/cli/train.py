@@ -94,9 +94,11 @@ def train_or_price(
     config: Any, run_dir: Any, dry_run: bool, console: RunConsole
 ) -> dict[str, Any] | None:
     """Trains in ``run_dir`` (None: a new one), or says what that would do and cost."""
+    from dpfl_jax.run import pipeline
+
     with console.alive():
         if dry_run:
-            price = _system(config).dry_run(config, console)
+            price = pipeline.dry_run(config, console)
             if flops := price.get("training_flops"):
                 price |= {"chip_hours": _chip_hours(flops)}
             _print_price(console, price)
@@ -114,29 +116,12 @@ def _chip_hours(flops: float) -> dict[str, float]:
     }
 
 
-def _system(config: Any) -> Any:
-    """The module that trains configurations of this kind."""
-    from dpfl_jax.config import FederatedConfig, IsrlConfig
-
-    if isinstance(config, IsrlConfig):
-        from dpfl_jax.federation.isrl.runs import isrl_run as isrl
-
-        return isrl
-    if isinstance(config, FederatedConfig):
-        from dpfl_jax.federation import federated_run as federated
-
-        return federated
-    from dpfl_jax.training import central_run as central
-
-    return central
-
-
 def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None:
     """Trains, alone or as one of many processes; only process 0 speaks."""
     import jax
     from jax.experimental import multihost_utils
 
-    from dpfl_jax.run import processes, programs
+    from dpfl_jax.run import pipeline, processes, programs
 
     processes.start(config.processes)
     programs.keep_programs()  # a run that goes on after a kill compiles nothing again
@@ -147,7 +132,7 @@ def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None
         run_dir = processes.broadcast(str(run_dir))
         if processes.many():
             console.print(f"{jax.process_count()} processes")
-        report = _system(config).run_experiment(config, run_dir, console)
+        report = pipeline.run_experiment(config, run_dir, console)
         if processes.is_primary():
             print_report(console, report)
         # A launcher may kill process 0 once another has ended.

@@ -37,18 +37,30 @@ class LedgerSection(Section):
     budget: float | None = None
 
 
-def check_target(epsilon: float | None, mechanism: Any) -> None:
-    """Raises ValueError unless a private mechanism has either a target or its own noise."""
-    if not mechanism.private:
+class TargetSection(LedgerSection):
+    """A section ``privacy``: a target or the noise, and the ledger; see ``LedgerSection``, too.
+
+    Attributes:
+      noise_multiplier: sigma, instead of a target; the noise on the sum has stddev sigma times the
+        largest contribution.
+    """
+
+    epsilon: float | None = None
+    noise_multiplier: float | None = Field(None, ge=0, le=1e6)
+
+
+def check_target(privacy: TargetSection, private: bool) -> None:
+    """Raises ValueError unless a private mechanism has either a target or noise."""
+    if not private:
         return
-    if epsilon is None and mechanism.noise_multiplier is None:
+    if privacy.epsilon is None and privacy.noise_multiplier is None:
         raise ValueError(
-            "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the target "
+            "neither privacy.epsilon nor privacy.noise_multiplier is set: give the target "
             "epsilon, or the noise"
         )
-    if epsilon is not None and mechanism.noise_multiplier is not None:
+    if privacy.epsilon is not None and privacy.noise_multiplier is not None:
         raise ValueError(
-            "both privacy.epsilon and mechanism.noise_multiplier are set: keep one, the other "
+            "both privacy.epsilon and privacy.noise_multiplier are set: keep one, the other "
             "follows from it"
         )
 

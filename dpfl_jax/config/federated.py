@@ -11,10 +11,10 @@ from dpfl_jax.config.base import (
     NAME,
     NO_CHOICE_WITHIN_USERS,
     EvaluatedTrain,
-    LedgerSection,
     RunSection,
     Section,
     Seed,
+    TargetSection,
     check_target,
 )
 from dpfl_jax.config.execution import RoundExecution
@@ -102,8 +102,8 @@ class FederationConfig(Section):
     weights: tuple[float, ...] | None = None
 
 
-class FederatedPrivacyConfig(LedgerSection):
-    """The target, and the budget it is charged to (``LedgerSection``).
+class FederatedPrivacyConfig(TargetSection):
+    """The target, and the budget it is charged to; see ``TargetSection``, too.
 
     Attributes:
       epsilon: target for a subject (local_item: for a record) over the whole federation; rpdp: the
@@ -179,7 +179,7 @@ class FederatedConfig(RunSection):
         mechanism, privacy = self.mechanism, self.privacy
         if self.train.chooses and self.data.split == "within_user" and mechanism.private:
             raise ValueError(NO_CHOICE_WITHIN_USERS)
-        check_target(privacy.epsilon, mechanism)
+        check_target(privacy, mechanism.private)
         federation = self.federation
         if federation.participation_prob is not None and federation.silos_per_round is not None:
             raise ValueError(

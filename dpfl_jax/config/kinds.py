@@ -11,8 +11,10 @@ import abc
 import dataclasses
 import difflib
 import functools
+import hashlib
 import importlib
 import inspect
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar
@@ -25,6 +27,8 @@ from dpfl_jax.errors import BadInputError
 # Metadata of a dataclass field that no configuration sets.
 DERIVED = {"derived": True}
 _REQUIRED = inspect.Parameter.empty
+# Keys that people may look for in a mechanism, and where they are.
+_MOVED = {"noise_multiplier": "privacy.noise_multiplier"}
 
 
 class Kinds:
@@ -122,6 +126,10 @@ class Kinds:
             if name == "kind":
                 continue
             if name not in known:
+                if name in _MOVED:
+                    raise BadInputError(
+                        f"'{self.section}.{name}' is '{_MOVED[name]}': write it there"
+                    )
                 owners = [kind for kind in self.names() if name in options(self._known[kind])]
                 what = f"an option of {' and '.join(owners)}; " if owners else ""
                 raise BadInputError(
@@ -274,6 +282,80 @@ class Named(abc.ABC):
         return {"kind": self.kind, **dataclasses.asdict(self)}
 
 
+class Composed(abc.ABC):
+    """A frozen dataclass of parts: a section names a preset with its options, or the parts."""
+
+    kinds: ClassVar[Kinds]
+
+    @abc.abstractmethod
+    def preset_options(self) -> dict[str, Any]:
+        """What its parts hold, under the names by which presets take it."""
+
+    def without_derived(self) -> Any:
+        """The same without what no section sets."""
+        return self
+
+    @functools.cached_property
+    def _section(self) -> dict[str, Any]:
+        # It is looked for, and not remembered: what is spelled out is the preset that it equals,
+        # and keys of runs follow from that.
+        found = self.kinds.section_of(self.without_derived(), self.preset_options())
+        if found is None:
+            given = {name: getattr(self, name) for name in options(type(self))}
+            return {name: Kinds.dump(value) for name, value in given.items()}
+        kind, given = found
+        return {"kind": kind} | {name: Kinds.dump(value) for name, value in given.items()}
+
+    def to_section(self) -> dict[str, Any]:
+        """What describes it in a configuration: a preset with its options, or the parts."""
+        return dict(self._section)
+
+    to_json = to_section
+
+    @property
+    def kind(self) -> str:
+        """The name of the preset that it is; "custom" of other combinations."""
+        return str(self._section.get("kind", "custom"))
+
+
+def fields_of(*parts: Any) -> dict[str, Any]:
+    """The fields of dataclasses, by name; None and other values have none."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        if dataclasses.is_dataclass(part):
+            found |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    return found
+
+
+def code_outside(composed: Composed, *more: Any) -> list[str]:
+    """Digests of the code of parts that are not this package's; [] if there are none.
+
+    A section names such parts. If they are written anew, under the same names, they are another
+    mechanism, which must not draw the noise of the one before.
+
+    Args:
+      composed: whose parts.
+      *more: parts of its parts.
+    """
+    found = []
+    for part in (*fields_of(composed).values(), *more):
+        for cls in type(part).__mro__:
+            if cls.__module__.split(".")[0] in ("dpfl_jax", "builtins", "abc", "typing"):
+                continue
+            members = sorted(vars(cls).items())
+            codes = [_code(getattr(m, "fget", getattr(m, "func", m))) for _, m in members]
+            found.append(hashlib.sha256(repr(codes).encode()).hexdigest())
+    return found
+
+
+def _code(function: Any) -> Any:
+    code = getattr(function, "__code__", function)
+    if not isinstance(code, types.CodeType):
+        return None
+    within = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return code.co_code, within, code.co_names
+
+
 def check_types(made: Any) -> None:
     """Checks what a user sets of a frozen dataclass; whole numbers become floats where a field is.
 
@@ -314,7 +396,7 @@ PARTICIPATIONS = Kinds("dpfl_jax.mechanisms", "mechanism.participation")
 SCHEMES = Kinds("dpfl_jax.mechanisms", "mechanism.participation.scheme")
 CLIPS = Kinds("dpfl_jax.mechanisms", "mechanism.clip")
 NOISES = Kinds("dpfl_jax.mechanisms", "mechanism.noise")
-GIVES = Kinds("dpfl_jax.mechanisms", "mechanism.gives")
+UPDATES = Kinds("dpfl_jax.mechanisms", "mechanism.update")
 BUDGETS = Kinds("dpfl_jax.mechanisms", "mechanism.budget")
 SILOS = Kinds("dpfl_jax.federation.mechanisms")
 SILO_PARTICIPATIONS = Kinds("dpfl_jax.federation.mechanisms", "mechanism.participation")

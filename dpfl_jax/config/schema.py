@@ -12,11 +12,11 @@ from pydantic import Field, model_validator
 
 from dpfl_jax.config.base import (
     EvaluatedTrain,
-    LedgerSection,
     Positive,
     RunSection,
     Section,
     Seed,
+    TargetSection,
     check_target,
 )
 from dpfl_jax.config.execution import Execution
@@ -178,15 +178,14 @@ class PretrainConfig(Section):
     cache_dir: str | None = None
 
 
-class PrivacyConfig(LedgerSection):
-    """The target, and the budget it is charged to (``LedgerSection``).
+class PrivacyConfig(TargetSection):
+    """The target, and the budget it is charged to; see ``TargetSection``, too.
 
     Attributes:
       epsilon: target; the noise multiplier is calibrated to it.
       delta: default (number of training examples) ** -1.1, as in Charles et al. 2024.
     """
 
-    epsilon: float | None = None
     delta: float | None = None
 
 
@@ -328,7 +327,7 @@ class RunConfig(RunSection):
             raise ValueError(
                 f"privacy.delta is {privacy.delta:g}, but it must lie strictly between 0 and 1"
             )
-        check_target(privacy.epsilon, mechanism)
+        check_target(privacy, mechanism.private)
         if self.pretrain is not None and not self.model.is_transformer:
             raise ValueError(
                 f"pretrain is for model.kind=transformer, not model.{self.model.what}: remove it"
@@ -344,7 +343,7 @@ class RunConfig(RunSection):
             ("execution.examples_at_once", execution.examples_at_once is not None),
             ("execution.split_users", execution.split_users),
         ):
-            if asked and mechanism.unit_examples is None:
+            if asked and mechanism.participation.unit_examples is None:
                 raise ValueError(f"{name} is for users with several examples (mechanism.kind=uls)")
             if asked and execution.strategy == "ghost":
                 raise ValueError(

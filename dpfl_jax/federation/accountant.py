@@ -38,7 +38,7 @@ class _Profile:
     """What a silo's event depends on; larger in every field (noise: smaller) costs more."""
 
     plan: SiloPlan
-    prob: float
+    sampling_prob: float
     cap: int
     sigma: float
     steps: int
@@ -48,25 +48,27 @@ class _Profile:
         participation = plan.mechanism.participation
         return cls(
             plan,
-            participation.probability(plan.facts),
+            participation.sampling_prob_of(plan.facts),
             participation.max_items_per_subject,
-            plan.mechanism.sigma,
+            plan.sigma,
             plan.local_steps,
         )
 
     @property
     def key(self) -> tuple[float, int, float, int]:
-        return (self.prob, self.cap, self.sigma, self.steps)
+        return (self.sampling_prob, self.cap, self.sigma, self.steps)
 
     def event(self, rounds: int, subject: bool) -> Any:
         """The silo's event in ``rounds`` rounds."""
         own = self.plan.mechanism
-        participation = own.participation.at_rate(self.prob, self.cap)
-        mechanism = dataclasses.replace(
-            own, participation=participation, noise_multiplier=self.sigma
+        participation = own.participation.at_sampling_prob(self.sampling_prob, self.cap)
+        plan = dataclasses.replace(
+            self.plan,
+            mechanism=dataclasses.replace(own, participation=participation),
+            local_steps=self.steps,
+            noise_multiplier=self.sigma if own.private else None,
         )
-        unit = "subject" if subject else None
-        return mechanism.event(self.plan.facts, self.steps * rounds, unit)
+        return plan.event(rounds, "subject" if subject else None)
 
 
 def _together(profiles: Sequence[_Profile], rounds: int, subject: bool) -> Any:
@@ -85,19 +87,22 @@ def _coarse(profiles: list[_Profile]) -> list[_Profile]:
 
     classes: dict[Any, list[_Profile]] = {}
     for p in profiles:
-        classes.setdefault((cell(p.prob), p.cap, cell(p.sigma), p.steps), []).append(p)
+        classes.setdefault((cell(p.sampling_prob), p.cap, cell(p.sigma), p.steps), []).append(p)
     worst = {name: _envelope(members) for name, members in classes.items()}
     return [
-        dataclasses.replace(p, prob=w.prob, sigma=w.sigma)
+        dataclasses.replace(p, sampling_prob=w.sampling_prob, sigma=w.sigma)
         for p in profiles
-        for w in (worst[(cell(p.prob), p.cap, cell(p.sigma), p.steps)],)
+        for w in (worst[(cell(p.sampling_prob), p.cap, cell(p.sigma), p.steps)],)
     ]
 
 
 def _is_chain(profiles: Sequence[_Profile]) -> bool:
     """Whether the profiles, from most to least costly, are ordered in every field."""
     return all(
-        a.prob >= b.prob and a.cap >= b.cap and a.sigma <= b.sigma and a.steps >= b.steps
+        a.sampling_prob >= b.sampling_prob
+        and a.cap >= b.cap
+        and a.sigma <= b.sigma
+        and a.steps >= b.steps
         for a, b in itertools.pairwise(profiles)
     )
 
@@ -106,7 +111,7 @@ def _envelope(profiles: Sequence[_Profile]) -> _Profile:
     """A silo at least as costly as any of these."""
     return dataclasses.replace(
         profiles[0],
-        prob=max(p.prob for p in profiles),
+        sampling_prob=max(p.sampling_prob for p in profiles),
         cap=max(p.cap for p in profiles),
         sigma=min(p.sigma for p in profiles),
         steps=max(p.steps for p in profiles),
@@ -117,7 +122,7 @@ def _check_settings(federation: Federation) -> None:
     """Personal rates are accounted by a setting of their own: it must be what runs."""
     for i in federation.participants.tolist():
         plan = federation.silos[i]
-        run = (plan.local_steps, federation.participation, plan.mechanism.sigma)
+        run = (plan.local_steps, federation.participation, plan.sigma)
         plan.mechanism.participation.check_run(*run)
 
 
@@ -135,12 +140,12 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     if not profiles:
         raise BadInputError("no silo holds any record, so there is nothing to account for")
     _check_settings(federation)
-    one_silo = federation.mechanism.unit == "record" and not subject
+    one_silo = federation.mechanism.privacy_unit == "record" and not subject
     reach = 1 if one_silo else federation.max_silos_per_subject
     # proof: silos-1
     if reach == 1:  # each unit in one silo: parallel composition
         # Of silos that differ in probability alone the largest costs most.
-        kinds = {p.key[1:]: p for p in sorted(profiles, key=lambda p: p.prob)}
+        kinds = {p.key[1:]: p for p in sorted(profiles, key=lambda p: p.sampling_prob)}
         return [[p.event(rounds, subject) for p in kinds.values()]]
     profiles = _coarse(profiles)
     # proof: silos-2
@@ -148,14 +153,14 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     everything = _together(profiles, rounds, subject)
     if together >= len(profiles):
         return [[everything]]
-    order = sorted(profiles, key=lambda p: (-p.prob, p.sigma, -p.cap, -p.steps))
+    order = sorted(profiles, key=lambda p: (-p.sampling_prob, p.sigma, -p.cap, -p.steps))
     if _is_chain(order):
         return [[_together(order[:together], rounds, subject)]]
     worst = _envelope(order).event(rounds, subject)
     return [[events.horizontal([worst] * together)], [everything]]
 
 
-def whole_event(federation: Federation, delta: float, subject: bool = False) -> Any:
+def dominating_event(federation: Federation, delta: float, subject: bool = False) -> Any:
     """One event that costs any unit no less than the whole run does, for a ledger.
 
     Where no single silo costs most in every respect it is of one that combines the worst of all.
@@ -246,7 +251,7 @@ def calibrate_federation(
     if not federation.mechanism.private:
         return federation
     members = federation.participants.tolist()
-    record = federation.mechanism.unit == "record"
+    record = federation.mechanism.privacy_unit == "record"
     reach = 1 if record else min(federation.max_silos_per_subject, len(members))
     together = min(reach, federation.silos_per_round)
     if mode is None:
@@ -323,7 +328,7 @@ def _few(federation: Federation) -> Any:
     members = federation.participants.tolist()
     profiles = sorted(
         _coarse([_Profile.of(federation.silos[i]) for i in members]),
-        key=lambda p: (p.cap, p.steps, p.prob),
+        key=lambda p: (p.cap, p.steps, p.sampling_prob),
     )
     ends = [round(i * len(profiles) / _FEW) for i in range(_FEW + 1)]
     return events.horizontal(
@@ -347,14 +352,14 @@ def _each_alone(federation: Federation, copies: int, epsilon: float, delta: floa
     # What is between two grid points anyway needs no finer an answer.
     tolerance = 1e-5 if len(kinds) <= _MOST_KINDS else 1e-4
     solved: dict[Any, list[tuple[float, float]]] = {}
-    for profile in sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.prob)):
+    for profile in sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.sampling_prob)):
 
         def event(sigma: float, profile: _Profile = profile) -> Any:
             one = dataclasses.replace(profile, sigma=sigma).event(federation.rounds, False)
             return one if copies == 1 else dp_accounting.SelfComposedDpEvent(one, copies)
 
         before = solved.setdefault((profile.cap, profile.steps), [])
-        near = noise_ahead(before, profile.prob)
+        near = noise_ahead(before, profile.sampling_prob)
         if copies > 1:
             found = noise_near(event, epsilon, delta, near=near)
         else:
@@ -362,6 +367,6 @@ def _each_alone(federation: Federation, copies: int, epsilon: float, delta: floa
                 event, epsilon, delta, relative_tolerance=tolerance, near=near
             )
         known[profile.key] = found
-        before.append((profile.prob, found))
+        before.append((profile.sampling_prob, found))
     largest = max(known.values())
     return [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]

@@ -1,8 +1,8 @@
 """Which mechanism, cap and number of steps, before anything is trained: by noise over signal.
 
 The gradients that a silo computes stay as configured: steps times records a step. Noise depends on
-rounds and local steps by their product alone (``guidance``): what else they do is that few rounds
-send less, and that silos drift apart in many local steps.
+rounds and local steps by their product alone (``Federation.balance``): what else they do is that
+few rounds send less, and that silos drift apart in many local steps.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 from dpfl_jax.config import FederatedConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.federated_run import FederatedRun, noised
-from dpfl_jax.federation.guidance import balance_of
+from dpfl_jax.federation.federated_run import FederatedRun, with_calibrated_noise
 from dpfl_jax.federation.mechanisms import (
     SiloFacts,
     SiloMechanism,
@@ -98,8 +97,9 @@ def by_reach(prepared: FederatedRun, choice: Choice) -> dict[int, float]:
     found = {}
     for reach in sorted({*(2**k for k in range(most.bit_length())), most}):
         section = choice.config.federation.model_copy(update={"max_silos_per_subject": reach})
-        federation, _ = noised(choice.config.model_copy(update={"federation": section}), facts)
-        found[reach] = balance_of(federation, prepared.model.num_params).ratio
+        config = choice.config.model_copy(update={"federation": section})
+        federation, _ = with_calibrated_noise(config, facts)
+        found[reach] = federation.balance(prepared.num_params).ratio
     return found
 
 
@@ -131,7 +131,7 @@ def _found(prepared: FederatedRun, kind: Preset, cap: int, pace: float) -> Itera
         }
     )
     try:
-        federation, _ = noised(new, facts)
+        federation, _ = with_calibrated_noise(new, facts)
     except BadInputError:  # no noise meets the target
         return
     members = federation.participants.tolist()
@@ -142,8 +142,8 @@ def _found(prepared: FederatedRun, kind: Preset, cap: int, pace: float) -> Itera
         rounds,
         config.federation.local_steps,
         batch,
-        max(federation.silos[i].mechanism.sigma for i in members),
+        max(federation.silos[i].sigma for i in members),
         sum(known.num_records for known in facts) / whole,
-        balance_of(federation, prepared.model.num_params).ratio,
+        federation.balance(prepared.num_params).ratio,
         new,
     )

@@ -30,7 +30,7 @@ from dpfl_jax.federation.server import OptimizerServer, ServerRule
 from dpfl_jax.mechanisms.sum_check import Sum, only, unmixed
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
+from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
 from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, computation_digest, training_digest, value_digest
@@ -42,7 +42,7 @@ class Federated(Algorithm):
     """Rounds of a federation whose noise is set, silos over the devices of any number of hosts."""
 
     word = "rounds"
-    smaller = "lower execution.microbatch_size, execution.chunk_silos or execution.width"
+    memory_hint = "lower execution.microbatch_size, execution.chunk_silos or execution.width"
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Federated(Algorithm):
         if not len(federation.participants):
             raise BadInputError("no silo holds any record: check the data and federation sections")
         for plan, silo in zip(federation.silos, data.silos, strict=True):
-            _ = plan.mechanism.sigma
+            _ = plan.sigma
             plan.mechanism.participation.check(silo)
         self.loss_fn, self.data, self.federation = loss_fn, data, federation
         self.local_optimizer, self.server = local_optimizer, server
         self.delta, self.mesh = delta, mesh
         self.keep, self.execution, self.show_spent = keep_local_state, execution, show_spent
         self.steps, self.private = federation.rounds, federation.mechanism.private
-        self.layout = [self.hardware, execution.model_dump()]
+        self.layout_fingerprint = [self.hardware, execution.model_dump()]
         self.random = key_argument(loss_fn)
         self.given, self.start = params, place(params, replicated(mesh))
 
@@ -97,7 +97,7 @@ class Federated(Algorithm):
         return Terms(
             stated={
                 "mechanism": self.federation.mechanism.to_json(),
-                "noise_multipliers": [p.mechanism.noise_multiplier for p in self.federation.silos],
+                "noise_multipliers": [p.noise_multiplier for p in self.federation.silos],
                 "rounds": self.steps,
                 "keep_local_state": self.keep,
                 "delta": self.delta,
@@ -129,11 +129,9 @@ class Federated(Algorithm):
         return TrainState(self.server.model(state["server"]), state, step)
 
     def params(self, state: TrainState) -> PyTree:
-        """The server's model."""
         return state.params
 
     def row(self, stats: tuple[Released | None, StepStats]) -> dict[str, Any]:
-        """A round's metrics."""
         released, found = stats
         return {
             "silos": 0 if released is None else int(released.silos),
@@ -158,7 +156,6 @@ class Federated(Algorithm):
         return jax.jit(lambda s, total, r: self.server.apply(s, mean_update(total), r))
 
     def begin(self, key: RootKey, start: int) -> FederatedSteps:
-        """The rounds after the first ``start``."""
         return FederatedSteps(self, key, start)
 
 
@@ -199,7 +196,6 @@ class FederatedSteps(Steps):
         )
 
     def agreed(self) -> dict[str, Any]:
-        """What the processes of a run must have alike."""
         return {
             "size of a chunk": [self.builder.size, self.builder.capacity, self.builder.row],
             "strategy": self.run.execution.model_dump(),
@@ -225,11 +221,10 @@ class FederatedSteps(Steps):
             self_check(bounded, self.run.given, units, weight=weight)
 
     def inputs(self) -> Iterator[tuple[int, Iterator[Piece]]]:
-        """The chunks of each round, built ahead."""
         for r, pieces in self.builder.prefetch(self.start, self.run.steps):
             yield r + 1, pieces
 
-    def step(self, state: TrainState, inputs: Iterator[Piece]) -> tuple[TrainState, Taken]:
+    def step(self, state: TrainState, inputs: Iterator[Piece]) -> tuple[TrainState, StepOutput]:
         """A round: what the silos release, added up, and the server's rule."""
         run, now, done = self.run, dict(state.opt_state), int(state.step)
         total: Released | None = None
@@ -244,7 +239,7 @@ class FederatedSteps(Steps):
             records += piece.num_records
         if total is not None:
             now["server"] = self.apply(now["server"], total, done)
-        return run.packed(now, done + 1), Taken((total, stats), records)
+        return run.packed(now, done + 1), StepOutput((total, stats), records)
 
     def _kept(self, state: dict[str, PyTree], piece: Piece) -> PyTree:
         """Optimiser states of a chunk; padding silos get a copy of the first one's."""
@@ -300,7 +295,7 @@ def run_rounds(
       execution: how rounds are computed.
       mesh: default: silos over all devices.
       show_spent: whether epsilon is computed for the log of every round.
-      **options: of ``run.driver.drive`` (key, run_dir, evaluate, pace, hooks, console, ...).
+      **options: of ``run.driver.drive`` (key, run_dir, evaluate, loop, hooks, console, ...).
 
     Raises:
       BadInputError: data that do not keep what the plan promises, or a mechanism without noise.

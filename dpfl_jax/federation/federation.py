@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import dp_accounting
 import numpy as np
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.accounting.cells import NoisedSums
+from dpfl_jax.errors import BadInputError, at_least, positive
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
+from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.balance import Balance
 from dpfl_jax.sampling import FixedSize, Poisson
 
 Cohort = FixedSize | Poisson
@@ -26,21 +31,56 @@ class SiloPlan:
       facts: its public sizes.
       local_steps: T_i, steps in a round.
       weight: in the server's average; never computed from private data.
+      noise_multiplier: sigma; the noise on the sum of a local step has stddev sigma times the
+        largest contribution. None until calibrated.
     """
 
     mechanism: SiloMechanism
     facts: SiloFacts
     local_steps: int
     weight: float = 1.0
+    noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
-        """Validates."""
-        if self.local_steps < 1:
-            raise BadInputError(f"local_steps is {self.local_steps}, but it must be at least 1")
-        if not 0 < self.weight < math.inf:
+        at_least("local_steps", self.local_steps, 1)
+        positive("a silo's weight", self.weight)
+        if self.noise_multiplier is not None:
+            check_noise_multiplier(self.noise_multiplier)
+
+    @property
+    def sigma(self) -> float:
+        """The noise multiplier, 0 without privacy; raises BadInputError before calibration."""
+        if not self.mechanism.private:
+            return 0.0
+        if self.noise_multiplier is None:
             raise BadInputError(
-                f"a silo's weight is {self.weight}, but it must be finite and above 0"
+                f"this {self.mechanism.kind} silo has no noise multiplier: set noise_multiplier, "
+                "or calibrate the federation"
             )
+        return self.noise_multiplier
+
+    @property
+    def noise_stddev(self) -> float:
+        """Standard deviation of the noise on the clipped sum."""
+        return self.sigma * self.mechanism.clip.sensitivity if self.mechanism.private else 0.0
+
+    def to_section(self) -> dict[str, Any]:
+        """The section of the mechanism, and its noise multiplier, where there is noise."""
+        section, private = self.mechanism.to_section(), self.mechanism.private
+        return section | ({"noise_multiplier": self.noise_multiplier} if private else {})
+
+    def noised_sums(self, rounds: int, unit: str) -> NoisedSums:
+        """What is accounted of ``rounds`` rounds for one record, or one subject."""
+        drawn, facts = self.mechanism.participation, self.facts
+        scheme, of = drawn.scheme(facts, unit), drawn.contribution(unit)
+        steps = self.local_steps * rounds
+        return NoisedSums(scheme, self.sigma, steps, drawn.num_units(facts), contribution=of)
+
+    def event(self, rounds: int, unit: str | None = None) -> Any:
+        """The event of ``rounds`` rounds for one unit of this silo; None: its own."""
+        if not self.mechanism.private:
+            return dp_accounting.NonPrivateDpEvent()
+        return self.noised_sums(rounds, unit or self.mechanism.privacy_unit).event()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +101,9 @@ class Federation:
     cohort: Cohort | None = None
 
     def __post_init__(self) -> None:
-        """Validates."""
         if not self.silos:
             raise BadInputError("the federation has no silos")
-        if self.rounds < 1:
-            raise BadInputError(f"rounds is {self.rounds}, but it must be at least 1")
+        at_least("rounds", self.rounds, 1)
         if not 1 <= self.max_silos_per_subject <= len(self.silos):
             raise BadInputError(
                 f"max_silos_per_subject is {self.max_silos_per_subject}, but it must be between 1 "
@@ -147,12 +185,34 @@ class Federation:
         if not self.mechanism.private:
             return self
         silos = tuple(
-            dataclasses.replace(
-                plan, mechanism=dataclasses.replace(plan.mechanism, noise_multiplier=float(sigma))
-            )
+            dataclasses.replace(plan, noise_multiplier=float(sigma))
             for plan, sigma in zip(self.silos, sigmas, strict=True)
         )
         return dataclasses.replace(self, silos=silos)
+
+    def balance(self, dim: int) -> Balance:
+        """Noise beside signal of a model with ``dim`` parameters (d).
+
+        In a round silo i takes T_i steps along (clipped sum + noise) / b_i. A clipped sum over b
+        has norm about C at most; its noise has standard deviation sigma C / b in each of d
+        coordinates. Averaged with weights w_i that add up to 1, and added up over R rounds, in
+        units of the learning rate:
+
+            signal  at most  R sum_i w_i T_i C_i                                 aligned, at C
+            noise   about    sqrt(R d sum_i w_i^2 T_i (sigma_i C_i / b_i)^2)     a random walk
+
+        A run whose noise goes farther than its gradients could at best learns nothing.
+        """
+        plans = [self.silos[i] for i in self.participants.tolist()]
+        # On average so many take part, and weights are those of them.
+        total = sum(plan.weight for plan in plans) * self.participation
+        variance = signal = 0.0
+        for plan in plans:
+            mechanism, share = plan.mechanism, plan.weight / total
+            stddev = plan.noise_stddev / mechanism.participation.divisor(plan.facts)
+            variance += self.participation * share**2 * plan.local_steps * stddev**2
+            signal += self.participation * share * plan.local_steps * mechanism.clip.sensitivity
+        return Balance(math.sqrt(dim * variance), signal, self.rounds)
 
     def check(self, data: FederatedData, here: int | None = None) -> None:
         """Raises BadInputError unless the data keep what the plan promises.
@@ -170,7 +230,9 @@ class Federation:
             if (
                 not elsewhere
                 and plan.facts != SiloFacts.of(silo)
-                and not (plan.mechanism.participation.has_fixed_rate and plan.facts.num_records)
+                and not (
+                    plan.mechanism.participation.has_fixed_sampling_prob and plan.facts.num_records
+                )
             ):
                 raise BadInputError(
                     f"the plan says that silo {silo.index} holds {plan.facts.num_records} records "

@@ -38,17 +38,17 @@ def federated_guarantee(
       num_subjects: in all silos together; default the fewest that the silos' numbers allow.
     """
     mechanism = federation.mechanism
-    sizes = sorted(federation.silos[i].mechanism.sigma for i in federation.participants.tolist())
+    sizes = sorted(federation.silos[i].sigma for i in federation.participants.tolist())
     steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())
     epsilon = federated_epsilon(federation, delta, rounds)
     if not mechanism.private:
         caveats = ("this run is not private: it is a baseline", *caveats)
     reach = federation.max_silos_per_subject
     cap = max(p.mechanism.participation.max_items_per_subject for p in federation.silos)
-    unit = mechanism.unit
+    unit = mechanism.privacy_unit
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if mechanism.private:
-        sums = mechanism.noised_sums(federation.silos[0].facts, steps[-1], unit)
+        sums = federation.silos[0].noised_sums(rounds, unit)
         assumptions = (*sums.cell.assumptions, *ASSUMPTIONS)
     if unit == "subject":
         assumptions = (
@@ -80,7 +80,7 @@ def federated_guarantee(
     noise = f"{sizes[0]:.5g}" if sizes[0] == sizes[-1] else f"{sizes[0]:.5g} to {sizes[-1]:.5g}"
     taken = f"{steps[0]}" if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
     probs = sorted(
-        p.mechanism.participation.probability(p.facts)
+        p.mechanism.participation.sampling_prob_of(p.facts)
         for p in federation.silos
         if p.facts.num_records
     )

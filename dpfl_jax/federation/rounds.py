@@ -166,7 +166,7 @@ class RoundBuilder:
         del draw
         plan = self.federation.silos[silo]
         # proof: noise-3
-        return plan.mechanism.noise_stddev, plan.mechanism.participation.divisor(plan.facts)
+        return plan.noise_stddev, plan.mechanism.participation.divisor(plan.facts)
 
     def build(self, round_index: int, silos: np.ndarray) -> Piece:
         """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round.

@@ -47,7 +47,7 @@ def federated_statement(
       num_subjects: in all silos together.
       guarantee: of these.
     """
-    common, cohort = federation.mechanism.to_section(), federation.cohort
+    common, cohort = federation.silos[0].to_section(), federation.cohort
     basis = {
         "system": "federated",
         "mechanism": common,
@@ -65,7 +65,7 @@ def federated_statement(
 
 
 def _row(plan: SiloPlan, common: dict[str, Any]) -> dict[str, Any]:
-    own = plan.mechanism.to_section()
+    own = plan.to_section()
     differs = {name: value for name, value in own.items() if value != common[name]}
     return {
         **dataclasses.asdict(plan.facts),
@@ -76,7 +76,7 @@ def _row(plan: SiloPlan, common: dict[str, Any]) -> dict[str, Any]:
 
 def _federated(basis: dict[str, Any]) -> Statement:
     def plan(row: dict[str, Any]) -> SiloPlan:
-        mechanism = parse_known({**basis["mechanism"], **row.get("mechanism", {})})
+        mechanism, sigma = parse_known({**basis["mechanism"], **row.get("mechanism", {})})
         facts = SiloFacts(whole_number(row, "num_records"), whole_number(row, "num_subjects"))
         subjects, cap = facts.num_subjects, mechanism.participation.max_items_per_subject
         if not subjects <= facts.num_records <= cap * subjects:
@@ -84,7 +84,8 @@ def _federated(basis: dict[str, Any]) -> Statement:
                 f"a silo of {subjects} subjects has {subjects} to {cap * subjects} records under "
                 f"max_items_per_subject={cap}, but the file says {facts.num_records}"
             )
-        return SiloPlan(mechanism, facts, whole_number(row, "local_steps", 1))
+        steps = whole_number(row, "local_steps", 1)
+        return SiloPlan(mechanism, facts, steps, noise_multiplier=sigma)
 
     silos = tuple(plan(row) for row in basis["silos"])
     cohort: Cohort | None = None
@@ -124,7 +125,10 @@ def personal_statement(
         groups.append((f"records of budget {budget:g}", event))
     basis = {
         "system": "personal",
-        "mechanism": dataclasses.replace(mechanism, participation=alike).to_section(),
+        "mechanism": {
+            **dataclasses.replace(mechanism, participation=alike).to_section(),
+            "noise_multiplier": setting.noise_multiplier,
+        },
         "setting": dataclasses.asdict(setting),
         "policy": public.policy,
         "num_records": public.records,
@@ -135,8 +139,8 @@ def personal_statement(
 
 
 def _personal(basis: dict[str, Any]) -> Statement:
-    mechanism, setting = parse_known(basis["mechanism"]), TwoStage(**basis["setting"])
-    setting = dataclasses.replace(setting, noise_multiplier=mechanism.sigma)
+    mechanism, sigma = parse_known(basis["mechanism"])
+    setting = TwoStage(**{**basis["setting"], "noise_multiplier": sigma})
     public = Published(
         setting,
         basis["policy"],

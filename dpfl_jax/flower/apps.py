@@ -133,7 +133,6 @@ class GridTransport:
         return why is None
 
     def _greet(self, known: set[int], asked: dict[str, int]) -> set[int]:
-        """Says hello to nodes that are new."""
         new = set(self._grid.get_node_ids()) - known
         for node in new:
             self._push(node, self._hello, asked)

@@ -9,77 +9,58 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from dpfl_jax.accounting import Guarantee
-from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config import FederatedConfig
 from dpfl_jax.data.store import unit_key_of
-from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, whole_event
+from dpfl_jax.federation.accountant import dominating_event, federated_epsilon, subject_epsilon
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Released
 from dpfl_jax.federation.federated import Federated, FederatedSteps, add_released
 from dpfl_jax.federation.federated_run import (
+    FederatedStudy,
     federated_inputs,
     federation_of,
     identity,
-    knobs,
-    noised,
     read_subjects,
+    round_optimizers,
     unit_key_in,
+    with_calibrated_noise,
 )
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.guidance import balance_of
-from dpfl_jax.federation.mechanisms import PersonalRecords, SiloFacts
-from dpfl_jax.federation.personal.personalise import (
-    Published,
-    personalise,
-    published_guarantee,
-)
+from dpfl_jax.federation.mechanisms import SiloFacts
+from dpfl_jax.federation.personal.personalise import personalise, published_guarantee
 from dpfl_jax.federation.placement import capped, subject_keys
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.federation.server import OptimizerServer
-from dpfl_jax.federation.silo_statement import federated_statement, personal_statement
 from dpfl_jax.flower.plan import Plan
 from dpfl_jax.flower.policy import Asked, Policy, RefusedError, check_memory
+from dpfl_jax.flower.remote import Ask, RemoteRun, RemoteSilos
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import Steps, Taken
-from dpfl_jax.run.balance import advice
-from dpfl_jax.run.driver import Pace
-from dpfl_jax.run.prepared import Charge
+from dpfl_jax.run.algorithm import StepOutput, Steps
+from dpfl_jax.run.pipeline import Charge
 from dpfl_jax.run.public_inputs import about
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms
-from dpfl_jax.task import Task
-from dpfl_jax.training.central_run import make_optimizer
 
 PyTree = Any
 _AS_THIS_ONE = (
     "it is stated for this silo's people, as if all silos did what this one does: what the plan "
     "says of others, which nobody here can check, makes it no smaller"
 )
-# (round, parameters) -> what each silo that takes part has sent, by its place.
-Ask = Callable[[int, PyTree], Mapping[int, PyTree]]
 
 
 def one_device() -> Any:
     """The mesh of a process that works for one silo, or for the server."""
     return data_parallel_mesh(jax.devices()[:1])
-
-
-def round_optimizers(config: FederatedConfig) -> tuple[Any, OptimizerServer]:
-    """The optimizer of a silo's local steps, and the server's."""
-    section = config.federation
-    local = make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
-    return local, OptimizerServer(make_optimizer(section.server_optimizer, section.rounds))
 
 
 def one_silo_at_a_time(config: FederatedConfig) -> Any:
@@ -90,27 +71,6 @@ def one_silo_at_a_time(config: FederatedConfig) -> Any:
 def facts_of(rows: Sequence[Mapping[str, Any]]) -> list[SiloFacts]:
     """Public sizes of all silos."""
     return [SiloFacts(row["num_records"], row["num_subjects"]) for row in rows]
-
-
-def _published(config: FederatedConfig, federation: Federation, groups: Any) -> Published:
-    mechanism, drawn = federation.mechanism, federation.mechanism.participation
-    assert isinstance(drawn, PersonalRecords)
-    assert drawn.setting is not None
-    records = sum(plan.facts.num_records for plan in federation.silos)
-    policy = config.privacy.policy
-    law = mechanism.noise.arithmetic
-    return Published(drawn.setting, policy, records, groups, law)
-
-
-def guarantee_of(
-    config: FederatedConfig, federation: Federation, groups: Any, rounds: int, caveats: Any = ()
-) -> Guarantee:
-    """What ``rounds`` rounds guarantee, from public numbers alone."""
-    if config.mechanism.participation.personal:
-        return published_guarantee(_published(config, federation, groups), rounds, caveats)
-    delta = config.privacy.delta
-    assert delta is not None
-    return federated_guarantee(federation, delta, rounds, caveats)
 
 
 # ---- the silo ---------------------------------------------------------------------------------
@@ -127,7 +87,6 @@ class _Own(RoundBuilder):
     index: int = 0
 
     def silo_key(self, silo: int, round_index: int) -> RootKey:
-        """The silo's, in this round."""
         return round_key(self.key, round_index)
 
     def cohort(self, round_index: int) -> np.ndarray:
@@ -196,7 +155,7 @@ class SubjectWork:
         config, facts = held.config, facts_of(plan.silos)
         self.config, self.index, self.key = config, index, key
         data = held.as_silo(index, len(facts))
-        self.federation, self.groups = noised(config, facts, plan.noise)
+        self.federation, self.published = with_calibrated_noise(config, facts, plan.noise)
         self.public = self.federation
         personal = None
         if config.mechanism.participation.personal:
@@ -270,7 +229,7 @@ class SubjectWork:
         return Asked(
             self.public.mechanism.kind,
             self.rounds,
-            self.public.silos[self.index].mechanism.sigma,
+            self.public.silos[self.index].sigma,
             epsilon,
             "subject" if subject else "record",
         )
@@ -278,7 +237,7 @@ class SubjectWork:
     def charge(self, policy: Policy) -> Charge:
         """What a ledger is charged for the whole run: what ``asked`` computes."""
         _, federation, subject = self._priced(policy.delta, policy.unit)
-        event = whole_event(federation, policy.delta, subject)
+        event = dominating_event(federation, policy.delta, subject)
         key = self.unit_key if policy.unit == "subject" else "row"
         return Charge(event, policy.delta, key, policy.unit, f"add-or-remove one {policy.unit}")
 
@@ -288,7 +247,7 @@ class SubjectWork:
         What the plan says of other silos is the server's word: a person costs no less than if all
         silos that hold records of hers did what this one does; where no other holds any, just that.
         """
-        subject = not unit == self.public.mechanism.unit == "record"
+        subject = not unit == self.public.mechanism.privacy_unit == "record"
         price = subject_epsilon if subject else federated_epsilon
         silos = (self.public.silos[self.index],) * len(self.public.silos)
         seen: tuple[Federation, ...] = (dataclasses.replace(self.public, silos=silos),)
@@ -304,7 +263,11 @@ class SubjectWork:
         _, seen, _ = self._priced(delta, "subject")
         caveats = self.config.data.caveats()
         caveats += () if seen is self.public else (_AS_THIS_ONE,)
-        return guarantee_of(self.config, seen, self.groups, self.rounds, caveats)
+        if self.published is None:
+            return federated_guarantee(seen, delta, self.rounds, caveats)
+        records = sum(plan.facts.num_records for plan in seen.silos)
+        public = dataclasses.replace(self.published, records=records)
+        return published_guarantee(public, self.rounds, caveats)
 
     def message(
         self, round_index: int, key: RootKey, params: PyTree, state: PyTree, answered: int
@@ -335,87 +298,58 @@ class SubjectWork:
 # ---- the server -------------------------------------------------------------------------------
 
 
-class SubjectServer:
-    """The server of a federated study: it holds no data."""
+class RemoteSubjects(RemoteRun, FederatedStudy):
+    """A federated study whose silos are elsewhere."""
 
-    def __init__(
-        self, config: FederatedConfig, task: Task, rows: Sequence[Mapping[str, Any]], noise: Any
-    ) -> None:
-        """Calibrates, if ``noise`` is None.
+    def __init__(self, silos: RemoteSilos, noise: Sequence[float] | None = None) -> None:
+        super().__init__(silos)
+        config = self.config
+        assert config.privacy.delta is not None
+        self.delta = config.privacy.delta
+        self.model = build_by_name(config.model.kind, silos.task, config.model.options)
+        self.federation, self.public = with_calibrated_noise(config, facts_of(silos.rows), noise)
+        self.multipliers = [plan.sigma for plan in self.federation.silos]
+        self.num_params = self.model.num_params
 
-        Args:
-          config: the study's.
-          task: what is learned.
-          rows: names and public sizes of the silos.
-          noise: of every silo; None: calibrated.
-        """
-        self.config, self.task = config, task
-        self.model = build_by_name(config.model.kind, task, config.model.options)
-        self.federation, self.groups = noised(config, facts_of(rows), noise)
-        self.noise = [plan.mechanism.sigma for plan in self.federation.silos]
-        self.rounds, self.num_params = self.federation.rounds, self.model.num_params
-        self.pace = Pace.of(config)
-
-    def advice(self) -> list[str]:
-        """Noise beside signal (``guidance``)."""
-        facts = [plan.facts for plan in self.federation.silos]
-        balance = balance_of(self.federation, self.num_params)
-        return advice(balance, knobs(self.config, facts, self.num_params))
+    @property
+    def num_subjects(self) -> int:
+        return self.federation.least_subjects
 
     @property
     def message_like(self) -> Released:
-        """Shapes and types of what a silo sends."""
         params = jax.eval_shape(self.model.init, jax.random.key(0))
         zeros = jax.tree.map(lambda p: np.zeros(p.shape, np.float32), params)
         return Released(zeros, np.float32(0), np.int32(0), np.int32(0))  # type: ignore[arg-type]
 
-    def algorithm(self, ask: Ask) -> RemoteFederated:
-        """Rounds whose silos are asked."""
+    def remote_algorithm(self, ask: Ask) -> RemoteFederated:
         return RemoteFederated(self, ask)
 
-    def guarantee(self, rounds: int, caveats: Sequence[str]) -> Guarantee:
-        """What ``rounds`` rounds guarantee."""
-        return guarantee_of(self.config, self.federation, self.groups, rounds, caveats)
-
-    def statement(self, rounds: int, guarantee: Guarantee) -> Statement:
-        """For ``guarantee.json``."""
-        if self.config.mechanism.participation.personal:
-            public = _published(self.config, self.federation, self.groups)
-            return personal_statement(self.federation.mechanism, public, rounds, guarantee)
-        least = self.federation.least_subjects
-        return federated_statement(self.federation, rounds, least, guarantee)
-
-    def public_inputs(self, counts: str) -> tuple[str, ...]:
-        """What the study takes as public."""
-        return federated_inputs(self.config, self.task, counts, remote=True)
-
-    def mechanism(self) -> dict[str, Any]:
-        """For the report."""
-        return self.federation.mechanism.to_json()
+    @property
+    def public_inputs(self) -> tuple[str, ...]:
+        return federated_inputs(self.config, self.task, self.counts, remote=True)
 
 
 class RemoteFederated(Federated):
     """The server's half: ``ask`` brings what silos released."""
 
-    def __init__(self, server: SubjectServer, ask: Ask) -> None:
-        config, federation = server.config, server.federation
+    def __init__(self, run: RemoteSubjects, ask: Ask) -> None:
+        config, federation = run.config, run.federation
         self.ask, self.federation, self.mesh = ask, federation, one_device()
         _, self.server = round_optimizers(config)
         assert config.privacy.delta is not None
         self.delta, self.keep, self.show_spent = config.privacy.delta, False, True
         self.execution = one_silo_at_a_time(config)
         self.steps, self.private = federation.rounds, True
-        self.layout = [self.hardware, self.execution.model_dump()]
-        self.given = server.model.init(jax.random.key(config.init_seed))
+        self.layout_fingerprint = [self.hardware, self.execution.model_dump()]
+        self.given = run.model.init(jax.random.key(config.init_seed))
         self.start = place(self.given, replicated(self.mesh))
-        self.stated = {"plan": server.mechanism(), "noise": server.noise, "delta": self.delta}
+        self.stated = {"plan": run.mechanism_facts, "noise": run.multipliers, "delta": self.delta}
 
     def terms(self) -> Terms:
         """What is public; each silo has terms of its own."""
         return Terms(stated=self.stated, secret={})
 
     def begin(self, key: RootKey, start: int) -> RemoteRounds:  # type: ignore[override]
-        """The rounds after the first ``start``."""
         del key
         return RemoteRounds(self, start)
 
@@ -428,11 +362,10 @@ class RemoteRounds(Steps):
         self.apply = run.compiled_apply()
 
     def inputs(self) -> Iterator[tuple[int, int]]:
-        """Numbers of rounds."""
         for r in range(self.start, self.run.steps):
             yield r + 1, r
 
-    def step(self, state: TrainState, inputs: int) -> tuple[TrainState, Taken]:
+    def step(self, state: TrainState, inputs: int) -> tuple[TrainState, StepOutput]:
         """A round: what the silos sent, added up in their order, and the server's rule."""
         run, now = self.run, dict(state.opt_state)
         params = jax.device_get(run.server.broadcast(now["server"]))
@@ -442,4 +375,4 @@ class RemoteRounds(Steps):
             total = placed if total is None else add_released(total, placed)
         if total is not None:
             now["server"] = self.apply(now["server"], total, inputs)
-        return run.packed(now, inputs + 1), Taken((total, StepStats.zero()), 0)
+        return run.packed(now, inputs + 1), StepOutput((total, StepStats.zero()), 0)

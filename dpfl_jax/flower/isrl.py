@@ -18,26 +18,23 @@ import numpy as np
 from dpfl_jax import accounting
 from dpfl_jax import task as tasks
 from dpfl_jax.accounting import REPLACE, Guarantee
-from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import IsrlConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import SiloData
-from dpfl_jax.federation.isrl.privacy import SiloNoise, silo_guarantee, worst_guarantee
-from dpfl_jax.federation.isrl.runs.isrl_run import advice_for, dataset_task, isrl_inputs
+from dpfl_jax.federation.isrl.privacy import SiloNoise, silo_guarantee
+from dpfl_jax.federation.isrl.runs.isrl_run import IsrlStudy, dataset_task, isrl_inputs
 from dpfl_jax.federation.isrl.runs.messages import Messages, Round, make_method
 from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose
 from dpfl_jax.federation.isrl.runs.silos import load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import silo_draws
-from dpfl_jax.federation.silo_statement import isrl_statement
-from dpfl_jax.flower.federated import Ask
 from dpfl_jax.flower.plan import Plan
 from dpfl_jax.flower.policy import Asked, Policy, RefusedError, check_memory
+from dpfl_jax.flower.remote import Ask, RemoteRun, RemoteSilos
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import Steps, Taken
-from dpfl_jax.run.driver import Pace
-from dpfl_jax.run.prepared import Charge
+from dpfl_jax.run.algorithm import StepOutput, Steps
+from dpfl_jax.run.pipeline import Charge
 from dpfl_jax.run.public_inputs import about
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms
@@ -50,14 +47,7 @@ def _made(
     sizes = np.array([row["num_records"] for row in rows])
     made = dataset_task(config, sizes, task.input_shape[0], task.classes)
     parameters = choose(config, made, sizes)
-    if noise is not None:
-        assert parameters.noise is not None
-        given = [
-            dataclasses.replace(z, noise_multiplier=float(m), noise=config.isrl.noise)
-            for z, m in zip(parameters.noise, noise, strict=True)
-        ]
-        parameters = dataclasses.replace(parameters, noise=given)
-    return made, parameters
+    return made, parameters.with_noise(noise, config.isrl.noise)
 
 
 def _mechanism(config: IsrlConfig) -> str:
@@ -210,81 +200,51 @@ def round_words(key: RootKey) -> np.ndarray:
     return key.numpy("isrl-keys").integers(0, 2**32, (2, 8), dtype=np.uint32)
 
 
-class MessageServer:
-    """The server of such a study: it holds no data."""
+class RemoteRecords(RemoteRun, IsrlStudy):
+    """A study without a trusted server whose silos are elsewhere."""
 
-    def __init__(
-        self, config: IsrlConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
-    ) -> None:
-        """Calibrates, if ``noise`` is None; see ``federated.SubjectServer``."""
-        self.config, self.rows, self.learned = config, rows, task
-        self.task, self.parameters = _made(config, task, rows, noise)
+    def __init__(self, silos: RemoteSilos, noise: Sequence[float] | None = None) -> None:
+        super().__init__(silos)
+        self.loss, self.parameters = _made(self.config, silos.task, silos.rows, noise)
         if self.parameters.noise is None:
             raise BadInputError("privacy.epsilon is null: silos run with privacy")
-        self.noise = [float(z.noise_multiplier) for z in self.parameters.noise]
-        self.rounds, self.num_params = self.parameters.rounds, self.task.dim
-        self.message_like = np.zeros(self.task.shape, np.float32)
-        self.pace = Pace.of(config, config.execution.rounds_per_block)
+        self.sizes = np.array([row["num_records"] for row in silos.rows])
+        self.multipliers = [float(z.noise_multiplier) for z in self.parameters.noise]
+        self.num_params = self.loss.dim
 
-    def advice(self) -> list[str]:
-        """Noise beside signal (``guidance``)."""
-        sizes = np.array([row["num_records"] for row in self.rows])
-        return advice_for(self.config, self.task, self.parameters, sizes)
+    @property
+    def message_like(self) -> Any:
+        return np.zeros(self.loss.shape, np.float32)
 
-    def algorithm(self, ask: Ask) -> RemoteMessages:
-        """Rounds whose silos are asked."""
+    def remote_algorithm(self, ask: Ask) -> RemoteMessages:
         return RemoteMessages(self, ask)
 
-    def _taken(self, rounds: int) -> list[SiloNoise]:
-        assert self.parameters.noise is not None
-        law = self.config.isrl.noise
-        return [
-            dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1)), noise=law)
-            for z in self.parameters.noise
-        ]
-
-    def guarantee(self, rounds: int, caveats: Sequence[str]) -> Guarantee:
-        """What ``rounds`` rounds guarantee."""
-        return worst_guarantee(self._taken(rounds), tuple(caveats))
-
-    def statement(self, rounds: int, guarantee: Guarantee) -> Statement:
-        """For ``guarantee.json``."""
-        return isrl_statement(self._taken(rounds), guarantee)
-
-    def public_inputs(self, counts: str) -> tuple[str, ...]:
-        """What the study takes as public."""
-        return isrl_inputs(self.config, self.learned, counts, remote=True)
-
-    def mechanism(self) -> dict[str, Any]:
-        """For the report."""
-        section = self.config.isrl
-        told = {"kind": _mechanism(self.config), "sampling": section.sampling}
-        return {**told, "clip_norm": float(self.parameters.clip_norms[0])}
+    @property
+    def public_inputs(self) -> tuple[str, ...]:
+        return isrl_inputs(self.config, self.task, self.counts, remote=True)
 
 
 class RemoteMessages(Messages):
     """The server's half: ``ask`` brings what silos sent."""
 
-    def __init__(self, server: MessageServer, ask: Ask) -> None:
-        config, parameters = server.config, server.parameters
-        self.ask, self.config, self.task, self.parameters = ask, config, server.task, parameters
+    def __init__(self, run: RemoteRecords, ask: Ask) -> None:
+        config, parameters = run.config, run.parameters
+        self.ask, self.config, self.task, self.parameters = ask, config, run.loss, parameters
         self.mesh = data_parallel_mesh(jax.devices()[:1])
         self.method = make_method(config, parameters)
-        self.layout = [self.hardware, config.execution.model_dump()]
-        self.steps, self.private, self.silos = parameters.rounds, True, len(server.rows)
+        self.layout_fingerprint = [self.hardware, config.execution.model_dump()]
+        self.steps, self.private, self.silos = parameters.rounds, True, len(run.rows)
         self.delta = max(z.budget.delta for z in parameters.noise or [])
-        self.stated = {"mechanism": server.mechanism(), "noise": server.noise}
+        self.stated = {"mechanism": run.mechanism_facts, "noise": run.multipliers}
 
     def terms(self) -> Terms:
         """What is public; each silo has terms of its own."""
         return Terms(stated=self.stated, secret={})
 
     def row(self, stats: int) -> dict[str, Any]:  # type: ignore[override]
-        """A block's metrics."""
         return {"messages": stats, "outside_guarantee": {"train_loss": None}}
 
     def begin(self, key: RootKey, start: int) -> RemoteBlocks:  # type: ignore[override]
-        """The rounds after the first ``start``."""
         del key
         return RemoteBlocks(self, start)
 
@@ -297,12 +257,11 @@ class RemoteBlocks(Steps):
         self.round = Round(run.config, run.task, run.parameters, run.method)
 
     def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Spans of rounds."""
         size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
         for first in range(self.start, rounds, size):
             yield min(first + size, rounds), (first, min(first + size, rounds))
 
-    def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, Taken]:
+    def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, StepOutput]:
         """A block: each round's messages, and the algorithm's step."""
         run, now, answered = self.run, state.opt_state["state"], 0
         for r in range(*inputs):
@@ -320,4 +279,4 @@ class RemoteBlocks(Steps):
             }
             now = self.round.server(now, values, w, jnp.asarray(sent), row)
             answered += len(found)
-        return run.packed(now, inputs[1]), Taken(answered, 0)
+        return run.packed(now, inputs[1]), StepOutput(answered, 0)

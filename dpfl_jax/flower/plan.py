@@ -13,7 +13,7 @@ from dpfl_jax.config.load import differing_key
 from dpfl_jax.data.registry import SETS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower.wire import MessageError
-from dpfl_jax.mechanisms.mechanism import check_noise_multiplier
+from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 
 _MOST_NAME = 300
 _NAME = re.compile(r"[^/\\.\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*")

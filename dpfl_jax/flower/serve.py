@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dpfl_jax.config import config_fingerprint, config_to_dict
+from dpfl_jax.config import config_to_dict
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower.front import front
 from dpfl_jax.flower.plan import study_of
@@ -92,7 +92,7 @@ def serve(
       StoppedError: a silo refuses, nobody answers, or the server was stopped.
     """
     study_of(study := read_study(pathlib.Path(config)))
-    RunDirectory.check(run_dir, config_fingerprint(study), config_to_dict(study))
+    RunDirectory.check(run_dir, config_to_dict(study))
     directory = pathlib.Path(run_dir).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     logs = directory.with_name(directory.name + ".flower")

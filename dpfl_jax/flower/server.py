@@ -1,211 +1,32 @@
-"""The server of a study: it holds no data, asks silos, and trains with the one loop of ``run``."""
+"""The server of a study: it finds the silos, and runs them with the one pipeline of ``run``."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
-from dpfl_jax.accounting import Guarantee
-from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import FederatedConfig, IsrlConfig
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower import federated, isrl
-from dpfl_jax.flower.plan import Plan, silos_in, study_of
-from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack, why_of
-from dpfl_jax.run.directory import RunDirectory, write_atomically
-from dpfl_jax.run.driver import RunResult, drive
-from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
-from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT
-from dpfl_jax.run.report import TUNING_CAVEAT, build_report
+from dpfl_jax.flower.plan import silos_in, study_of
+from dpfl_jax.flower.remote import NO_LEDGER, SILOS, RemoteRun, RemoteSilos, Transport
+from dpfl_jax.flower.wire import pack, unpack, why_of
+from dpfl_jax.run.pipeline import run_experiment
 from dpfl_jax.task import Task
 
-_SERVERS: dict[Any, Any] = {
-    FederatedConfig: federated.SubjectServer,
-    IsrlConfig: isrl.MessageServer,
+_RUNS: dict[Any, Any] = {
+    FederatedConfig: federated.RemoteSubjects,
+    IsrlConfig: isrl.RemoteRecords,
 }
-# A silo that never hears that the run is over keeps its reservation, which is no less.
-_DONE_S = 30.0
 # How long a server that goes on waits for all its silos to come back.
 _RETURN_S = 60.0
-_LATE: dict[str, Any] = {"kind": "late", "why": "it did not answer"}
-_SILOS = "silos.json"
-_CAVEATS = (
-    TUNING_CAVEAT,
-    "each silo computed its own guarantee and holds it in its own log; what is stated here assumes "
-    "that every silo runs this plan",
-)
-
-
-_LEDGERS = (
-    "other runs on these people are not counted here: each silo charged this one to a ledger of "
-    "its own"
-)
-
-
-_NO_LEDGER = (
-    "privacy.ledger is set, but a server holds nobody's records: remove it; every silo keeps a "
-    "ledger of its own"
-)
-
-
-class Transport(Protocol):
-    """Brings requests to silos, by name."""
-
-    def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
-        """Asks everybody until ``count`` silos have answered: reply by the silo's name."""
-
-    def ask(self, requests: Mapping[str, bytes], most_s: float = math.inf) -> dict[str, bytes]:
-        """Replies of those who answer in time; asking a silo again for the same does no harm."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteRun(Prepared):
-    """A study whose silos have introduced themselves."""
-
-    config: Any
-    transport: Transport
-    rows: list[dict[str, Any]]
-    task: Task
-    server: Any
-    console: Console
-
-    def facts(self) -> dict[str, Any]:
-        """Names and sizes of the silos; noise."""
-        return {"data": json.dumps(self.rows, sort_keys=True), "noise": self.server.noise}
-
-    def going_on(self, directory: RunDirectory) -> RemoteRun:
-        """With the noise that the run began with."""
-        made = type(self.server)(self.config, self.task, self.rows, directory.facts["noise"])
-        return dataclasses.replace(self, server=made)
-
-    def headline(self) -> list[str]:
-        """Silos, model, noise beside signal."""
-        told = ", ".join(f"{row['name']} ({row['num_records']} records)" for row in self.rows)
-        return [
-            f"silos: {told}",
-            f"{self.server.num_params:,} parameters",
-            *self.server.advice(),
-        ]
-
-    def charge(self) -> Charge:
-        """Never asked for: each silo charges its own ledger."""
-        raise BadInputError(_NO_LEDGER)
-
-    @property
-    def unit_key(self) -> str:
-        """What makes a unit, as each silo alone knows."""
-        return "what each silo's own data.user_column names"
-
-    @property
-    def public_inputs(self) -> tuple[str, ...]:
-        """Bounds, and the counts that silos tell."""
-        return self.server.public_inputs(f"{len(self.rows)} silos, and the sizes of each")
-
-    def about(self, guarantee: Guarantee) -> Guarantee:
-        """With ledgers that only the silos have."""
-        made = super().about(guarantee)
-        caveats = [_LEDGERS if c == OTHER_RUNS_CAVEAT else c for c in made.caveats]
-        return dataclasses.replace(made, caveats=tuple(caveats))
-
-    def plan(self, directory: RunDirectory) -> Plan:
-        """What the silos are asked to do."""
-        return Plan(directory.run_id, study_of(self.config), self.rows, list(self.server.noise))
-
-    def train(
-        self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
-    ) -> tuple[RunResult, MakeReport]:
-        """Runs the rounds."""
-        del charge
-        plan, every = self.plan(directory), [row["name"] for row in self.rows]
-        request = pack({"kind": "plan", "plan": plan.to_json()})
-        replies = self.transport.ask(dict.fromkeys(every, request))
-        for name in every:
-            if name not in replies and directory.resumed:  # it has accepted the plan already
-                console.print(f"{name} is left out until it comes back", markup=False)
-                continue
-            if name not in replies:
-                raise StoppedError(f"{name} did not answer to the plan; the same command goes on")
-            header, _ = unpack(replies[name])
-            if header["kind"] != "accepted" or header["plan"] != plan.digest:
-                raise BadInputError(f"silo {name} refuses: {why_of(header)}")
-        write_atomically(directory.path / _SILOS, json.dumps(self.rows))
-        asking = _Asking(self.transport, plan, console)
-        algorithm = self.server.algorithm(asking)
-        asking.like = self.server.message_like
-        result = drive(algorithm, run_dir=directory, pace=self.server.pace, console=console)
-        if result.interrupted is None:
-            done = pack({"kind": "done", "run": plan.run, "plan": plan.digest})
-            self.transport.ask(dict.fromkeys(every, done), _DONE_S)
-
-        def report() -> tuple[dict[str, Any], Statement]:
-            caveats = (*_CAVEATS, *self.config.data.caveats(), *result.caveats)
-            guarantee = self.server.guarantee(result.accounted, caveats)
-            made = build_report(
-                self.config.name,
-                result,
-                guarantee,
-                silos=self.rows,
-                task=dataclasses.asdict(self.task),
-                model={"parameters": self.server.num_params},
-                data={"description": "held by the silos", "silos": len(self.rows)},
-                mechanism=self.server.mechanism(),
-                plan={"run": plan.run, "digest": plan.digest},
-            )
-            return made, self.server.statement(result.accounted, guarantee)
-
-        return result, report
-
-
-@dataclasses.dataclass
-class _Asking:
-    """``(round, parameters) -> what each silo that takes part has sent``, by its place."""
-
-    transport: Transport
-    plan: Plan
-    console: Console
-    like: Any = None
-
-    def __call__(self, number: int, params: Any) -> dict[int, Any]:
-        told = {"kind": "round", "run": self.plan.run, "plan": self.plan.digest, "round": number}
-        request, names = pack(told, params=params), self.plan.names
-        replies = self.transport.ask(dict.fromkeys(names, request))
-        found, absent = {}, 0
-        for place, name in enumerate(names):
-            header, arrays = unpack(replies[name]) if name in replies else (_LATE, {})
-            if header["kind"] in ("message", "absent"):
-                self._check(header, name, number)
-            if header["kind"] == "message":
-                released = tree_of(arrays, "released", self.like)
-                if is_finite(released):
-                    found[place] = released
-                    continue
-                header = {"kind": "refused", "why": "it sent numbers that are not finite"}
-            absent += header["kind"] == "absent"
-            if header["kind"] != "absent":
-                text = f"round {number}: {name} is left out: {why_of(header)}"
-                self.console.print(text, markup=False, highlight=False)
-        if not found and not absent:
-            raise StoppedError(
-                f"no silo answered round {number}; the same command goes on once they do"
-            )
-        return found
-
-    def _check(self, header: dict[str, Any], name: str, number: int) -> None:
-        expected = {"run": self.plan.run, "plan": self.plan.digest, "round": number, "silo": name}
-        for key, value in expected.items():
-            if header.get(key) != value:
-                raise BadInputError(
-                    f"{name} sent a message of {key} {header.get(key)!r}, not {value!r}: it is not "
-                    "of this run"
-                )
 
 
 def prepare(
@@ -222,10 +43,10 @@ def prepare(
     Raises:
       BadInputError: studies or schemas that differ, named with the silo.
     """
-    if type(config) not in _SERVERS:
+    if type(config) not in _RUNS:
         raise BadInputError("the configuration has no section `federation` or `isrl`")
     if config.privacy.ledger is not None:
-        raise BadInputError(_NO_LEDGER)
+        raise BadInputError(NO_LEDGER)
     study = study_of(config)
     count = silos_in(config)
     console.print(f"waiting for {count} silos", highlight=False)
@@ -260,8 +81,7 @@ def prepare(
         rows = known
     _, task = introduced[first]
     with console.status("calibrating noise"):
-        server = _SERVERS[type(config)](config, task, rows, None)
-    return RemoteRun(config, transport, rows, task, server, console)
+        return _RUNS[type(config)](RemoteSilos(config, task, rows, transport))
 
 
 def _introduced(name: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], Task]:
@@ -303,9 +123,9 @@ def run_study(
       BadInputError: silos that refuse, with their own sentence.
       StoppedError: nobody answers.
     """
-    path = pathlib.Path(run_dir) / _SILOS
+    path = pathlib.Path(run_dir) / SILOS
     known = json.loads(path.read_text()) if path.exists() else None
-    return run_prepared(
+    return run_experiment(
         config, run_dir, console, lambda: prepare(config, transport, console, known)
     )
 
@@ -314,6 +134,3 @@ def digest_of(config: Any) -> str:
     """16 digits by which parties can compare their studies."""
     text = json.dumps(study_of(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-__all__ = ["RemoteRun", "Transport", "digest_of", "prepare", "run_study"]

@@ -43,7 +43,7 @@ from dpfl_jax.flower.policy import Policy, RefusedError
 from dpfl_jax.flower.wire import MessageError, is_finite, pack, tree_of, unpack
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import private_folder, write_atomically
-from dpfl_jax.run.prepared import Charge
+from dpfl_jax.run.pipeline import Charge
 from dpfl_jax.run.report import environment
 
 CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log.jsonl"
@@ -386,7 +386,6 @@ class Silo:
         return self._key.keyed_digest("data", work.fingerprint)
 
     def _place(self, run: str) -> pathlib.Path:
-        """Folder of a run."""
         return self.folder / "runs" / hashlib.sha256(run.encode()).hexdigest()[:24]
 
     def accepted_run(self, header: dict[str, Any]) -> _Run:

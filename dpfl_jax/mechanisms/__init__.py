@@ -3,6 +3,7 @@
 ``presets`` has those with names, read like the papers' pseudo-code.
 """
 
+from dpfl_jax.mechanisms.calibrated import Calibrated
 from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate
 from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
@@ -40,6 +41,7 @@ __all__ = [
     "Banded",
     "BandedInverse",
     "Buffered",
+    "Calibrated",
     "Examples",
     "Gradient",
     "Independent",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -22,11 +22,13 @@ from dpfl_jax.data.packing import LOOKED_AT, Shape, choose_shapes, packed
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mesh import unit_axes, unit_parts
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Sampler
 from dpfl_jax.task import is_marked
+
+if TYPE_CHECKING:
+    from dpfl_jax.mechanisms.mechanism import Mechanism
 
 PyTree = Any
 
@@ -218,7 +220,7 @@ def step_arguments(mechanism: Mechanism, batch: StepBatch) -> tuple[Any, Any, An
 def units_of(mechanism: Mechanism, bucket: Bucket) -> PyTree:
     """Returns the units of a bucket: a pytree of arrays [rows, row, ...]."""
     examples = bucket.arrays if bucket.keys is None else with_keys(bucket.arrays, bucket.keys)
-    units = mechanism.units(examples, bucket.example_mask)
+    units = mechanism.participation.units(examples, bucket.example_mask)
     if bucket.per_unit is not None:
         units = {**units, "bound": bucket.per_unit}
     # Its rows are fewer than its examples, whose mean is meant (``unit_losses.mean_of_examples``).

@@ -15,7 +15,7 @@ from dpfl_jax.mechanisms.mechanism import Mechanism
 
 # What mechanisms of all kinds take.
 _LOCAL_STEPS = ("local_learning_rate", "local_batch_size", "local_epochs")
-_COMMON = ("clip_norm", "clipping", "clip", "noise_multiplier", "arithmetic", *_LOCAL_STEPS)
+_COMMON = ("clip_norm", "clipping", "clip", "arithmetic", *_LOCAL_STEPS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,8 @@ CANDIDATES = {
         sentence="Every user takes part in exactly one of every {period} steps",
     ),
 }
+# Presets whose events have Renyi divergences, by which the best of several runs is accounted.
+RENYI_KINDS = "uls, els or bandmf"
 
 
 @functools.cache

@@ -1,36 +1,68 @@
-"""What central training states in guarantee.json, and the same again from the file."""
+"""What central training states in guarantee.json, once more from the file."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement, whole_number
-from dpfl_jax.mechanisms import Mechanism, Population
-from dpfl_jax.mechanisms.presets import is_earlier, parse_known
+from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.errors import BadInputError, probability
+from dpfl_jax.mechanisms.calibrated import Calibrated
+from dpfl_jax.mechanisms.mechanism import Mechanism
+from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.run.public_inputs import of_the_mechanism
 
 
-def central_statement(
-    mechanism: Mechanism, population: Population, steps: int, guarantee: Guarantee
-) -> Statement:
-    """States what ``steps`` steps guarantee.
+def is_earlier(section: dict[str, Any]) -> bool:
+    """Whether an earlier version of this package wrote a section."""
+    return isinstance(section.get("noise"), str) or "gives" in section
+
+
+def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
+    """What somebody else says was run, with an earlier version of this package too.
+
+    There ``update`` was ``gives``; before that the clipping ``flat`` was ``standard``,
+    ``arithmetic`` was ``noise``, ``cap`` was ``cohort_cap``, and the ``period`` of allocation, blt
+    and banded_inverse was one over ``sampling_prob``.
 
     Args:
-      mechanism: with its noise.
-      population: the public numbers of the data.
-      steps: accounted.
-      guarantee: of these.
+      stated: ``mechanism`` (with its noise multiplier), ``population`` and ``steps``.
+      delta: of the guarantee.
+
+    Raises:
+      BadInputError: no mechanism has it.
     """
-    basis = {
-        "system": "central",
-        "mechanism": mechanism.to_section(),
-        "population": population.to_json(),
-        "steps": steps,
-        "delta": guarantee.delta,
-    }
-    return Statement.of(guarantee, basis, [[mechanism.event(population, steps)]])
+    section = dict(stated["mechanism"])
+    if "gives" in section:
+        section["update"] = section.pop("gives")
+    elif is_earlier(section):
+        if today := {"arithmetic", "cap", "period"} & {*section}:
+            raise BadInputError(
+                f"the section has {', '.join(sorted(today))} beside `noise` of an earlier version"
+            )
+        kind, noise = section.get("kind"), section.pop("noise")
+        if kind == "none":
+            section = {"kind": kind, "batch_size": section.get("batch_size")}
+        else:
+            section["arithmetic"] = noise
+        if section.get("clipping") == "standard":
+            section["clipping"] = "flat"
+        if "cohort_cap" in section:
+            section["cap"] = section.pop("cohort_cap")
+        if kind in ("allocation", "blt", "banded_inverse"):
+            prob = section.pop("sampling_prob", None)
+            if prob is not None:
+                probability("sampling_prob", prob, zero=False)
+                section["period"] = round(1.0 / prob)
+    noise_multiplier = section.pop("noise_multiplier", None)
+    mechanism: Mechanism = CENTRAL.parse_known(section)
+    population = Population(**stated["population"])
+    mechanism.participation.check_population(population)
+    if mechanism.private and not isinstance(noise_multiplier, int | float):
+        raise BadInputError("the section mechanism has no noise_multiplier: it guarantees nothing")
+    sigma = float(noise_multiplier) if mechanism.private else 0.0
+    return Calibrated(mechanism, sigma, population, whole_number(stated, "steps"), delta)
 
 
 def restate(basis: dict[str, Any]) -> Statement:
@@ -39,14 +71,9 @@ def restate(basis: dict[str, Any]) -> Statement:
     Raises:
       BadInputError: no mechanism has it.
     """
-    mechanism = parse_known(basis["mechanism"])
-    population, steps = Population(**basis["population"]), whole_number(basis, "steps")
-    mechanism.check_population(population)
-    guarantee = dataclasses.replace(
-        mechanism.guarantee(population, steps, basis["delta"]),
-        public_inputs=of_the_mechanism(mechanism.bounds, population.description),
-    )
-    made = central_statement(mechanism, population, steps, guarantee)
+    made = parse_calibrated(basis, basis["delta"])
+    known = of_the_mechanism(made.mechanism.bounds, made.population.description)
+    stated = made.statement(dataclasses.replace(made.guarantee(), public_inputs=known))
     if not is_earlier(basis["mechanism"]):
-        return made
-    return made.model_copy(update={"basis": {**made.basis, "mechanism": basis["mechanism"]}})
+        return stated
+    return stated.model_copy(update={"basis": {**stated.basis, "mechanism": basis["mechanism"]}})

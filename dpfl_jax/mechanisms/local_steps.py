@@ -30,14 +30,14 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping import ClippedGrad, Rule, Trainable, clipped_grad, join, split
 from dpfl_jax.clipping.result import vary, varying_axes
-from dpfl_jax.config.kinds import GIVES, Named
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.config.kinds import UPDATES, Named
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.participation import Participation, require_positive
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gives(Named, abc.ABC, kinds=GIVES):
+class UnitUpdate(Named, abc.ABC, kinds=UPDATES):
     """What is clipped of a unit."""
 
     @property
@@ -52,14 +52,7 @@ class Gives(Named, abc.ABC, kinds=GIVES):
 
     @abc.abstractmethod
     def clipped(
-        self,
-        participation: Participation,
-        loss_fn: LossFn,
-        rule: Rule,
-        *,
-        examples_at_once: int | None = None,
-        example_sharding: jax.sharding.NamedSharding | None = None,
-        **options: Any,
+        self, participation: Participation, loss_fn: LossFn, rule: Rule, **options: Any
     ) -> ClippedGrad:
         """Returns the function that sums what units give, clipped.
 
@@ -67,10 +60,8 @@ class Gives(Named, abc.ABC, kinds=GIVES):
           participation: whose units they are.
           loss_fn: ``(params, example) -> scalar`` for one example.
           rule: clips.
-          examples_at_once: examples of a unit processed at once; the gradients of the rest are
-            accumulated before the norm is taken. None: all.
-          example_sharding: how these examples are split over devices; None: not.
-          **options: of ``clipping.clipped_grad``.
+          **options: ``examples_at_once`` and ``example_sharding`` of ``Mechanism.clipped_grad``,
+            and those of ``clipping.clipped_grad``.
 
         Raises:
           BadInputError: options that do not fit.
@@ -78,35 +69,24 @@ class Gives(Named, abc.ABC, kinds=GIVES):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gradient(Gives):
+class Gradient(UnitUpdate):
     """The gradient of its loss."""
 
     kind: ClassVar[str] = "gradient"
 
     def clipped(
-        self,
-        participation: Participation,
-        loss_fn: LossFn,
-        rule: Rule,
-        *,
-        examples_at_once: int | None = None,
-        example_sharding: jax.sharding.NamedSharding | None = None,
-        **options: Any,
+        self, participation: Participation, loss_fn: LossFn, rule: Rule, **options: Any
     ) -> ClippedGrad:
         unit_loss = participation.unit_loss(loss_fn)
-        if examples_at_once is not None:
-            if examples_at_once < 1:
-                raise BadInputError(
-                    f"examples_at_once is {examples_at_once}, but it must be at least 1"
-                )
-            unit_loss, options["pieces"] = participation.microbatched(
-                loss_fn, examples_at_once, example_sharding
-            )
+        at_once, sharding = (options.pop(n, None) for n in ("examples_at_once", "example_sharding"))
+        if at_once is not None:
+            at_least("examples_at_once", at_once, 1)
+            unit_loss, options["pieces"] = participation.microbatched(loss_fn, at_once, sharding)
         return clipped_grad(unit_loss, rule=rule, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalUpdate(Gives):
+class LocalUpdate(UnitUpdate):
     """How far some steps of its own move the parameters: units are devices of a federated round.
 
     Attributes:
@@ -124,12 +104,8 @@ class LocalUpdate(Gives):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("local_learning_rate", self.local_learning_rate)
-        for name, least in (
-            ("local_batch_size", self.local_batch_size),
-            ("local_epochs", self.local_epochs),
-        ):
-            if least is not None and least < 1:
-                raise BadInputError(f"{name} is {least}, but it must be at least 1")
+        at_least("local_batch_size", self.local_batch_size, 1)
+        at_least("local_epochs", self.local_epochs, 1)
 
     @property
     def passes(self) -> int:
@@ -144,112 +120,75 @@ class LocalUpdate(Gives):
         return f" (for {epochs} of local steps{batches}, rate {self.local_learning_rate:g})"
 
     def clipped(
-        self,
-        participation: Participation,
-        loss_fn: LossFn,
-        rule: Rule,
-        *,
-        examples_at_once: int | None = None,
-        example_sharding: jax.sharding.NamedSharding | None = None,
-        **options: Any,
+        self, participation: Participation, loss_fn: LossFn, rule: Rule, **options: Any
     ) -> ClippedGrad:
-        if examples_at_once is not None or example_sharding is not None:
+        pieces = [options.pop(name, None) for name in ("examples_at_once", "example_sharding")]
+        if pieces != [None, None]:
             raise BadInputError(
                 "a user who takes local steps has one batch after the other: set "
                 "mechanism.local_batch_size, and leave out execution.examples_at_once and "
                 "execution.split_users"
             )
-        steps = (self.local_learning_rate, self.local_batch_size, self.local_epochs)
-        return clipped_updates(loss_fn, rule, *steps, **options)
-
-
-def clipped_updates(
-    loss_fn: LossFn,
-    rule: Rule,
-    learning_rate: float,
-    batch_size: int | None,
-    epochs: int,
-    **options: Any,
-) -> ClippedGrad:
-    """Returns the function that sums users' bounded updates.
-
-    Args:
-      loss_fn: of one example.
-      rule: bounds an update.
-      learning_rate: of a local step.
-      batch_size: most examples of a local step; None: all.
-      epochs: passes over a user's examples.
-      **options: of ``clipping.clipped_grad``; ``auto`` takes one user after the other.
-
-    Raises:
-      BadInputError: options under which no update is formed on one device.
-    """
-    if options.get("unit_sharding") is not None:
-        raise BadInputError(
-            "mechanism.local_learning_rate: a device's update is formed in one place, which a mesh "
-            "that splits parameters has not: use execution.mesh with data alone"
-        )
-    asked = options.pop("strategy", "auto")
-    if asked == "ghost":
-        raise BadInputError(
-            "execution.strategy=ghost forms no user's gradient, and local steps "
-            "(mechanism.local_learning_rate) do: set it to auto, scan or vmap"
-        )
-    loss = _loss_of_update(loss_fn, learning_rate, batch_size, epochs, options.get("trainable"))
-    strategy: Any = "scan" if asked == "auto" else asked
-    return clipped_grad(loss, rule=rule, strategy=strategy, **options)
-
-
-def _loss_of_update(
-    loss_fn: LossFn,
-    learning_rate: float,
-    batch_size: int | None,
-    epochs: int,
-    trainable: Trainable,
-) -> LossFn:
-    """A loss of one user whose gradient is the update; its value is the mean of losses on the way.
-
-    It is linear in the parameters about where they are, with the update as slope: so clipping,
-    checks and layouts are those of any other loss.
-    """
-    of_batch = mean_of_examples(loss_fn)
-
-    def loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
-        if "count" in user:
+        if options.get("unit_sharding") is not None:
             raise BadInputError(
-                "execution.packing lays a user's sequences into common rows, of which local steps "
-                "(mechanism.local_learning_rate) cannot make batches: set it to 0"
+                "mechanism.local_learning_rate: a device's update is formed in one place, which a "
+                "mesh that splits parameters has not: use execution.mesh with data alone"
             )
-        trained, frozen = split(params, trainable)
-        start = jax.lax.stop_gradient(trained)
-        size = user["mask"].shape[0]
-        batches = pieces_of_user(user, min(batch_size or size, size))
-        del batches["count"]  # that of the whole user
+        asked = options.pop("strategy", "auto")
+        if asked == "ghost":
+            raise BadInputError(
+                "execution.strategy=ghost forms no user's gradient, and local steps "
+                "(mechanism.local_learning_rate) do: set it to auto, scan or vmap"
+            )
+        loss = self.loss_of_update(loss_fn, options.get("trainable"))
+        strategy: Any = "scan" if asked == "auto" else asked  # one user after the other
+        return clipped_grad(loss, rule=rule, strategy=strategy, **options)
 
-        def mean(at: PyTree, batch: PyTree) -> jax.Array:
-            return of_batch(join(at, frozen), batch, **kwargs)
+    def loss_of_update(self, loss_fn: LossFn, trainable: Trainable) -> LossFn:
+        """A loss of one user whose gradient is the update; its value is the mean loss on the way.
 
-        def local_step(moved: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
-            now = jax.tree.map(lambda p, u: (p - u).astype(p.dtype), start, moved)
-            value, gradient = jax.value_and_grad(mean)(now, batch)
-            more = jax.tree.map(lambda u, g: u + learning_rate * g.astype(u.dtype), moved, gradient)
-            return more, value * jnp.sum(batch["mask"])
+        It is linear in the parameters about where they are, with the update as slope: so clipping,
+        checks and layouts are those of any other loss.
+        """
+        of_batch = mean_of_examples(loss_fn)
+        rate, epochs = self.local_learning_rate, self.local_epochs
 
-        def epoch(moved: PyTree, _: None) -> tuple[PyTree, jax.Array]:
-            moved, values = jax.lax.scan(local_step, moved, batches)
-            return moved, values.sum()
+        def loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
+            if "count" in user:
+                raise BadInputError(
+                    "execution.packing lays a user's sequences into common rows, of which local "
+                    "steps (mechanism.local_learning_rate) cannot make batches: set it to 0"
+                )
+            trained, frozen = split(params, trainable)
+            start = jax.lax.stop_gradient(trained)
+            size = user["mask"].shape[0]
+            batches = pieces_of_user(user, min(self.local_batch_size or size, size))
+            del batches["count"]  # that of the whole user
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), start)
-        nothing = vary(zeros, varying_axes(start, batches))
-        update, values = jax.lax.scan(epoch, nothing, length=epochs)
-        value = values.sum() / (epochs * jnp.maximum(jnp.sum(user["mask"]), 1))
+            def mean(at: PyTree, batch: PyTree) -> jax.Array:
+                return of_batch(join(at, frozen), batch, **kwargs)
 
-        def along(p: jax.Array, at: jax.Array, u: jax.Array) -> jax.Array:
-            return jnp.sum((p - at).astype(jnp.float32) * jax.lax.stop_gradient(u))
+            def local_step(moved: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+                now = jax.tree.map(lambda p, u: (p - u).astype(p.dtype), start, moved)
+                value, gradient = jax.value_and_grad(mean)(now, batch)
+                more = jax.tree.map(lambda u, g: u + rate * g.astype(u.dtype), moved, gradient)
+                return more, value * jnp.sum(batch["mask"])
 
-        # A loss that is linear in the parameters, with the update for its gradient.
-        # proof: local-steps-sensitivity-1
-        slopes = jax.tree.map(along, trained, start, update)
-        return jax.lax.stop_gradient(value) + sum(jax.tree.leaves(slopes))
+            def epoch(moved: PyTree, _: None) -> tuple[PyTree, jax.Array]:
+                moved, values = jax.lax.scan(local_step, moved, batches)
+                return moved, values.sum()
 
-    return loss
+            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), start)
+            nothing = vary(zeros, varying_axes(start, batches))
+            update, values = jax.lax.scan(epoch, nothing, length=epochs)
+            value = values.sum() / (epochs * jnp.maximum(jnp.sum(user["mask"]), 1))
+
+            def along(p: jax.Array, at: jax.Array, u: jax.Array) -> jax.Array:
+                return jnp.sum((p - at).astype(jnp.float32) * jax.lax.stop_gradient(u))
+
+            # A loss that is linear in the parameters, with the update for its gradient.
+            # proof: local-steps-sensitivity-1
+            slopes = jax.tree.map(along, trained, start, update)
+            return jax.lax.stop_gradient(value) + sum(jax.tree.leaves(slopes))
+
+        return loss

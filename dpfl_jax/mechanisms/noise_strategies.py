@@ -19,7 +19,7 @@ import optax
 from dpfl_jax import accounting
 from dpfl_jax.accounting.cells import INDEPENDENT, StrategyMatrix
 from dpfl_jax.config.kinds import NOISES, Named
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.matrices import (
     Buffers,
     Workload,
@@ -162,8 +162,7 @@ class Banded(NoiseStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bands < 1:
-            raise BadInputError(f"mechanism.bands is {self.bands}, but it must be at least 1")
+        at_least("mechanism.bands", self.bands, 1)
         if self.strategy is None:
             return
         if self.bands == 1:
@@ -389,11 +388,7 @@ class BandedInverse(_Toeplitz):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bands < 2:
-            raise BadInputError(
-                f"mechanism.bands is {self.bands}, but it must be at least 2: one is independent "
-                "noise"
-            )
+        at_least("mechanism.bands", self.bands, 2, advice="one is independent noise")
         if self.taken is not None and self.redrawn:
             parts = tuple(math.floor(f * 2**16) / 2**16 if f == f else f for f in self.taken)
             object.__setattr__(self, "taken", parts)

@@ -33,12 +33,11 @@ import numpy as np
 from dpfl_jax import accounting
 from dpfl_jax.accounting.accountant import Accountant
 from dpfl_jax.accounting.cells import Contribution
-from dpfl_jax.accounting.events import LEAST_NOISE
 from dpfl_jax.accounting.renyi import ORDERS
 from dpfl_jax.accounting.renyi_filter import RenyiFilter, best_order
 from dpfl_jax.clipping import Flat, Normalized, OwnBound
 from dpfl_jax.config.kinds import BUDGETS, Named
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.sampling import Poisson, PoissonWithDropout
 
 ASSUMPTIONS = (
@@ -71,27 +70,20 @@ class OwnBudget(Named, kinds=BUDGETS):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("refresh", "least_steps"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= 1 << 30:
-                raise BadInputError(f"mechanism.{name} is {value}, but it must be at least 1")
+        at_least("mechanism.refresh", self.refresh, 1, most=1 << 30)
+        at_least("mechanism.least_steps", self.least_steps, 1, most=1 << 30)
         if self.order is not None and not ORDERS[0] <= self.order <= ORDERS[-1]:
             raise BadInputError(
                 f"mechanism.order is {self.order}, but it must be from {ORDERS[0]:g} to "
                 f"{ORDERS[-1]:g}: leave it out, and the best is taken"
             )
 
-    def check(self, clip: Any, noise_multiplier: float | None) -> None:
-        """Raises BadInputError unless users can have budgets with these."""
+    def check(self, clip: Any) -> None:
+        """Raises BadInputError unless users can have budgets with this clip rule."""
         if type(clip) not in (Flat, Normalized):  # what is run instead bounds as these do
             raise BadInputError(
                 f"mechanism.clipping is {clip.kind}, but a user's own bound is that of the whole "
                 "gradient: set it to flat"
-            )
-        if noise_multiplier is not None and noise_multiplier < LEAST_NOISE:
-            raise BadInputError(
-                f"mechanism.noise_multiplier is {noise_multiplier:g}, but without noise nobody can "
-                "pay for a step: set it higher, or let nobody have a budget of their own"
             )
 
     def rule(self, clip: Any) -> OwnBound:

@@ -21,7 +21,7 @@ from dpfl_jax.accounting.statement import whole_number
 from dpfl_jax.config.kinds import PARTICIPATIONS, SCHEMES, Named
 from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
 from dpfl_jax.data.store import Readable
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import (
@@ -36,7 +36,7 @@ from dpfl_jax.sampling import (
     limited_size,
 )
 from dpfl_jax.sampling.contribution import check_group_size
-from dpfl_jax.sampling.schemes import AtRate
+from dpfl_jax.sampling.schemes import SamplingScheme
 
 for _scheme in (Poisson, CyclicPoisson, Cyclic, RandomAllocation, TruncatedPoisson):
     SCHEMES.register(_scheme)
@@ -170,7 +170,7 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
         return None
 
     @abc.abstractmethod
-    def scheme_of(self, population: Population) -> AtRate:
+    def scheme_of(self, population: Population) -> SamplingScheme:
         """The sampling scheme with its rate; raises BadInputError if there are too few units."""
 
     @property
@@ -258,7 +258,7 @@ class Examples(Participation):
 
     batch_size: float
     group_size: int | None = None
-    scheme: Annotated[AtRate, SCHEMES] = Poisson()
+    scheme: Annotated[SamplingScheme, SCHEMES] = Poisson()
 
     kind: ClassVar[str] = "examples"
     several_owners: ClassVar[bool] = True
@@ -307,7 +307,7 @@ class Examples(Participation):
             return super().unit_bounds(population)
         return 1, min(population.num_examples, self.group_size * population.num_users)
 
-    def scheme_of(self, population: Population) -> AtRate:
+    def scheme_of(self, population: Population) -> SamplingScheme:
         # proof: els-sampling-2
         return self.scheme.of_size(self.batch_size, population.num_units, "mechanism.batch_size")
 
@@ -342,14 +342,33 @@ class Examples(Participation):
         return f"{kept}, then {drawn}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _WithExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
-    """Participations whose units have several examples, of which some are drawn at each step."""
+    """Participations whose units have several examples, of which some are drawn at each step.
+
+    Attributes:
+      group_size: most examples of a unit per step (privacy does not depend on it).
+      cohort_size: M, expected number of units per step (the divisor).
+      scheme: how units are drawn.
+    """
 
     group_size: int
+    cohort_size: float
+    scheme: Annotated[SamplingScheme, SCHEMES] = Poisson()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_group_size(self.group_size)
+        require_positive("mechanism.cohort_size", self.cohort_size)
+
+    @property
+    def divisor(self) -> float:
+        # proof: uls-divisor-1
+        return float(self.cohort_size)
+
+    def scheme_of(self, population: Population) -> SamplingScheme:
+        # proof: uls-sampling-1
+        return self.scheme.of_size(self.cohort_size, population.num_units, "mechanism.cohort_size")
 
     @property
     def unit_examples(self) -> int:
@@ -393,27 +412,9 @@ class Users(_WithExamples):
 
     Source: Charles et al. 2024, Algorithm 2 and Theorem 2. Departures: M and the sampling
     probability may be declared as constants; by default the number of users is taken as public.
-
-    Attributes:
-      group_size: most examples of one user per step (privacy does not depend on it).
-      cohort_size: M, expected number of users per step (the divisor).
-      scheme: how users are drawn.
     """
 
-    group_size: int
-    cohort_size: float
-    scheme: Annotated[AtRate, SCHEMES] = Poisson()
-
     kind: ClassVar[str] = "users"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive("mechanism.cohort_size", self.cohort_size)
-
-    @property
-    def divisor(self) -> float:
-        # proof: uls-divisor-1
-        return float(self.cohort_size)
 
     def declared_population(
         self, num_users: int, num_examples: int, limited: Mapping[int, int]
@@ -423,10 +424,6 @@ class Users(_WithExamples):
     def unit_bounds(self, population: Population) -> tuple[int, int]:
         """Users are drawn, so there are as many units as users."""
         return population.num_users, population.num_users
-
-    def scheme_of(self, population: Population) -> AtRate:
-        # proof: uls-sampling-1
-        return self.scheme.of_size(self.cohort_size, population.num_users, "mechanism.cohort_size")
 
     def describe(self, population: Population, more: str = "") -> str:
         taken = self._examples(more)
@@ -444,16 +441,10 @@ class OwnerSets(_WithExamples):
     touches no other: what is accounted is ELS of K examples, with sets for examples.
 
     Attributes:
-      group_size: most records of one set per step (privacy does not depend on it).
-      cohort_size: M, expected number of sets per step (the divisor).
       sets_per_user: K, most sets of one user that are used in the whole run.
-      scheme: how sets are drawn.
     """
 
-    group_size: int
-    cohort_size: float
     sets_per_user: int
-    scheme: Annotated[AtRate, SCHEMES] = Poisson()
 
     kind: ClassVar[str] = "owner_sets"
     several_owners: ClassVar[bool] = True
@@ -461,13 +452,7 @@ class OwnerSets(_WithExamples):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("mechanism.cohort_size", self.cohort_size)
-        if self.sets_per_user < 1:
-            raise BadInputError(f"sets_per_user is {self.sets_per_user}, but it must be at least 1")
-
-    @property
-    def divisor(self) -> float:
-        return float(self.cohort_size)
+        at_least("sets_per_user", self.sets_per_user, 1)
 
     def bounded(self, data: Readable) -> Readable:
         """Nobody is in more than ``sets_per_user`` of the sets whose records are kept."""
@@ -491,9 +476,6 @@ class OwnerSets(_WithExamples):
     def unit_bounds(self, population: Population) -> tuple[int, int]:
         """Nobody is in more than ``sets_per_user`` sets, and each holds a record."""
         return 1, min(population.num_examples, self.sets_per_user * population.num_users)
-
-    def scheme_of(self, population: Population) -> AtRate:
-        return self.scheme.of_size(self.cohort_size, population.num_units, "mechanism.cohort_size")
 
     @property
     def contribution(self) -> Contribution:

@@ -9,9 +9,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,13 +22,12 @@ from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping import Adaptive, Trainable, self_check, split
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.execution import Execution
+from dpfl_jax.config.kinds import code_outside
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.owners import Bounding, bounding_of
 from dpfl_jax.data.pipeline import Pipeline, StepBatch
 from dpfl_jax.data.store import (
     Readable,
-    check_offsets,
-    expect_store,
     fingerprint_of,
     unit_key_of,
 )
@@ -42,18 +40,20 @@ from dpfl_jax.mechanisms.batches import (
     training_pipeline,
     units_of,
 )
-from dpfl_jax.mechanisms.central_statement import central_statement
-from dpfl_jax.mechanisms.mechanism import Mechanism, code_outside
+from dpfl_jax.mechanisms.calibrated import Calibrated
 from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches, in_pieces
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
-from dpfl_jax.mesh import DATA_AXIS, make_mesh, place, replicated, splits_parameters
+from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
 from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.public_inputs import about, public_inputs
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, training_digest
 from dpfl_jax.sampling import Sampler
+
+if TYPE_CHECKING:
+    from dpfl_jax.mechanisms.mechanism import Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,63 +112,48 @@ class Plan:
     """See ``Mechanism.plan``, which makes it.
 
     Attributes:
-      mechanism: with its noise multiplier.
+      calibrated: the mechanism with its noise, for the data's population.
       data: whose units are sampled.
-      steps: T.
-      delta: of the guarantee.
       execution: how steps are computed.
       mesh: what they are computed on.
     """
 
-    mechanism: Mechanism
+    calibrated: Calibrated
     data: Readable
-    steps: int
-    delta: float
     execution: Execution
     mesh: Mesh
 
-    @classmethod
-    def make(
-        cls,
-        mechanism: Mechanism,
-        data: Readable,
-        *,
-        steps: int,
-        epsilon: float | None = None,
-        delta: float | None = None,
-        execution: Execution | None = None,
-        mesh: Mesh | None = None,
-        optimizer: optax.GradientTransformation | None = None,
-    ) -> Plan:
-        """See ``Mechanism.plan``."""
-        try:
-            steps = operator.index(steps)
-        except TypeError:
-            raise BadInputError(f"the number of steps is {steps!r}: give a whole number") from None
-        if steps < 1:
-            raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
-        expect_store(data, "data")
-        for name, number in (("epsilon", epsilon), ("delta", delta)):
-            if number is not None:
-                expect(number, (float, int, np.number), name, "a number")
-        if execution is not None:
-            expect(execution, Execution, "execution", "a dpfl_jax.Execution(...)")
-        if mesh is not None:
-            expect(mesh, Mesh, "mesh", "a jax.sharding.Mesh, by dpfl_jax.mesh.make_mesh")
-        if optimizer is not None:
-            expect(optimizer, optax.GradientTransformation, "optimizer", "an Optax optimiser")
-        data = mechanism.bounded(data)
-        check_offsets(data.user_offsets)
-        population = mechanism.count(data)
-        mechanism, delta = mechanism.calibrated(population, steps, epsilon, delta, optimizer)
-        execution = Execution() if execution is None else execution
-        mesh = make_mesh(**execution.mesh.axes) if mesh is None else mesh
-        if DATA_AXIS not in mesh.axis_names:
+    def __post_init__(self) -> None:
+        """Checks the mesh.
+
+        Raises:
+          BadInputError: it has no axis to split units over.
+        """
+        if DATA_AXIS not in self.mesh.axis_names:
             raise BadInputError(
-                f"the mesh has the axes {mesh.axis_names}, but units are split over one called "
-                f"{DATA_AXIS!r}: make it with dpfl_jax.mesh.make_mesh"
+                f"the mesh has the axes {self.mesh.axis_names}, but units are split over one "
+                f"called {DATA_AXIS!r}: make it with dpfl_jax.mesh.make_mesh"
             )
-        return cls(mechanism, data, steps, delta, execution, mesh)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Fitted to the number of steps."""
+        return self.calibrated.mechanism
+
+    @property
+    def population(self) -> Population:
+        """The public numbers of the data set."""
+        return self.calibrated.population
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return self.calibrated.steps
+
+    @property
+    def delta(self) -> float:
+        """Of the guarantee."""
+        return self.calibrated.delta
 
     # ---- what runs -------------------------------------------------------------------------
 
@@ -343,7 +328,7 @@ class Plan:
           ``init(params) -> state`` and ``update(sum, state, params=None, *, noise_key) ->
           (gradient, state)``, with the batch's own ``noise_key`` (``noise.refuse_key_reuse``).
         """
-        noise = self.mechanism.noise_transform()
+        noise = self.calibrated.noise_transform()
         return refuse_key_reuse(noise) if self.mechanism.private else noise
 
     def sampler(self, key: RootKey) -> Sampler:
@@ -382,7 +367,7 @@ class Plan:
         Eight words; those of steps before it, if their noise is drawn again; the step, and two
         words of the run.
         """
-        steps = range(step, step - self.mechanism.noise_keys, -1)
+        steps = range(step, step - self.mechanism.noise.keys_per_step, -1)
         words = [key.words("noise", max(s, 0)) for s in steps]
         return np.concatenate([*words, np.full(1, step, np.uint32), key.words("run-of-noise")[:2]])
 
@@ -397,7 +382,7 @@ class Plan:
                 "mechanism.clip is adaptive: the clip norm of a step follows from the release "
                 "before it, which a loop of one's own does not keep: use fit, or another clip rule"
             )
-        if self.mechanism.own_budgets:
+        if self.mechanism.budget is not None:
             raise BadInputError(
                 f"mechanism.kind={self.mechanism.kind} keeps what each user has spent, and looks "
                 "at everybody's gradients, which a loop of one's own does not: use fit"
@@ -408,11 +393,6 @@ class Plan:
         return key if key.public else key.child("plan:" + self.digest)
 
     # ---- what is accounted -----------------------------------------------------------------
-
-    @functools.cached_property
-    def population(self) -> Population:
-        """The public numbers of the data set."""
-        return self.mechanism.count(self.data)
 
     @property
     def bounding(self) -> Bounding | None:
@@ -429,7 +409,7 @@ class Plan:
     def stated(self) -> dict[str, Any]:
         """The plan as a report tells it: plain JSON."""
         told = {
-            "mechanism": self.mechanism.to_json(),
+            "mechanism": self.calibrated.to_section(),
             "population": self.population.to_json(),
             "delta": self.delta,
             "steps": self.steps,
@@ -451,21 +431,18 @@ class Plan:
     @functools.cached_property
     def digest(self) -> str:
         """Identifies mechanism, data, steps and delta. Execution is no part of it."""
-        content = json.dumps(
-            [self.stated, self.data_digest, *code_outside(self.mechanism)], sort_keys=True
-        )
+        scheme = getattr(self.mechanism.participation, "scheme", None)
+        outside = code_outside(self.mechanism, scheme)
+        content = json.dumps([self.stated, self.data_digest, *outside], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def event(self, steps: int | None = None) -> Any:
         """The ``dp_accounting.DpEvent`` of the first ``steps`` steps (all) for one unit."""
-        return self.mechanism.event(self.population, self._of(steps))
+        return self.calibrated.event(steps)
 
     def epsilons(self, counts: Sequence[int]) -> list[float]:
         """Upper bounds on epsilon after these numbers of steps; inf where there is none."""
-        total = self.guarantee().epsilon
-        counts = [self._of(count) for count in counts]
-        curve = accounting.epsilons_midway(self.event, self.steps, counts, self.delta)
-        return [min(epsilon, total) for epsilon in curve]
+        return self.calibrated.epsilons(counts)
 
     def guarantee(
         self,
@@ -490,9 +467,7 @@ class Plan:
         public = bool(self._public_seeds) or (key is not None and key.public)
         if public and self.mechanism.private and PUBLIC_KEY_CAVEAT not in caveats:
             caveats = (*caveats, PUBLIC_KEY_CAVEAT)
-        return self.about(
-            self.mechanism.guarantee(self.population, self._of(steps), self.delta, caveats)
-        )
+        return self.about(self.calibrated.guarantee(steps, caveats))
 
     def about(self, guarantee: accounting.Guarantee) -> accounting.Guarantee:
         """A guarantee of this plan that names its unit's key and what it takes as public."""
@@ -501,14 +476,4 @@ class Plan:
 
     def statement(self, guarantee: accounting.Guarantee, steps: int | None = None) -> Statement:
         """What guarantee.json says of the first ``steps`` steps (all), with their guarantee."""
-        return central_statement(self.mechanism, self.population, self._of(steps), guarantee)
-
-    def _of(self, steps: int | None) -> int:
-        """``steps`` (all), which the plan must have."""
-        steps = self.steps if steps is None else steps
-        if not 0 <= steps <= self.steps:
-            raise BadInputError(
-                f"{steps} steps are asked for, but the plan is of {self.steps}: make a plan of as "
-                "many as will be taken"
-            )
-        return steps
+        return self.calibrated.statement(guarantee, steps)

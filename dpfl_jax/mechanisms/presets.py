@@ -7,15 +7,14 @@ rules, ``local_steps``) under the same names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypedDict, Unpack
+from typing import Annotated, Literal, TypedDict, Unpack
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import Adaptive, Automatic, Flat, NoClip, Normalized, PerLayer, Rule
-from dpfl_jax.config.kinds import CENTRAL, CLIPS, Kinds
-from dpfl_jax.errors import BadInputError, probability
-from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
-from dpfl_jax.mechanisms.mechanism import Mechanism
+from dpfl_jax.clipping import Adaptive, NoClip, Rule
+from dpfl_jax.config.kinds import CENTRAL, CLIPS
+from dpfl_jax.errors import BadInputError, one_of
+from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate, UnitUpdate
+from dpfl_jax.mechanisms.mechanism import NAMED_CLIPS, Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
     Banded,
     BandedInverse,
@@ -33,14 +32,9 @@ from dpfl_jax.sampling import (
     RandomAllocation,
     TruncatedPoisson,
 )
+from dpfl_jax.sampling.schemes import SamplingScheme
 
 Clipping = Literal["flat", "normalized", "per_layer", "automatic"]
-_CLIPS: dict[str, Callable[[float], Rule]] = {
-    "flat": Flat,
-    "normalized": Normalized,
-    "per_layer": PerLayer,
-    "automatic": lambda clip_norm: Automatic(),
-}
 
 
 class CommonOptions(TypedDict, total=False):
@@ -55,14 +49,12 @@ class CommonOptions(TypedDict, total=False):
         and more of the gradient is lost for the same noise), or ``"automatic"`` (1/(n + 0.01), for
         which ``clip_norm`` means nothing; Bu et al. 2023).
       clip: a clip rule, instead of these two: ``Adaptive(...)``, ``PerGroup(...)``.
-      noise_multiplier: sigma; None: calibrated to a target epsilon.
       arithmetic: of the noise, ``"exact"`` or ``"float"``.
     """
 
     clip_norm: float
     clipping: Clipping
     clip: Annotated[Rule | Adaptive, CLIPS] | None
-    noise_multiplier: float | None
     arithmetic: accounting.NoiseLaw
 
 
@@ -89,22 +81,20 @@ def _mechanism(
     clip_norm: float = 1.0,
     clipping: Clipping = "flat",
     clip: Rule | Adaptive | None = None,
-    noise_multiplier: float | None = None,
     arithmetic: accounting.NoiseLaw = "exact",
     local_learning_rate: float | None = None,
     local_batch_size: int | None = None,
     local_epochs: int = 1,
 ) -> Mechanism:
-    if clipping not in _CLIPS:
-        raise BadInputError(f"clipping is {clipping!r}, but it must be one of {', '.join(_CLIPS)}")
+    one_of("clipping", clipping, NAMED_CLIPS)
     if clip is not None and (clip_norm, clipping) != (1.0, "flat"):
         raise BadInputError(
             "mechanism.clip is given, and clip_norm or clipping beside it: leave these out, and "
             "set the fields of clip"
         )
-    gives: Gives = Gradient()
+    update: UnitUpdate = Gradient()
     if local_learning_rate is not None:
-        gives = LocalUpdate(
+        update = LocalUpdate(
             local_learning_rate=local_learning_rate,
             local_batch_size=local_batch_size,
             local_epochs=local_epochs,
@@ -116,12 +106,24 @@ def _mechanism(
         )
     return Mechanism(
         participation=participation,
-        clip=_CLIPS[clipping](clip_norm) if clip is None else clip,
+        clip=NAMED_CLIPS[clipping](clip_norm) if clip is None else clip,
         noise=dataclasses.replace(noise, arithmetic=arithmetic),
-        gives=gives,
+        update=update,
         budget=budget,
-        noise_multiplier=noise_multiplier,
     )
+
+
+def _users(
+    group_size: int,
+    cohort_size: float,
+    scheme: SamplingScheme,
+    noise: NoiseStrategy = Independent(),
+    budget: OwnBudget | None = None,
+    /,
+    **common: Unpack[UserOptions],
+) -> Mechanism:
+    participation = Users(group_size=group_size, cohort_size=cohort_size, scheme=scheme)
+    return _mechanism(participation, noise, budget, **common)
 
 
 def non_private(*, batch_size: float) -> Mechanism:
@@ -146,10 +148,7 @@ def els(
     participation = Examples(
         batch_size=batch_size, group_size=group_size, scheme=Poisson(sampling_prob)
     )
-    return _mechanism(
-        participation,
-        **common,
-    )
+    return _mechanism(participation, **common)
 
 
 def uls(
@@ -170,10 +169,7 @@ def uls(
     With ``local_learning_rate`` a step is a federated round: g_u is how far a user's own steps move
     the parameters (DP-FedAvg; McMahan et al. 2018).
     """
-    return _mechanism(
-        Users(group_size=group_size, cohort_size=cohort_size, scheme=Poisson(sampling_prob)),
-        **common,
-    )
+    return _users(group_size, cohort_size, Poisson(sampling_prob), **common)
 
 
 def truncated(
@@ -191,12 +187,7 @@ def truncated(
     (``uls``) room is made for what one draw in 10^15 exceeds, some 8 standard deviations; with one,
     4 are plenty, which is the default.
     """
-    # proof: truncated-sampling-1
-    scheme = TruncatedPoisson(sampling_prob, cap)
-    return _mechanism(
-        Users(group_size=group_size, cohort_size=cohort_size, scheme=scheme),
-        **common,
-    )
+    return _users(group_size, cohort_size, TruncatedPoisson(sampling_prob, cap), **common)
 
 
 def allocation(
@@ -217,12 +208,7 @@ def allocation(
     bound for k of T is of; draws of different stretches are independent. A run may end within a
     stretch.
     """
-    # proof: allocation-sampling-1
-    scheme = RandomAllocation(period)
-    return _mechanism(
-        Users(group_size=group_size, cohort_size=cohort_size, scheme=scheme),
-        **common,
-    )
+    return _users(group_size, cohort_size, RandomAllocation(period), **common)
 
 
 def bandmf(
@@ -255,13 +241,8 @@ def bandmf(
     sizes are; M is expected over the draws of groups, too.
     """
     noise = Banded(bands=bands, strategy=strategy)
-    # proof: bandmf-sampling-1
     scheme = CyclicPoisson(sampling_prob, period=bands)
-    return _mechanism(
-        Users(group_size=group_size, cohort_size=cohort_size, scheme=scheme),
-        noise,
-        **common,
-    )
+    return _users(group_size, cohort_size, scheme, noise, **common)
 
 
 def blt(
@@ -292,14 +273,8 @@ def blt(
     being secret, and nothing is gained by it. Turns are drawn user by user, not by devices that
     check in, nor by cutting a list of users: a list of equal parts depends on everybody.
     """
-    # proof: in-turns-sampling-1
-    scheme = Cyclic(period)
     noise = Buffered(buffers=buffers, decays=decays, scales=scales, horizon=horizon)
-    return _mechanism(
-        Users(group_size=group_size, cohort_size=cohort_size, scheme=scheme),
-        noise,
-        **common,
-    )
+    return _users(group_size, cohort_size, Cyclic(period), noise, **common)
 
 
 def banded_inverse(
@@ -318,11 +293,7 @@ def banded_inverse(
     Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128).
     """
     noise = BandedInverse(bands=bands, taken=taken, redrawn=redrawn, horizon=horizon)
-    return _mechanism(
-        Users(group_size=group_size, cohort_size=cohort_size, scheme=Cyclic(period)),
-        noise,
-        **common,
-    )
+    return _users(group_size, cohort_size, Cyclic(period), noise, **common)
 
 
 def owner_sets(
@@ -347,10 +318,7 @@ def owner_sets(
         sets_per_user=sets_per_user,
         scheme=Poisson(sampling_prob),
     )
-    return _mechanism(
-        participation,
-        **common,
-    )
+    return _mechanism(participation, **common)
 
 
 def individual(
@@ -364,8 +332,10 @@ def individual(
     **common: Unpack[UserOptions],
 ) -> Mechanism:
     """``uls``, in which every user has a privacy budget of their own (Feldman and Zrnic 2021)."""
-    return _mechanism(
-        Users(group_size=group_size, cohort_size=cohort_size, scheme=Poisson(sampling_prob)),
+    return _users(
+        group_size,
+        cohort_size,
+        Poisson(sampling_prob),
         Independent(),
         OwnBudget(refresh=refresh, least_steps=least_steps, order=order),
         **common,
@@ -403,71 +373,3 @@ PRESETS = {
 }
 for _name, _preset in PRESETS.items():
     CENTRAL.register(_preset, _name)
-
-
-def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
-    """The section by which a preset makes this mechanism; None if none does.
-
-    It is looked for, and not remembered, so that a mechanism that is spelled out is the one of its
-    preset: equal values have one section, and keys of runs follow from that.
-    """
-    clip = mechanism.clip
-    values: dict[str, Any] = {"clip": clip}
-    norm = getattr(clip, "clip_norm", 1.0)
-    if clip.kind in _CLIPS and _CLIPS[clip.kind](norm) == clip:
-        values = {"clipping": clip.kind, "clip_norm": norm}
-    of_parts: dict[str, Any] = {}
-    for part in (
-        mechanism.participation,
-        getattr(mechanism.participation, "scheme", None),
-        mechanism.noise,
-        mechanism.gives,
-        mechanism.budget,
-    ):
-        if dataclasses.is_dataclass(part):
-            of_parts |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    of_parts["sampling_prob"] = of_parts.get("prob")
-    values |= {"noise_multiplier": mechanism.noise_multiplier, **of_parts}
-    found = CENTRAL.section_of(mechanism, values)
-    if found is None:
-        return None
-    return {"kind": found[0]} | {name: Kinds.dump(value) for name, value in found[1].items()}
-
-
-def is_earlier(section: dict[str, Any]) -> bool:
-    """Whether an earlier version of this package wrote a section."""
-    return isinstance(section.get("noise"), str)
-
-
-def parse_known(section: dict[str, Any]) -> Mechanism:
-    """The mechanism of a section that somebody else wrote, an earlier version of this package too.
-
-    There the clipping ``flat`` was ``standard``, ``arithmetic`` was ``noise``, ``cap`` was
-    ``cohort_cap``, and the ``period`` of allocation, blt and banded_inverse was one over
-    ``sampling_prob``.
-
-    Raises:
-      BadInputError: no mechanism has it.
-    """
-    if is_earlier(section):
-        if today := {"arithmetic", "cap", "period"} & {*section}:
-            raise BadInputError(
-                f"the section has {', '.join(sorted(today))} beside `noise` of an earlier version"
-            )
-        section = dict(section)
-        kind, noise = section.get("kind"), section.pop("noise")
-        if kind == "none":
-            section = {"kind": kind, "batch_size": section.get("batch_size")}
-        else:
-            section["arithmetic"] = noise
-        if section.get("clipping") == "standard":
-            section["clipping"] = "flat"
-        if "cohort_cap" in section:
-            section["cap"] = section.pop("cohort_cap")
-        if kind in ("allocation", "blt", "banded_inverse"):
-            prob = section.pop("sampling_prob", None)
-            if prob is not None:
-                probability("sampling_prob", prob, zero=False)
-                section["period"] = round(1.0 / prob)
-    mechanism: Mechanism = CENTRAL.parse_known(section)
-    return mechanism

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,12 @@ import numpy as np
 from dpfl_jax.clipping import SelfCheckError, Trainable, join
 from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, is_low, unoptimised
 from dpfl_jax.data.pipeline import Bucket, Pipeline
-from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mechanisms.batches import units_of
 from dpfl_jax.mesh import place, replicated
 from dpfl_jax.run import processes
+
+if TYPE_CHECKING:
+    from dpfl_jax.mechanisms.mechanism import Mechanism
 
 PyTree = Any
 Mask = list[np.ndarray]

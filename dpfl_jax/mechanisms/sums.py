@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from dpfl_jax.clipping.adaptive import CountedSum
 from dpfl_jax.clipping.convolutions import kernels
 from dpfl_jax.clipping.result import StepStats, leaf_name
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mesh import (
     DATA_AXIS,
     FSDP_AXIS,
@@ -31,6 +30,9 @@ from dpfl_jax.mesh import (
     splits_parameters,
 )
 from dpfl_jax.models.placement import activations_pinned
+
+if TYPE_CHECKING:
+    from dpfl_jax.mechanisms.mechanism import Mechanism
 
 PyTree = Any
 Sum = Callable[..., tuple[PyTree, StepStats]]
@@ -134,7 +136,7 @@ def in_pieces(
         return {} if examples_at_once is None else {"examples_at_once": examples_at_once}
     parts = mesh.shape[FSDP_AXIS]
     if examples_at_once is None:
-        examples_at_once = -(-(mechanism.unit_examples or 1) // parts)
+        examples_at_once = -(-(mechanism.participation.unit_examples or 1) // parts)
     return {
         "examples_at_once": examples_at_once * parts,
         "example_sharding": NamedSharding(mesh, PartitionSpec(FSDP_AXIS)),

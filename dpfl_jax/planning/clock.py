@@ -6,7 +6,6 @@ sizes. On a CPU seconds are those of all its cores together, elsewhere those of 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning.bill import Chip
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.central import algorithm_of
+from dpfl_jax.training.fitting import algorithm_of
 from dpfl_jax.training.optimizers import make_optimizer
 from dpfl_jax.training.start import trained_by_name
 
@@ -35,11 +34,14 @@ def time_steps(
       Seconds of ``steps`` steps after the program is compiled, and the rows of units they had.
     """
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    population = mechanism.population(data.train.user_offsets)
-    mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)
-    mechanism, _ = mechanism.calibrated(population, steps + _WARM, None, 1e-5)
+    calibrated = mechanism.calibrate(
+        mechanism.participation.population(data.train.user_offsets),
+        steps + _WARM,
+        noise_multiplier=1.0,
+        delta=1e-5,
+    )
     mesh = make_mesh(**config.execution.mesh.axes)
-    plan = Plan(mechanism, data.train, steps + _WARM, 1e-5, config.execution.unpacked, mesh)
+    plan = Plan(calibrated, data.train, config.execution.unpacked, mesh)
     optimizer = make_optimizer(config.optimizer, steps + _WARM)
     trainable = trained_by_name(config.model, model)
     algorithm = algorithm_of(model.loss, params, plan, optimizer, trainable)
@@ -76,7 +78,7 @@ def this_machine(
       **rest: price and watts.
     """
     mechanism: Any = config.mechanism
-    group, row = mechanism.unit_examples or 1, config.execution.microbatch_size
+    group, row = mechanism.participation.unit_examples or 1, config.execution.microbatch_size
     times: dict[int, list[tuple[float, int]]] = {row: [], 4 * row: []}
     for _ in range(3):  # turn about: a busy machine disturbs both
         for size, found in times.items():

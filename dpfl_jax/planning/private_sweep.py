@@ -2,7 +2,7 @@
 
 A sweep is a folder. ``private/`` holds its key, from which the number of runs, their cells, their
 keys and their scores' noise follow, and the runs while it goes on. ``best/`` is the run that is
-released; of the others nothing is kept. ``mechanisms/selection.py`` says what is stated, and why.
+released; of the others nothing is kept. ``selection.py`` says what is stated, and why.
 """
 
 from __future__ import annotations
@@ -23,26 +23,19 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import NAME, Statement, read
-from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
+from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.data import Store, load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.files import within
-from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
-from dpfl_jax.mesh import make_mesh
+from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.planning.sweep import ALIASES, SIZES, Cell, Sweep
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
+from dpfl_jax.run.algorithm import RunResult
 from dpfl_jax.run.directory import RunDirectory, finished_report, write_atomically
-from dpfl_jax.run.driver import RunResult
-from dpfl_jax.run.prepared import MakeReport, open_directory, run_prepared
+from dpfl_jax.run.pipeline import open_directory, run_experiment
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, render_markdown
-from dpfl_jax.run.terms import value_digest
-from dpfl_jax.training.central_run import (
-    EVALUATION_CAVEAT,
-    CentralRun,
-    prepare,
-    run_caveats,
-)
+from dpfl_jax.training.central_run import EVALUATION_CAVEAT, CentralRun, prepare
 from dpfl_jax.training.evaluate import Evaluator
 
 BEST = "best"
@@ -54,7 +47,7 @@ _LOSERS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Scored(CentralRun):
     """A run that is evaluated by nothing but a noisy score, and states what the sweep does.
 
@@ -81,35 +74,38 @@ class Scored(CentralRun):
         held_out = f"people held out: {self.selection.held_out:,}"
         return (*super().public_inputs, "grid of the sweep", held_out)
 
-    def train(self, directory: RunDirectory, console: Console, charge: Any) -> tuple[Any, Any]:
-        """Trains, and scores the last model."""
-        result, make_report = super().train(directory, console, charge)
+    def caveats(self) -> tuple[str, ...]:
+        """As of a run, but for what a private sweep computes not at all, or covers."""
+        covered = (PRIVATE_METRICS_CAVEAT, EVALUATION_CAVEAT, TUNING_CAVEAT)
+        return tuple(c for c in super().caveats() if c not in covered)
 
-        def report() -> tuple[dict[str, Any], Statement]:
-            return self._told(directory, result, make_report)
+    def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
+        """Of the whole sweep, however many steps this run has taken."""
+        del steps
+        return self.selection.guarantee(caveats)
 
-        return result, report
+    def statement(self, steps: int, guarantee: accounting.Guarantee) -> Statement:
+        del steps
+        return self.selection.statement().about(guarantee)
 
-    def _told(
-        self, directory: RunDirectory, result: RunResult, make_report: MakeReport
-    ) -> tuple[dict[str, Any], Statement]:
-        made, _ = make_report()
-        stated = self.selection.statement((*_caveats(self.config), *result.caveats))
+    def report(
+        self, directory: RunDirectory, result: RunResult, guarantee: accounting.Guarantee
+    ) -> dict[str, Any]:
+        made = super().report(directory, result, guarantee)
         if result.interrupted is None:
-            mesh = make_mesh(**self.config.execution.mesh.axes)
-            evaluator = Evaluator(self.model.loss, mesh, self.config.eval.batch_size)
+            evaluator = Evaluator(self.model.loss, self.mesh, self.config.eval.batch_size)
             losses, _ = evaluator.measure(result.params, self.people)
-            key = directory.root_key
+            key, offsets = directory.root_key, self.people.user_offsets
             made["selection"] = {
                 "cell": self.values,
-                "noisy_score": self.selection.score(losses, self.people.user_offsets, key),
+                "noisy_score": self.selection.score(losses, offsets, key),
                 "noise_of_scores": self.selection.score_stddev,
                 "loss_bound": self.selection.bound,
                 "held_out_users": self.selection.held_out,
                 "expected_runs": self.selection.runs.mean,
                 "other_runs": _LOSERS,
             }
-        return made, stated
+        return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +141,7 @@ class PrivateSweep:
         runs = [self._prepared(cell) for cell in self._cells]
         first = runs[0]
         selection = self._calibrated(runs)
-        of_data = (run.data.train.fingerprint for run in runs)
+        of_data = (run.train.fingerprint for run in runs)
         known = [*dict.fromkeys(of_data), first.people.fingerprint]
         for run in {run.config.model.checkpoint: run for run in runs}.values():
             facts = run.facts()  # files may move, but other content would get the same noise
@@ -158,19 +154,13 @@ class PrivateSweep:
             {**config_to_dict(base), "sweep": asked},
             self.key,
             {"data": ":".join(known), "selection": selection.to_json()},
-            value_digest([config_fingerprint(base), json.dumps(asked)])[:16],
         )
         try:
             # With the noise that it began with, whatever calibration would say today.
             selection = Selection.from_json(directory.facts["selection"])
             runs = [
                 dataclasses.replace(
-                    run,
-                    mechanism=selection.noised(
-                        Trained(run.mechanism, run.population, run.config.train.steps)
-                    ),
-                    delta=selection.delta,
-                    selection=selection,
+                    run, calibrated=selection.noised(run.calibrated), selection=selection
                 )
                 for run in runs
             ]
@@ -193,8 +183,8 @@ class PrivateSweep:
     def priced(self) -> tuple[accounting.Guarantee, int]:
         """What the sweep would guarantee, and the number of its cells; runs nothing."""
         runs = [self._prepared(cell) for cell in self._cells]
-        caveats = _caveats(self.sweep.base)
-        return runs[0].about(self._calibrated(runs).guarantee(caveats)), len(runs)
+        guarantee = self._calibrated(runs).guarantee(runs[0].caveats())
+        return runs[0].about(guarantee), len(runs)
 
     # ---- before the first run --------------------------------------------------------------
 
@@ -235,27 +225,26 @@ class PrivateSweep:
                 "a private sweep compares held-out people, but nobody is held out: set "
                 "data.validation_fraction"
             )
-        if config.data.split == "within_user" or (made.data.known and config.eval.split == "test"):
+        if config.data.split == "within_user" or (made.known and config.eval.split == "test"):
             raise BadInputError(
                 "a private sweep is scored by people who are not trained on, but held-out examples "
                 "here are of the same people: set data.split=by_user and eval.split=validation"
             )
-        if made.population.shared:
+        if made.calibrated.population.shared:
             raise BadInputError(
                 "some records have several owners, and a private sweep has no guarantee for them: "
                 "name one owner of each (data.user_column)"
             )
-        fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
-        mechanism = dataclasses.replace(made.mechanism, noise_multiplier=None)
+        fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.init}
         unset = Selection(
-            (Trained(mechanism, made.population, config.train.steps),),
+            (dataclasses.replace(made.calibrated, noise_multiplier=1.0),),
             RunCount(self.expected_runs),
             self._bound(made),
             made.held_out.num_users,
-            made.delta,
+            made.calibrated.delta,
             score_noise=1.0,
         )
-        fields |= {"held_out": None, "mechanism": mechanism}
+        fields |= {"held_out": None}
         privacy = self.sweep.base.privacy
         return Scored(
             **fields,
@@ -268,8 +257,9 @@ class PrivateSweep:
     def _bound(self, made: CentralRun) -> float:
         if self.loss_bound is not None:
             return self.loss_bound
-        task = made.data.task
-        kinds = made.data.train.schema.vocab_size if task.kind == "tokens" else task.classes
+        task = made.task
+        assert task is not None
+        kinds = made.train.schema.vocab_size if task.kind == "tokens" else task.classes
         if not kinds or kinds < 2:
             raise BadInputError(
                 "the loss of this task has no natural bound: give the most that one person's mean "
@@ -344,9 +334,8 @@ class PrivateSweep:
             path = within(directory.path, f"private/runs/{key.derive('name').hex()[:16]}")
             report = finished_report(path)
             if report is None:
-                prepared = functools.partial(runs.__getitem__, cell)
-                quiet = Console(quiet=True)
-                report = run_prepared(runs[cell].config, path, quiet, prepared, key)
+                run, quiet = functools.partial(runs.__getitem__, cell), Console(quiet=True)
+                report = run_experiment(runs[cell].config, path, quiet, run, key)
             if report["status"] != "finished":
                 raise StoppedError("the sweep was stopped; the same command goes on from there")
             score = report["selection"]["noisy_score"]
@@ -412,12 +401,6 @@ def write_reports(folder: pathlib.Path, report: dict[str, Any], winner: pathlib.
     write_atomically(folder / "report.json", json.dumps(report, indent=2) + "\n")
 
 
-def _caveats(config: RunConfig) -> tuple[str, ...]:
-    """As of a run, but for what a private sweep computes not at all, or covers."""
-    covered = (PRIVATE_METRICS_CAVEAT, EVALUATION_CAVEAT, TUNING_CAVEAT)
-    return tuple(c for c in run_caveats(config, config.mechanism) if c not in covered)
-
-
 def _refuse(config: RunConfig) -> None:
     """Raises BadInputError for what looks at held-out people, or at other runs, without noise."""
     if processes.many():
@@ -427,10 +410,10 @@ def _refuse(config: RunConfig) -> None:
             f"mechanism.kind={config.mechanism.kind} has no privacy, and so would the sweep: "
             "choose one with noise"
         )
-    if config.mechanism.noise_multiplier is not None or config.privacy.epsilon is None:
+    if config.privacy.noise_multiplier is not None or config.privacy.epsilon is None:
         raise BadInputError(
             "a private sweep finds the noise of every cell for one target: set privacy.epsilon, "
-            "and leave out mechanism.noise_multiplier"
+            "and leave out privacy.noise_multiplier"
         )
     for wrong, what, change in (
         (config.train.chooses, "train.keep_best and train.patience choose", "leave them out"),

@@ -143,11 +143,14 @@ class Proxy:
         mechanism: Any = at_budget(
             self.config.mechanism, trial.kind, float(trial.size * each), trial.group_size
         )
-        mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)  # not used: see _update
         how = self.config.execution.unpacked
         # Rows of few large users, not of many.
         how = how.model_copy(update={"microbatch_size": max(1, how.microbatch_size // each)})
-        plan = Plan(mechanism, self.data.train, trial.steps, 1e-5, how, self.mesh)
+        population = mechanism.participation.count(self.data.train)
+        calibrated = mechanism.calibrate(  # its noise is not used: see _update
+            population, trial.steps, noise_multiplier=1.0, delta=1e-5
+        )
+        plan = Plan(calibrated, self.data.train, how, self.mesh)
         key = RootKey.from_seed(trial.seed)
         own = key_argument(self.model.loss)
         pipeline = plan.pipeline(plan.sampler(key), key if own else None)
@@ -156,7 +159,9 @@ class Proxy:
         pipeline = dataclasses.replace(pipeline, capacities=shape)
         init, update = self._update(trial.steps)
         summed, state = self._sum(mechanism), (self.trained, init(self.trained))
-        numbers = [jnp.float32(x) for x in (mechanism.divisor, trial.ratio, trial.rate)]
+        numbers = [
+            jnp.float32(x) for x in (mechanism.participation.divisor, trial.ratio, trial.rate)
+        ]
         started, units, examples, tokens, rows = time.process_time(), 0, 0, 0, 0
         for batch in pipeline.iterate(0, trial.steps):
             arguments = step_arguments(mechanism, batch)

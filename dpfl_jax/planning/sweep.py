@@ -75,7 +75,7 @@ class Cell:
         budget = self.values.get("budget", chosen.compute_budget)
         if "cohort_size" in self.values:
             one = at_budget(chosen, kind, 1.0, group)
-            budget = self.values["cohort_size"] * (one.unit_examples or 1)
+            budget = self.values["cohort_size"] * (one.participation.unit_examples or 1)
         return at_budget(chosen, kind, budget, group)
 
 
@@ -213,7 +213,8 @@ class Sweep:
 
     def run_cell(self, cell: Cell, load: Any) -> dict[str, Any]:
         """Trains one cell; returns its row of the table."""
-        from dpfl_jax.training.central_run import run_experiment
+        from dpfl_jax.run.pipeline import run_experiment
+        from dpfl_jax.training.central_run import prepare
 
         config = self.cell_config(cell)
         path = within(self.directory, f"cells/{self.digest(cell)}")
@@ -224,7 +225,8 @@ class Sweep:
             # Finished, but killed before its result was written: not run, nor charged, again.
             report = finished_report(path)
             if report is None:
-                report = run_experiment(config, path, Console(quiet=True), load=load)
+                quiet = Console(quiet=True)
+                report = run_experiment(config, path, quiet, lambda: prepare(config, quiet, load))
         except LedgerError:
             raise
         except BadInputError as error:

@@ -13,7 +13,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from dpfl_jax.audit.run_audit import RunAudit
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.choice import Best
+from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import TrainState, hardware
 from dpfl_jax.run.terms import Terms
 
@@ -21,8 +24,8 @@ PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
-    """What a step tells besides its state.
+class StepOutput:
+    """What a step returns besides its state.
 
     Attributes:
       stats: for ``Algorithm.row``.
@@ -38,6 +41,68 @@ class Taken:
     tokens: int = 0
     places: int = 0
     read: tuple[int, int] = (1, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What a run returns.
+
+    Attributes:
+      params: the model after the last step.
+      steps: taken in all (also before a resume).
+      metrics: the rows of metrics.jsonl.
+      interrupted: name of the signal that stopped the run, or None.
+      caveats: what the run itself adds to the guarantee's.
+      seconds: wall time of the steps taken in this process (without compilation).
+      examples: processed in that time.
+      tokens: real tokens processed in that time (0 if examples are not token sequences).
+      places: for tokens, real or not, that were computed on in that time.
+      planned: steps that it would have taken.
+      clipping: how the norms of how many parameters were computed; None if the run is not private.
+      best: the checkpoint with the lowest held-out loss, if that was kept.
+      seen: what is kept beside the model (``Algorithm.seen``). Private.
+      audit: what an attack on the run saw, if it had canaries and was not interrupted.
+      asked: steps that may have been released, also by a process that was killed.
+    """
+
+    params: PyTree
+    steps: int
+    metrics: list[dict[str, Any]]
+    interrupted: str | None
+    caveats: tuple[str, ...]
+    seconds: float
+    examples: int
+    tokens: int
+    planned: int
+    clipping: dict[str, Any] | None = None
+    best: Best | None = None
+    seen: Any = dataclasses.field(default=None, repr=False)
+    places: int = 0
+    asked: int = 0
+    audit: RunAudit | None = None
+
+    @property
+    def accounted(self) -> int:
+        """Steps that the guarantee is for: all of them, if a rule decided when to stop.
+
+        A step that was released before the run was killed stays released, whether or not the run
+        took it again.
+        """
+        return self.planned if self.interrupted is None else max(self.steps, self.asked, 1)
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The evaluation at the end; None if the run was interrupted."""
+        return self.evaluation(self.steps) if self.interrupted is None else None
+
+    def evaluation(self, step: int) -> dict[str, Any] | None:
+        """The evaluation logged after ``step`` steps, if there is one."""
+        return evaluation_after(self.metrics, step)
+
+
+def evaluation_after(rows: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    """The evaluation in the rows of metrics after ``step`` steps, if there is one."""
+    return next((r["eval"] for r in rows if r["step"] == step and "eval" in r), None)
 
 
 class Steps(abc.ABC):
@@ -68,7 +133,7 @@ class Steps(abc.ABC):
         """Yields (steps taken after it, what a step needs), built ahead of time."""
 
     @abc.abstractmethod
-    def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, Taken]:
+    def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, StepOutput]:
         """Takes a step; the state given to it is not used again."""
 
 
@@ -81,9 +146,10 @@ class Algorithm(abc.ABC):
       delta: of its guarantee.
       private: whether it has one.
       mesh: what it is computed on.
-      movable: whether a run may go on as another computation, drawing anew.
-      layout: what changes no more than rounding; runs that differ in it alone draw independently.
-      smaller: what the user changes if memory does not suffice.
+      can_reshard_on_resume: whether a run may go on as another computation, drawing anew.
+      layout_fingerprint: what changes no more than rounding; runs that differ in it alone draw
+        independently.
+      memory_hint: what the user changes if memory does not suffice.
     """
 
     word: str = "steps"
@@ -91,9 +157,9 @@ class Algorithm(abc.ABC):
     delta: float
     private: bool
     mesh: Mesh
-    movable: bool = True
-    layout: Any = None
-    smaller: str
+    can_reshard_on_resume: bool = True
+    layout_fingerprint: Any = None
+    memory_hint: str
 
     @property
     def hardware(self) -> str:
@@ -119,6 +185,15 @@ class Algorithm(abc.ABC):
     def seen(self, state: TrainState) -> Any:
         """What is kept of a state beside the model: for an audit, or for ``private/``; or None."""
         del state
+        return None
+
+    def write_private(self, directory: RunDirectory, result: RunResult) -> None:
+        """Writes under ``private/`` what is kept of a run that has ended, or was interrupted."""
+        del directory, result
+
+    def audited(self, result: RunResult) -> RunAudit | None:
+        """What an attack on a run that has ended saw; None if nobody attacked it."""
+        del result
         return None
 
     @abc.abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from dpfl_jax.errors import BadInputError
 # configs/subject/digits.yaml the held-out loss, 2.40 before, is 3.20 after a run at 0.75
 # (privacy.epsilon=0.8), 1.56 at 0.43 and 1.08 at 0.24.
 _ENOUGH = 0.5
-# (the key to change, its value, what the balance would be); the values of a key in order.
-Knobs = Iterable[tuple[str, Sequence[tuple[Any, Callable[[], "Balance"]]]]]
+# (the key to change, its values in order, each with what makes the configuration that has it).
+Knob = tuple[str, list[tuple[Any, Callable[[], Any]]]]
+Knobs = Iterable[Knob]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,6 @@ class Balance:
         return {f"over_a_{name}": float(f"{value:.4g}") for name, value in found.items()}
 
     def __str__(self) -> str:
-        """In one sentence."""
         return (
             f"noise on a {self.called}'s averaged update is about "
             f"{self.noise / self.signal:.3g} times the largest that the update itself can be, and "
@@ -54,25 +55,28 @@ class Balance:
         )
 
 
-def advice(balance: Balance, knobs: Knobs) -> list[str]:
+def advice(
+    balance: Balance, knobs: Knobs, balance_of: Callable[[Any], Balance | None]
+) -> list[str]:
     """Sentences to print: the balance, and where noise swamps signal the values that would do.
 
     Args:
       balance: of what is configured.
       knobs: see ``Knobs``; asked for only if needed.
+      balance_of: of another configuration.
     """
     if balance.ratio <= 1.0:
         return [str(balance)]
     found, tried = [], []
     for key, values in knobs:
         tried += [key] if values else []
-        for value, would_be in values:
+        for value, changed in values:
             try:
-                ratio = would_be().ratio
+                would_be = balance_of(changed())
             except BadInputError:  # no such mechanism, or no noise that meets the target
                 continue
-            if ratio <= _ENOUGH:
-                found.append(f"{key}={value} ({ratio:.2g})")
+            if would_be is not None and would_be.ratio <= _ENOUGH:
+                found.append(f"{key}={value} ({would_be.ratio:.2g})")
                 break
     better = (
         f"one of these would do, the noise then being so many times the signal: {', '.join(found)}"
@@ -81,6 +85,22 @@ def advice(balance: Balance, knobs: Knobs) -> list[str]:
         f"{', '.join(tried)}; take a smaller model, or more people"
     )
     return [f"warning: noise swamps signal: {balance}; {better}"]
+
+
+def knob(config: Any, key: str, values: Sequence[Any]) -> Knob:
+    """A key of a configuration with further values; of a mechanism's, an option of who is drawn."""
+    section, *_, name = key.split(".")
+
+    def changed(value: Any) -> Any:
+        old = getattr(config, section)
+        if section == "mechanism":
+            drawn = dataclasses.replace(old.participation, **{name: value})
+            new = dataclasses.replace(old, participation=drawn)
+        else:
+            new = old.model_copy(update={name: value})
+        return config.model_copy(update={section: new})
+
+    return key, [(value, functools.partial(changed, value)) for value in values]
 
 
 def doubled(start: float, most: float, times: int = 6) -> list[float]:

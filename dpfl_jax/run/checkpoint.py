@@ -181,7 +181,6 @@ class Checkpoints:
         return TrainState(**state), restored["progress"]
 
     def __enter__(self) -> Checkpoints:
-        """Itself, until the run ends."""
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

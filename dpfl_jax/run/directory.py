@@ -86,7 +86,6 @@ class RunDirectory:
         self,
         path: str | os.PathLike[str],
         config: Mapping[str, Any],
-        fingerprint: str,
         key: RootKey | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -95,7 +94,6 @@ class RunDirectory:
         Args:
           path: the directory.
           config: resolved configuration, kept as config.yaml.
-          fingerprint: identifies the configuration.
           key: root key of a new run; None for a secret one from the operating system.
           facts: what a resumed run must find unchanged or go on with: ``data`` (fingerprint of
             the training set) is compared, the rest is kept as it was at the start. The fingerprint
@@ -107,7 +105,7 @@ class RunDirectory:
             another process works in it.
         """
         self.path, self.writes = pathlib.Path(path).absolute(), True
-        self.check(self.path, fingerprint, config)
+        self.check(self.path, config)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire_lock()
         self.resumed = (self.path / "config.yaml").exists()
@@ -158,7 +156,6 @@ class RunDirectory:
             self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:16]}"
             self.facts = self._sealed(facts)
             self._content = {
-                "fingerprint": fingerprint,
                 "run_id": self.run_id,
                 "facts": self.facts,
                 "config": dict(config),
@@ -281,7 +278,7 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", write_yaml(content))
 
     @staticmethod
-    def check(path: str | os.PathLike[str], fingerprint: str, content: Mapping[str, Any]) -> None:
+    def check(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         """Raises BadInputError unless ``path`` is new, or an unfinished run like this one."""
         path = pathlib.Path(path).absolute()
         if "\\" in str(path):
@@ -308,7 +305,7 @@ class RunDirectory:
         began = known.get("config")
         began = began if isinstance(began, Mapping) else {}
         key = other_run(began, json.loads(json.dumps(content)))
-        if known.get("fingerprint") != fingerprint and key is not None:
+        if key is not None:
             raise BadInputError(
                 f"the run directory {path} belongs to another configuration: {key} is another in "
                 "its config.yaml; use that one, or choose another --run-dir"

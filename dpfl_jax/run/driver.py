@@ -10,7 +10,7 @@ import pathlib
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
-from dpfl_jax.run.algorithm import Algorithm, Taken
+from dpfl_jax.run.algorithm import Algorithm, RunResult, StepOutput, Steps, evaluation_after
 from dpfl_jax.run.checkpoint import Checkpoints, shapes_of
 from dpfl_jax.run.choice import (
     BEST_CAVEAT,
@@ -60,7 +60,7 @@ MOVED_CAVEAT = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
+class LoopConfig:
     """How often a run looks up from its steps.
 
     Attributes:
@@ -82,7 +82,6 @@ class Pace:
     profile: int = 0
 
     def __post_init__(self) -> None:
-        """Validates."""
         if self.patience is not None and self.patience < 1:
             raise BadInputError(f"patience is {self.patience}, but it must be at least 1")
         if self.chooses and not self.eval_every:
@@ -97,7 +96,7 @@ class Pace:
         return self.keep_best or self.patience is not None
 
     @classmethod
-    def of(cls, config: Any, steps: int = 1) -> Pace:
+    def of(cls, config: Any, steps: int = 1) -> LoopConfig:
         """What a configuration says, whose numbers are of so many steps each."""
         section = config.train
         return cls(
@@ -126,61 +125,6 @@ class Hooks:
     on_checkpoint: Callable[[int], Any] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class RunResult:
-    """What a run returns.
-
-    Attributes:
-      params: the model after the last step.
-      steps: taken in all (also before a resume).
-      metrics: the rows of metrics.jsonl.
-      interrupted: name of the signal that stopped the run, or None.
-      caveats: what the run itself adds to the guarantee's.
-      seconds: wall time of the steps taken in this process (without compilation).
-      examples: processed in that time.
-      tokens: real tokens processed in that time (0 if examples are not token sequences).
-      places: for tokens, real or not, that were computed on in that time.
-      planned: steps that it would have taken.
-      clipping: how the norms of how many parameters were computed; None if the run is not private.
-      best: the checkpoint with the lowest held-out loss, if that was kept.
-      seen: what is kept beside the model (``Algorithm.seen``). Private.
-      asked: steps that may have been released, also by a process that was killed.
-    """
-
-    params: PyTree
-    steps: int
-    metrics: list[dict[str, Any]]
-    interrupted: str | None
-    caveats: tuple[str, ...]
-    seconds: float
-    examples: int
-    tokens: int
-    planned: int
-    clipping: dict[str, Any] | None = None
-    best: Best | None = None
-    seen: Any = dataclasses.field(default=None, repr=False)
-    places: int = 0
-    asked: int = 0
-
-    @property
-    def accounted(self) -> int:
-        """Steps that the guarantee is for: all of them, if a rule decided when to stop.
-
-        A step that was released before the run was killed stays released, whether or not the run
-        took it again.
-        """
-        return self.planned if self.interrupted is None else max(self.steps, self.asked, 1)
-
-    @property
-    def last(self) -> dict[str, Any] | None:
-        """The evaluation at the end; None if the run was interrupted."""
-        return self.evaluation(self.steps) if self.interrupted is None else None
-
-    def evaluation(self, step: int) -> dict[str, Any] | None:
-        """The evaluation logged after ``step`` steps, if there is one."""
-        return _evaluation(self.metrics, step)
-
-
 def _promotes(function: Callable[..., RunResult]) -> Callable[..., RunResult]:
     """Optax and the engine promote integers to floats, whatever callers forbid their own code."""
 
@@ -199,19 +143,22 @@ def drive(
     key: RootKey | None = None,
     run_dir: RunDirectory | None = None,
     evaluate: Evaluate | None = None,
-    pace: Pace | None = None,
+    loop: LoopConfig | None = None,
     charge: Callable[[str], Any] | None = None,
     console: Console | None = None,
     hooks: Hooks | None = None,
 ) -> RunResult:
     """Takes an algorithm's steps.
 
+    The run is held against what it began with and paid for, its checkpoint is read, the start is
+    evaluated, the first step is checked, and the steps are taken.
+
     Args:
       algorithm: what is run.
       key: root key; default a fresh secret one (or the run directory's).
       run_dir: where to log and checkpoint; an unfinished one is resumed.
       evaluate: ``params -> dict`` with at least ``loss``; called before, during and after.
-      pace: how often it logs, evaluates and keeps.
+      loop: how often it logs, evaluates and keeps.
       charge: called before the first step with a name of the run's draws, to pay for them (in the
         process that writes): a run that moves and draws anew pays again.
       console: where the progress bar goes; None for none.
@@ -221,158 +168,259 @@ def drive(
       BadInputError: the run directory holds another run, or memory does not suffice.
       clipping.SelfCheckError: the algorithm's check before the first step failed.
     """
-    steps, pace = algorithm.steps, pace or Pace()
-    if pace.chooses and evaluate is None:
+    loop = loop or LoopConfig()
+    _check_options(loop, evaluate, run_dir)
+    run = _Driven(algorithm, run_dir, evaluate, loop, console, hooks or Hooks())
+    run.begin(key)
+    run.pay(charge)
+    run.restore()
+    if run.done == 0:
+        run.evaluate()
+    run.check_first_step()
+    run.take_steps()
+    return run.result()
+
+
+def _check_options(
+    loop: LoopConfig, evaluate: Evaluate | None, run_dir: RunDirectory | None
+) -> None:
+    if loop.chooses and evaluate is None:
         raise BadInputError("keep_best and patience look at held-out loss: hold somebody out")
-    if pace.keep_best and run_dir is None:
+    if loop.keep_best and run_dir is None:
         raise BadInputError("keep_best needs run_dir, where the best parameters are kept")
-    if pace.profile and run_dir is None:
+    if loop.profile and run_dir is None:
         raise BadInputError("profile needs run_dir, where the trace is written")
-    root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
-    caveats = (PUBLIC_KEY_CAVEAT,) if root.public and algorithm.private else ()
-    state = algorithm.init()
-    log = _Log(run_dir, hooks or Hooks())
-    checkpoints, resumed = None, None
-    if run_dir is not None:
-        checkpoints = Checkpoints(run_dir.path / "checkpoints", pace.keep_checkpoints)
-        resumed = checkpoints.resumed_step()
-    key, terms = begin(
-        algorithm.terms(),
-        root,
-        run_dir,
-        algorithm.hardware if algorithm.movable else None,
-        resumed,
-        lambda: content_digest(state.params, root),
-        algorithm.layout,
-    )
-    asked = _Asked(run_dir, steps, resumed or 0)
-    if charge is not None:
-        processes.on_primary(lambda: charge(key.fingerprint))
-    if run_dir is not None and checkpoints is not None:
-        if run_dir.computed_with(algorithm.hardware, algorithm.layout):
-            caveats = (*caveats, MOVED_CAVEAT)
-        if resumed is not None:
-            state = checkpoints.restore(state, root, terms, resumed)
-        log.start_at(int(state.step))
-    choosing = None
-    if pace.keep_best and checkpoints is not None:
-        choosing = KeepBest(checkpoints, log.rows)
-    start = int(state.step)
 
-    def evaluated(done: int) -> None:
-        if evaluate is not None and _evaluation(log.rows, done) is None:
-            found = evaluate(algorithm.params(state))
-            if done == 0 and not math.isfinite(found["loss"]):
-                before = "before the first step the mean loss of held-out examples is"
-                raise BadInputError(_NO_LOSS.format(before))
-            log.append({"step": done, "eval": found})
 
-    if start == 0:
-        evaluated(0)
-    work = algorithm.begin(key, start)
-    mesh = algorithm.mesh
-    facts = {
-        "root key": root.fingerprint,
-        "number of steps": [start, steps],
-        "set of terms": terms,
-        "mesh": [list(mesh.shape.items()), [device.id for device in mesh.devices.flat]],
-        "version of JAX or NumPy": [jax.__version__, np.__version__],
-    }
-    processes.check_same(facts | work.agreed())
-    clipping = None
-    if algorithm.private:
-        if start < steps:
-            shown = (console or Console(quiet=True)).status(_CHECKING)
-            smaller = algorithm.smaller
-            with shown as line, too_little_memory("the check before the first step", smaller):
-                work.check(state, functools.partial(_say, console, line))
-        clipping = work.clipping()
-        if clipping is not None:
-            _tell(clipping, console)
-    ended = exhausted(log.rows, pace.patience)
-    spent, meter, seen = Spent(algorithm), _Meter(), start > 0
+class _Driven:
+    """A run of ``drive``, phase by phase.
 
-    def costs() -> float | None:
-        # What a rule chooses or stops at is no number of steps that was fixed beforehand.
-        return spent(steps if pace.chooses else asked.most)
+    Attributes:
+      state: after ``done`` steps.
+      ended: whether no step is left, or a rule has stopped the run.
+      stopping: name of the signal that stops it.
+    """
 
-    with (
-        StopRequest() as stop,
-        StepProgress(console or Console(quiet=True), algorithm.word, steps, start) as bar,
-        too_little_memory("training", algorithm.smaller),
-        Profile(log.folder and log.folder / "profile", pace.profile) as trace,
-        checkpoints or contextlib.nullcontext(),
-    ):
-        done, stopping = start, None
-        for after, inputs in () if ended else work.inputs():
-            trace.before()
-            asked.before(after)
-            state, taken = work.step(state, inputs)
-            trace.after(state)
-            before, done = done, after
-            meter.count(taken, done - before)
-            if not seen:
-                seen = _check_losses(algorithm.row(taken.stats)["outside_guarantee"])
-            last = done == steps
-            logs = last or _due(pace.log_every, before, done)
-            saves = last or _due(pace.checkpoint_every, before, done)
-            if logs or saves or not processes.many():  # else they would wait for each other
-                stopping = meter.exchange(stop.requested)
-            if logs:
-                row = {"step": done, "epsilon_spent": costs(), **algorithm.row(taken.stats)}
-                meter.measure(row)
-                log.append(row)
-                bar.update(done, _status(row))
-            if _due(pace.eval_every, before, done) and not last:
-                evaluated(done)
-                meter.restart()
-                ended = exhausted(log.rows, pace.patience)
-                if choosing is not None:
-                    saves |= choosing.look(log.rows, done)
-            if checkpoints is not None and (saves or stopping or ended):
-                told = {"epsilon": costs(), "delta": algorithm.delta}
-                checkpoints.save(state, root, told, terms)
-                if log.hooks.on_checkpoint is not None:
-                    checkpoints.finish()
-                    log.hooks.on_checkpoint(done)
-                meter.restart()
-            if stopping or ended:
-                break
-        if checkpoints is not None:
-            checkpoints.open_all()
-    asked.end()
-    ended |= done == steps
-    if ended:
-        evaluated(done)
-    if algorithm.private:
-        if done < steps and ended:
-            caveats = (*caveats, stopped_caveat(done, steps, algorithm.word))
-        elif done < steps:
-            caveats = (*caveats, interrupted_caveat(done, asked.most, steps, algorithm.word))
-        if choosing is not None:
-            caveats = (*caveats, BEST_CAVEAT)
-    chosen, like = None, shapes_of(state)
-    if choosing is not None:
-        choosing.look(log.rows, done)
-        chosen = choosing.found(
-            lambda kept, step: algorithm.params(kept.restore(like, root, terms, step))
+    root: RootKey
+    key: RootKey
+    terms: dict[str, Any]
+    work: Steps
+    clipping: dict[str, Any] | None = None
+    choosing: KeepBest | None = None
+    stopping: str | None = None
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        run_dir: RunDirectory | None,
+        evaluate: Evaluate | None,
+        loop: LoopConfig,
+        console: Console | None,
+        hooks: Hooks,
+    ) -> None:
+        self.algorithm, self.run_dir, self.loop = algorithm, run_dir, loop
+        self._evaluate, self.console = evaluate, console
+        self.log, self.meter = _Log(run_dir, hooks), _Meter()
+        self.caveats: list[str] = []
+        self.checkpoints: Checkpoints | None = None
+        self.resumed: int | None = None
+        if run_dir is not None:
+            self.checkpoints = Checkpoints(run_dir.path / "checkpoints", loop.keep_checkpoints)
+            self.resumed = self.checkpoints.resumed_step()
+        self.asked = _Asked(run_dir, algorithm.steps, self.resumed or 0)
+        self.done, self.ended, self.seen = 0, False, False
+
+    # ---- before the first step -------------------------------------------------------------
+
+    def begin(self, key: RootKey | None) -> None:
+        """Holds the run against what it began with; its draws have a key of their own."""
+        algorithm, run_dir = self.algorithm, self.run_dir
+        self.root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
+        if self.root.public and algorithm.private:
+            self.caveats.append(PUBLIC_KEY_CAVEAT)
+        self.state = algorithm.init()
+        self.key, self.terms = begin(
+            algorithm.terms(),
+            self.root,
+            run_dir,
+            algorithm.hardware if algorithm.can_reshard_on_resume else None,
+            self.resumed,
+            lambda: content_digest(self.state.params, self.root),
+            algorithm.layout_fingerprint,
         )
-    return RunResult(
-        params=algorithm.params(state),
-        steps=done,
-        metrics=log.rows,
-        interrupted=None if ended else stopping,
-        caveats=caveats,
-        seconds=meter.seconds,
-        examples=meter.examples,
-        tokens=meter.tokens,
-        places=meter.places,
-        planned=steps,
-        clipping=clipping,
-        best=chosen,
-        seen=algorithm.seen(state),
-        asked=asked.most,
-    )
+        self.asked.begin()
+
+    def pay(self, charge: Callable[[str], Any] | None) -> None:
+        """Charges a ledger, if there is one, for these draws."""
+        if charge is not None:
+            processes.on_primary(lambda: charge(self.key.fingerprint))
+
+    def restore(self) -> None:
+        """Goes on from the newest checkpoint, and from the rows of metrics up to it."""
+        algorithm, run_dir = self.algorithm, self.run_dir
+        if run_dir is None or self.checkpoints is None:
+            return
+        if run_dir.computed_with(algorithm.hardware, algorithm.layout_fingerprint):
+            self.caveats.append(MOVED_CAVEAT)
+        if self.resumed is not None:
+            self.state = self.checkpoints.restore(self.state, self.root, self.terms, self.resumed)
+        self.done = int(self.state.step)
+        self.seen = self.done > 0
+        self.log.start_at(self.done)
+        if self.loop.keep_best:
+            self.choosing = KeepBest(self.checkpoints, self.log.rows)
+
+    def evaluate(self) -> None:
+        """Evaluates the model as it is, unless the log has that already."""
+        if self._evaluate is None or evaluation_after(self.log.rows, self.done) is not None:
+            return
+        found = self._evaluate(self.algorithm.params(self.state))
+        if self.done == 0 and not math.isfinite(found["loss"]):
+            before = "before the first step the mean loss of held-out examples is"
+            raise BadInputError(_NO_LOSS.format(before))
+        self.log.append({"step": self.done, "eval": found})
+
+    def check_first_step(self) -> None:
+        """Makes the steps; processes and, if the run is private, the compiled sum are checked."""
+        algorithm, mesh, steps = self.algorithm, self.algorithm.mesh, self.algorithm.steps
+        self.work = algorithm.begin(self.key, self.done)
+        facts = {
+            "root key": self.root.fingerprint,
+            "number of steps": [self.done, steps],
+            "set of terms": self.terms,
+            "mesh": [list(mesh.shape.items()), [device.id for device in mesh.devices.flat]],
+            "version of JAX or NumPy": [jax.__version__, np.__version__],
+        }
+        processes.check_same(facts | self.work.agreed())
+        if algorithm.private:
+            if self.done < steps:
+                shown = (self.console or Console(quiet=True)).status(_CHECKING)
+                what = "the check before the first step"
+                with shown as line, too_little_memory(what, algorithm.memory_hint):
+                    self.work.check(self.state, functools.partial(_say, self.console, line))
+            self.clipping = self.work.clipping()
+            if self.clipping is not None:
+                _warn_of(self.clipping, self.console)
+        self.ended = exhausted(self.log.rows, self.loop.patience)
+        self.spent = Spent(algorithm)
+
+    # ---- the steps -------------------------------------------------------------------------
+
+    def take_steps(self) -> None:
+        """Takes the steps that are left, until the last, a signal, or a rule."""
+        algorithm, log = self.algorithm, self.log
+        with (
+            StopRequest() as stop,
+            StepProgress(
+                self.console or Console(quiet=True), algorithm.word, algorithm.steps, self.done
+            ) as bar,
+            too_little_memory("training", algorithm.memory_hint),
+            Profile(log.folder and log.folder / "profile", self.loop.profile) as trace,
+            self.checkpoints or contextlib.nullcontext(),
+        ):
+            for after, inputs in () if self.ended else self.work.inputs():
+                trace.before()
+                self.asked.before(after)
+                self.state, output = self.work.step(self.state, inputs)
+                trace.after(self.state)
+                before, self.done = self.done, after
+                self._after_step(output, before, stop, bar)
+                if self.stopping or self.ended:
+                    break
+            if self.checkpoints is not None:
+                self.checkpoints.open_all()
+        self.asked.end()
+        self.ended |= self.done == algorithm.steps
+        if self.ended:
+            self.evaluate()
+
+    def _after_step(
+        self, output: StepOutput, before: int, stop: StopRequest, bar: StepProgress
+    ) -> None:
+        """Logs, evaluates and keeps what is due after the steps since ``before``."""
+        done, loop = self.done, self.loop
+        self.meter.count(output, done - before)
+        if not self.seen:
+            self.seen = _check_losses(self.algorithm.row(output.stats)["outside_guarantee"])
+        last = done == self.algorithm.steps
+        logs = last or _due(loop.log_every, before, done)
+        saves = last or _due(loop.checkpoint_every, before, done)
+        if logs or saves or not processes.many():  # else they would wait for each other
+            self.stopping = self.meter.exchange(stop.requested)
+        if logs:
+            row = {"step": done, "epsilon_spent": self._epsilon()}
+            row |= self.algorithm.row(output.stats)
+            self.meter.measure(row)
+            self.log.append(row)
+            bar.update(done, _status(row))
+        if _due(loop.eval_every, before, done) and not last:
+            self.evaluate()
+            self.meter.restart()
+            self.ended = exhausted(self.log.rows, loop.patience)
+            if self.choosing is not None:
+                saves |= self.choosing.look(self.log.rows, done)
+        if saves or self.stopping or self.ended:
+            self._save()
+
+    def _epsilon(self) -> float | None:
+        # What a rule chooses or stops at is no number of steps that was fixed beforehand.
+        return self.spent(self.algorithm.steps if self.loop.chooses else self.asked.most)
+
+    def _save(self) -> None:
+        if self.checkpoints is None:
+            return
+        spent = {"epsilon": self._epsilon(), "delta": self.algorithm.delta}
+        self.checkpoints.save(self.state, self.root, spent, self.terms)
+        if self.log.hooks.on_checkpoint is not None:
+            self.checkpoints.finish()
+            self.log.hooks.on_checkpoint(self.done)
+        self.meter.restart()
+
+    # ---- after the last step ---------------------------------------------------------------
+
+    def result(self) -> RunResult:
+        """What the run returns; what it keeps of single units is written under ``private/``."""
+        algorithm, meter = self.algorithm, self.meter
+        found = RunResult(
+            params=algorithm.params(self.state),
+            steps=self.done,
+            metrics=self.log.rows,
+            interrupted=None if self.ended else self.stopping,
+            caveats=(*self.caveats, *self._caveats_of_the_end()),
+            seconds=meter.seconds,
+            examples=meter.examples,
+            tokens=meter.tokens,
+            places=meter.places,
+            planned=algorithm.steps,
+            clipping=self.clipping,
+            best=self._best(),
+            seen=algorithm.seen(self.state),
+            asked=self.asked.most,
+        )
+        if self.run_dir is not None and self.run_dir.writes:
+            algorithm.write_private(self.run_dir, found)
+        return dataclasses.replace(found, audit=algorithm.audited(found))
+
+    def _caveats_of_the_end(self) -> Iterator[str]:
+        done, steps, word = self.done, self.algorithm.steps, self.algorithm.word
+        if not self.algorithm.private:
+            return
+        if done < steps:
+            yield (
+                stopped_caveat(done, steps, word)
+                if self.ended
+                else interrupted_caveat(done, self.asked.most, steps, word)
+            )
+        if self.choosing is not None:
+            yield BEST_CAVEAT
+
+    def _best(self) -> Best | None:
+        if self.choosing is None:
+            return None
+        self.choosing.look(self.log.rows, self.done)
+        like, root, terms = shapes_of(self.state), self.root, self.terms
+        params = self.algorithm.params
+        return self.choosing.found(lambda kept, step: params(kept.restore(like, root, terms, step)))
 
 
 def _due(every: int, before: int, done: int) -> bool:
@@ -397,7 +445,10 @@ class _Asked:
         self._run_dir, self._steps = run_dir, steps
         known = done if run_dir is None else run_dir.asked
         self.most = steps if known is None else max(known, done)
-        self._ahead, self._at = 1, -math.inf
+        self._ahead, self._at, self._noted = 1, -math.inf, 0
+
+    def begin(self) -> None:
+        """Notes what a run that resumes has released."""
         self._note(self.most)
 
     def before(self, step: int) -> None:
@@ -440,11 +491,11 @@ class Spent:
         return epsilon if math.isfinite(epsilon) else None
 
 
-def _tell(clipping: dict[str, Any], console: Console | None) -> None:
+def _warn_of(clipping: dict[str, Any], console: Console | None) -> None:
     if console is not None and clipping["warning"]:
         console.print(clipping["warning"], highlight=False)
     elif clipping["warning"]:
-        warnings.warn(clipping["warning"], stacklevel=3)
+        warnings.warn(clipping["warning"], stacklevel=6)
 
 
 def _say(console: Console | None, line: Any, part: str) -> None:
@@ -498,11 +549,11 @@ class _Meter:
         self._last = time.perf_counter()
         self._pending = [0, 0, 0, 0]
 
-    def count(self, taken: Taken, steps: int) -> None:
-        """Counts what was taken at once."""
-        for i, amount in enumerate((steps, taken.examples, taken.tokens, taken.places)):
+    def count(self, output: StepOutput, steps: int) -> None:
+        """Counts the steps that were taken at once."""
+        for i, amount in enumerate((steps, output.examples, output.tokens, output.places)):
             self._pending[i] += amount
-        self._read = taken.read
+        self._read = output.read
 
     def exchange(self, stop: str | None) -> str | None:
         """Adds up what the processes read since the last measurement; all must call it.
@@ -562,9 +613,9 @@ class _Log:
         self._run_dir.drop_metrics_after(step)
         if self._run_dir.writes:
             self.rows = self._run_dir.read_metrics()
-        told = processes.broadcast([row for row in self.rows if "eval" in row])
+        evaluations = processes.broadcast([row for row in self.rows if "eval" in row])
         if not self._run_dir.writes:
-            self.rows = told
+            self.rows = evaluations
 
     def append(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -573,7 +624,3 @@ class _Log:
         call = self.hooks.on_evaluation if "eval" in row else self.hooks.on_step
         if call is not None:
             call(row)
-
-
-def _evaluation(rows: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
-    return next((r["eval"] for r in rows if r["step"] == step and "eval" in r), None)

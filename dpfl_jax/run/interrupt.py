@@ -51,7 +51,6 @@ class StopRequest:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Puts the old handlers back."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -31,7 +31,6 @@ class Profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Writes what there is."""
         self._stop()
 
     def before(self) -> None:

@@ -108,7 +108,6 @@ class StepProgress:
             self._task = self._progress.add_task(label, total=total, completed=completed, status="")
 
     def __enter__(self) -> StepProgress:
-        """Starts drawing."""
         if self._progress is not None:
             self._progress.start()
         return self
@@ -119,7 +118,6 @@ class StepProgress:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stops drawing."""
         if self._progress is not None:
             self._progress.stop()
 

@@ -8,7 +8,7 @@ import math
 import pathlib
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -65,15 +65,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def told(result: RunResult, guarantee: Guarantee) -> dict[str, Any]:
-    """What a report says of a run's guarantee."""
-    return {
-        "summary": summary(result, guarantee),
-        "privacy": guarantee.to_json(),
-        "guarantee": str(guarantee),
-    }
-
-
 def summary(result: RunResult, guarantee: Guarantee) -> str:
     """A run in one line: the guarantee, and how it was enforced."""
     norms = [] if result.clipping is None else [result.clipping["summary"]]
@@ -81,7 +72,12 @@ def summary(result: RunResult, guarantee: Guarantee) -> str:
 
 
 def build_report(
-    name: str, result: RunResult, guarantee: Guarantee, **sections: Any
+    name: str,
+    result: RunResult,
+    guarantee: Guarantee,
+    *,
+    outside_guarantee: Mapping[str, Any] | None = None,
+    **sections: Any,
 ) -> dict[str, Any]:
     """Returns the content of report.json.
 
@@ -89,6 +85,7 @@ def build_report(
       name: of the configuration.
       result: of the driver.
       guarantee: of the steps taken.
+      outside_guarantee: what this kind of run adds to that entry.
       **sections: further top-level entries (model, data, mechanism, silos, ...).
     """
     chosen = result.best
@@ -107,7 +104,9 @@ def build_report(
         "steps": result.steps,
         "planned_steps": result.planned,
         "best_step": None if chosen is None else chosen.step,
-        **told(result, guarantee),
+        "summary": summary(result, guarantee),
+        "privacy": guarantee.to_json(),
+        "guarantee": str(guarantee),
         "eval": {name: value for name, value in evaluation.items() if value is not None},
         "throughput": {
             "examples_per_s": rate(result.examples),
@@ -118,6 +117,7 @@ def build_report(
             "nonfinite_units": sum(r.get("nonfinite_units", 0) for r in raw),
             "final_train_loss": raw[-1]["train_loss"] if raw else None,
             "real_token_fraction": round(result.tokens / max(result.places, 1), 4) or None,
+            **(outside_guarantee or {}),
         },
         **sections,
         "environment": environment(),

@@ -16,7 +16,7 @@ import numpy as np
 
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.contribution import check_group_size, choose_within_users
-from dpfl_jax.sampling.schemes import AtRate, Scheme, binomial_bound, check_population
+from dpfl_jax.sampling.schemes import SamplingScheme, Scheme, binomial_bound, check_population
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ class UserSampler(_OfScheme):
         held = held[held > 0]  # a user without examples fits anywhere: count it with the smallest
         counts = np.bincount(np.searchsorted(np.asarray(sizes), held), minlength=len(sizes))
         counts[0] += self.population - len(held)
-        if not isinstance(self.scheme, AtRate):  # users are not drawn independently
+        if not isinstance(self.scheme, SamplingScheme):  # users are not drawn independently
             return tuple(int(min(most, count)) for count in counts)
         rate = self.scheme.rate
         return tuple(min(most, binomial_bound(int(count), rate, tail)) for count in counts)

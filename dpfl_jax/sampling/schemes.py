@@ -21,7 +21,7 @@ from dpfl_jax.errors import BadInputError, at_least, probability, require
 from dpfl_jax.randomness import RootKey
 
 T = TypeVar("T")
-Self = TypeVar("Self", bound="AtRate")
+Self = TypeVar("Self", bound="SamplingScheme")
 SelfPoisson = TypeVar("SelfPoisson", bound="_Poisson")
 SelfPeriodic = TypeVar("SelfPeriodic", bound="_OncePerPeriod")
 _LEAST_RATE = 1e-12
@@ -55,7 +55,7 @@ def _rate(size: float, population: int, what: str) -> float:
     return rate
 
 
-def _known(number: T | None, scheme: AtRate) -> T:
+def _known(number: T | None, scheme: SamplingScheme) -> T:
     if number is None:
         raise BadInputError(
             f"this {type(scheme).__name__} has no rate yet: give it, or call of_size(...), which "
@@ -88,7 +88,7 @@ def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> n
     return np.sort(chosen.astype(np.int64, copy=False))
 
 
-class AtRate(abc.ABC):
+class SamplingScheme(abc.ABC):
     """A scheme whose draws are no larger, in distribution, than those of coins of one rate.
 
     A scheme without its rate (``Poisson()``) says how units are drawn; ``of_size`` gives the rate.
@@ -157,7 +157,7 @@ class AtRate(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Poisson(AtRate, abc.ABC):
+class _Poisson(SamplingScheme, abc.ABC):
     """Schemes that toss a coin for each unit."""
 
     prob: float | None = None
@@ -346,7 +346,7 @@ def _stretch(
 
 
 @dataclasses.dataclass(frozen=True)
-class _OncePerPeriod(AtRate, abc.ABC):
+class _OncePerPeriod(SamplingScheme, abc.ABC):
     """A scheme in which each unit takes part in one of every ``period`` steps."""
 
     period: int | None = None
@@ -462,7 +462,7 @@ class FixedSize:
         return self.size
 
     def describe(self, counted: str, unit: str, contribution: str = "") -> str:
-        """As ``AtRate.describe``."""
+        """As ``SamplingScheme.describe``."""
         return f"exactly {self.size} of {counted} per step, without replacement"
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:

@@ -33,12 +33,11 @@ from dpfl_jax.data.owners import whole_of
 from dpfl_jax.data.pipeline import is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms import Calibrated
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import splits_parameters
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import Taken
-from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.algorithm import RunResult, StepOutput
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.sampling import Draw, Sampler
@@ -134,14 +133,8 @@ class CanaryPlan(Plan):
 
     people: Plan
 
-    @functools.cached_property
-    def population(self) -> Population:
-        """People's."""
-        return self.people.population
-
     @property
     def data_digest(self) -> str:
-        """People's."""
         return self.people.data_digest
 
     def sampler(self, key: RootKey) -> JointSampler:
@@ -149,7 +142,7 @@ class CanaryPlan(Plan):
         first = int(self.people.data.user_offsets[-1])
         offsets = np.asarray(self.data.user_offsets)
         mine = offsets[len(self.people.data.user_offsets) - 1 :] - first
-        same = self.mechanism.at_rates_of(self.population)
+        same = self.calibrated.at_own_rates()
         # proof: canaries-sampling-2
         return JointSampler(
             self.people.sampler(key), same.sampler(mine, key.child("canaries")), first
@@ -171,7 +164,7 @@ class WithCanaries(Central):
         Raises:
           BadInputError: a run that they do not fit.
         """
-        check_fit(run.mechanism, run.data, audit)
+        check_fit(run.plan.calibrated, run.data, audit)
         if splits_parameters(run.mesh):
             raise BadInputError(
                 "audit.canaries does not go with parameters that are split over devices: use "
@@ -215,29 +208,26 @@ class WithCanaries(Central):
         return dataclasses.replace(terms, secret={**terms.secret, "texts": texts})
 
     def params(self, state: TrainState) -> PyTree:
-        """The model."""
         return super().params(state)["model"]
 
     def seen(self, state: TrainState) -> np.ndarray:
         """Float32 [canaries, steps]: what was released along each direction, over the noise."""
         seen = np.asarray(state.opt_state["seen"]).T[: len(self.inside)]
-        return seen * np.float32(self.mechanism.divisor / self.mechanism.noise_stddev)
+        divisor = self.mechanism.participation.divisor
+        return seen * np.float32(divisor / self.plan.calibrated.noise_stddev)
 
     def begin(self, key: RootKey, start: int) -> CanarySteps:
-        """The steps after the first ``start``."""
         steps = CanarySteps(self, key, start)
         drawn: Any = steps.sampler
         self._drawn = drawn.canaries
         return steps
 
     def audited(self, result: RunResult) -> RunAudit | None:
-        """What an attack on a finished run sees."""
         if result.interrupted is not None:
             return None
         seen = result.seen.astype(np.float32)
         seen[:, result.steps :] = np.nan  # nothing was released
-        matrix = self.mechanism.matrix(self.steps)
-        seen = cells.audit_statistic(matrix, seen, self.inside, self._drawn)
+        seen = cells.audit_statistic(self.plan.calibrated.matrix, seen, self.inside, self._drawn)
         return RunAudit(
             self.inside,
             seen,
@@ -246,6 +236,9 @@ class WithCanaries(Central):
             self.audit.confidence,
             self.cost,
         )
+
+    def without_privacy(self) -> Central:
+        return self.people.without_privacy()
 
     @property
     def cost(self) -> dict[str, Any]:
@@ -329,24 +322,25 @@ class CanarySteps(CentralSteps):
                 )
         super().check(state, say)
 
-    def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, Taken]:
+    def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, StepOutput]:
         """The same step; designed gradients are left out of its metrics."""
-        state, taken = super().step(state, inputs)
+        state, output = super().step(state, inputs)
         run: Any = self.run
         positions = self.sampler.canaries.draw(inputs.step).positions  # type: ignore[attr-defined]
         numbers = run.data.number[positions[:, 0] if positions.ndim > 1 else positions]
         count = np.float32((numbers >= 0).sum())
         stats = dataclasses.replace(
-            taken.stats,
-            units=taken.stats.units - count,
-            clipped=taken.stats.clipped - count,
-            norm=taken.stats.norm - count * np.float32(LONG * run.mechanism.clip_norm),
+            output.stats,
+            units=output.stats.units - count,
+            clipped=output.stats.clipped - count,
+            norm=output.stats.norm - count * np.float32(LONG * run.mechanism.clip_norm),
         )
-        return state, dataclasses.replace(taken, stats=stats)
+        return state, dataclasses.replace(output, stats=stats)
 
 
-def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
+def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> None:
     """Raises BadInputError unless a run of this mechanism, on these data, can have canaries."""
+    mechanism = calibrated.mechanism
     if not mechanism.private or not hasattr(mechanism.participation, "scheme"):
         raise BadInputError(
             f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
@@ -358,7 +352,7 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             "(mechanism.local_learning_rate) have none: remove the section audit; dpfl audit "
             "--simulate attacks the mechanism"
         )
-    if mechanism.own_budgets:
+    if mechanism.budget is not None:
         raise BadInputError(
             "canaries are drawn beside people, who leave when budgets of their own are spent "
             f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"
@@ -374,9 +368,9 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             "of gradients that are clipped as a whole, to one norm: remove the section audit, or "
             "use flat or normalized; dpfl audit --simulate attacks the mechanism"
         )
-    if mechanism.noise_multiplier == 0:
+    if calibrated.noise_multiplier == 0:
         raise BadInputError(
-            "mechanism.noise_multiplier is 0, which guarantees nothing: there is nothing to audit; "
+            "privacy.noise_multiplier is 0, which guarantees nothing: there is nothing to audit; "
             "remove the section audit"
         )
     if "canary" in data.read(np.asarray(data.user_offsets)[:1]):

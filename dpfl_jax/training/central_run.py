@@ -1,17 +1,23 @@
-"""A configuration made into a run: data, model, pre-training, mechanism, training, report."""
+"""Central training from a configuration: data, model, pre-training, mechanism, and the words.
+
+Noise beside signal (``run.balance``): a step moves along (clipped sum + noise) / M. A clipped sum
+of M units has norm M C at most, its noise standard deviation sigma C in each of d coordinates; over
+T steps, in units of the learning rate:
+
+    signal  at most  T C                          gradients at C, aligned
+    noise   about    sqrt(T d) sigma C / M        a random walk
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
@@ -26,33 +32,32 @@ from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.data.owners import Bounding, bounding_of, by_set, whole_of
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism, Population
-from dpfl_jax.mechanisms.central_statement import central_statement
-from dpfl_jax.mechanisms.mechanism import SHARED_ADJACENCY
+from dpfl_jax.mechanisms import Calibrated, Mechanism, Population
+from dpfl_jax.mechanisms.calibrated import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
-from dpfl_jax.models import LanguageModel, PreferenceModel, UnigramModel, transformer_config
+from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
-from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
+from dpfl_jax.run.algorithm import RunResult
+from dpfl_jax.run.balance import Balance, Knob, doubled, knob
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.driver import Pace, RunResult
-from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
-from dpfl_jax.run.public_inputs import about, not_people, public_inputs
-from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
-from dpfl_jax.training.beside import check_prompt, plain, samples
+from dpfl_jax.run.driver import Evaluate
+from dpfl_jax.run.pipeline import Charge, Run
+from dpfl_jax.run.public_inputs import not_people, public_inputs
+from dpfl_jax.task import Task
 from dpfl_jax.training.canaries import WithCanaries, check_fit
-from dpfl_jax.training.central import FitResult, algorithm_of, train
-from dpfl_jax.training.central_balance import advice_on_steps, balance_of_steps
-from dpfl_jax.training.evaluate import Evaluator, summarize
-from dpfl_jax.training.personalize import Personalization, check_users, personalize
+from dpfl_jax.training.central import Central
+from dpfl_jax.training.evaluate import Evaluator, check_prompt, samples, summarize
+from dpfl_jax.training.fitting import algorithm_of
+from dpfl_jax.training.optimizers import make_optimizer
+from dpfl_jax.training.personalize import check_users, personalize
 from dpfl_jax.training.pretrain import Pretrained, begin_from
 from dpfl_jax.training.start import (
     build_model,
     build_transformer,
     check_trainable,
     data_section,
-    make_optimizer,
     starting_params,
     trained_by_name,
 )
@@ -73,57 +78,123 @@ CORPUS_CAVEAT = (
     "the corpus of pre-training (data.public) is taken as public: nobody whose texts are in it is "
     "protected by this guarantee, whether or not they are users here too"
 )
+_OWN_DELTA_CAVEAT = (
+    "delta is (number of training examples) ** -1.1 as in Charles et al. 2024; the unit is a user, "
+    "and there are not as many users as examples: set privacy.delta for another"
+)
 LoadData = Callable[[DataConfig], Dataset]
 
 
-@dataclasses.dataclass(frozen=True)
-class CentralRun(Prepared):
-    """Everything a run needs, checked, before anything is written.
+@dataclasses.dataclass
+class CentralRun(Run):
+    """Central training, ready to run; or priced alone, where the population is declared.
 
     Attributes:
       config: the configuration.
-      data: the data set, split.
+      data: the data set, split; None where its population is declared.
       held_out: the users that are evaluated.
-      mechanism: calibrated.
-      population: what it samples from.
-      delta: of the guarantee.
+      calibrated: the mechanism with its noise.
       model: of the data's task.
       optimizer: of the private phase.
+      params: what training starts from, once ``algorithm`` was called.
+      pretrained: where they come from, likewise; None where there was no pre-training.
     """
 
     config: RunConfig
-    data: Dataset
+    data: Dataset | None
     held_out: Store | None
-    mechanism: Mechanism
-    population: Population
-    delta: float
+    calibrated: Calibrated
     model: Any
     optimizer: Any
+    params: Any = dataclasses.field(default=None, init=False)
+    pretrained: Pretrained | None = dataclasses.field(default=None, init=False)
+
+    @property
+    def task(self) -> Task | None:  # type: ignore[override]
+        """What is learned; None where no data were read."""
+        return None if self.data is None else self.data.task
+
+    @property
+    def train(self) -> Store:
+        """The training data, which were read."""
+        assert self.data is not None
+        return self.data.train
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Fitted to the number of steps."""
+        return self.calibrated.mechanism
+
+    @property
+    def known(self) -> bool:
+        """Whether those in the test part are trained on, too (``Dataset.known``)."""
+        return self.data is not None and self.data.known
+
+    @property
+    def steps(self) -> int:
+        return self.calibrated.steps
+
+    @property
+    def private(self) -> bool:
+        return self.calibrated.private
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """What it is computed on."""
+        return make_mesh(**self.config.execution.mesh.axes)
+
+    def algorithm(self, directory: RunDirectory, console: Console) -> Central:
+        """Pre-trains if asked to; canaries take part if they are configured."""
+        config, model = self.config, self.model
+        assert self.data is not None
+        self.params, self.pretrained = starting_params(config, self.data, model, self.mesh, console)
+        if self.pretrained is not None:
+            needed = self.trained_parameters < model.num_params
+            begin_from(self.pretrained, directory, needed=needed)
+        plan = Plan(self.calibrated, self.train, config.execution, self.mesh)
+        trainable = trained_by_name(config.model, model)
+        made = algorithm_of(model.loss, self.params, plan, self.optimizer, trainable)
+        if config.model.module is not None and jax.tree.leaves(made.frozen):
+            # Whoever exports it builds it anew.
+            directory.note("base", {"digest": content_digest(self.params)})
+        if config.audit is not None:
+            return WithCanaries(made, config.audit, directory.root_key.child("audit"))
+        return made
+
+    def without_privacy(self, algorithm: Any) -> Central:
+        return algorithm.without_privacy()
+
+    def evaluator(self) -> Evaluate | None:
+        if self.held_out is None or self.task is None:
+            return None
+        size = self.config.eval.batch_size
+        return Evaluator.of_model(self.model, self.task, self.mesh, size).of(self.held_out)
+
+    def after_steps(self, algorithm: Any, result: RunResult) -> dict[str, Any]:
+        """A copy of the model tuned to each held-out user, if asked for."""
+        del algorithm
+        if not self.config.eval.personalize or self.held_out is None or result.last is None:
+            return {}
+        found = personalize(
+            self.model.loss,
+            result.params,
+            self.held_out,
+            trainable=trained_by_name(self.config.model, self.model),
+            mesh=self.mesh,
+        )
+        return {"personalization": dataclasses.asdict(found)}
 
     def facts(self) -> dict[str, Any]:
-        """Data, noise, delta, checkpoint."""
         facts: dict[str, Any] = {
-            "data": self.data.train.fingerprint,
-            "chosen": self.chosen,
-            "delta": self.delta,
+            "data": self.train.fingerprint,
+            "mechanism": self.calibrated.to_section(),
+            "delta": self.calibrated.delta,
         }
         if self.base is not None:
             facts |= {"base": self.base, "checkpoint": self.base["digest"]}
-        if self.data.public is not None:
+        if self.data is not None and self.data.public is not None:
             facts["public"] = self.data.public.fingerprint
         return facts
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """The mechanism's fields that calibration chose, not the configuration."""
-        given = self.config.mechanism.to_section()
-        now = self.mechanism.to_section()
-        return {name: value for name, value in now.items() if value != given[name]}
-
-    @property
-    def bounding(self) -> Bounding | None:
-        """What was left out of data whose examples have several owners; None of other data."""
-        return bounding_of(self.data.train)
 
     @functools.cached_property
     def base(self) -> dict[str, Any] | None:
@@ -131,8 +202,7 @@ class CentralRun(Prepared):
         path = self.config.model.checkpoint
         return None if path is None else describe(path)
 
-    def going_on(self, directory: RunDirectory) -> CentralRun:
-        """With the noise and delta that the run began with, from the same checkpoint."""
+    def resume_from(self, directory: RunDirectory) -> CentralRun:
         if directory.facts.get("checkpoint") != (self.base or {}).get("digest"):
             raise BadInputError(
                 f"the checkpoint {self.config.model.checkpoint} is not the one that the run in "
@@ -144,133 +214,231 @@ class CentralRun(Prepared):
                 f"the corpus data.public={self.config.data.public} is not the one that the run in "
                 f"{directory.path} began with: bring it back, or start another run"
             )
-        chosen = self.config.mechanism.to_section() | directory.facts["chosen"]
-        mechanism = CENTRAL.parse(chosen)
-        return dataclasses.replace(self, mechanism=mechanism, delta=directory.facts["delta"])
+        section = dict(directory.facts.get("mechanism", {}))
+        if not section:
+            raise BadInputError(
+                f"the run in {directory.path} was begun by an earlier version, which kept no "
+                "mechanism with its noise: start another run"
+            )
+        began = dataclasses.replace(
+            self.calibrated,
+            noise_multiplier=section.pop("noise_multiplier", 0.0),
+            mechanism=CENTRAL.parse(section),
+            delta=directory.facts["delta"],
+        )
+        return dataclasses.replace(self, calibrated=began)
+
+    def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
+        return self.calibrated.guarantee(steps, caveats)
+
+    def statement(self, steps: int, guarantee: Guarantee) -> Statement:
+        return self.calibrated.statement(guarantee, steps)
+
+    def charge(self) -> Charge:
+        charge = Charge(self.calibrated.event(), self.calibrated.delta, self.unit_key)
+        if self.calibrated.population.shared:
+            return dataclasses.replace(charge, adjacency=SHARED_ADJACENCY)
+        return charge
 
     @property
     def unit_key(self) -> str:
-        """What makes a user."""
-        return unit_key_of(self.data.train)
+        if self.data is None:
+            return key_name(self.config.data.user_column)
+        return unit_key_of(self.train)
 
     @property
     def public_inputs(self) -> tuple[str, ...]:
-        """Checkpoint, corpus, tokenizer, columns, bounds, counts."""
-        if not self.mechanism.private:
+        if not self.private:
             return ()
-        digest = None if self.base is None else self.base["digest"]
+        known = self.data is not None and self.base is not None
         return public_inputs(
-            self.population.description,
+            self.calibrated.population.description,
             self.mechanism.bounds,
             self.config,
-            self.data.task,
-            checkpoint=digest,
+            self.task,
+            checkpoint=self.base["digest"] if known and self.base is not None else None,
         )
 
+    @property
+    def evaluation_caveat(self) -> str:  # type: ignore[override]
+        """Whether those who are evaluated are trained on, too."""
+        return WITHIN_USER_CAVEAT if _shared(self.config, self.known) else EVALUATION_CAVEAT
+
+    def own_caveats(self) -> tuple[str, ...]:
+        config = self.config
+        found = (
+            (config.model.checkpoint is not None, BASE_CAVEAT),
+            (config.pretrain is not None, CORPUS_CAVEAT),
+            (config.privacy.delta is None, _OWN_DELTA_CAVEAT),
+        )
+        return tuple(caveat for applies, caveat in found if applies)
+
+    @functools.cached_property
+    def trained_parameters(self) -> int:
+        """How many parameters are trained."""
+        return check_trainable(self.config.model, self.model)
+
+    def balance(self, config: Any = None) -> Balance | None:
+        calibrated = self.calibrated
+        if config is not None:
+            population = self.count(config.mechanism)
+            calibrated = calibrate(config, population, delta=calibrated.delta)
+        return balance_of_steps(calibrated, self.trained_parameters)
+
+    def knobs(self) -> Iterator[Knob]:
+        config, given, epsilon = self.config, self.config.mechanism, self.config.privacy.epsilon
+        for name in ("cohort_size", "batch_size"):
+            if (size := getattr(given.participation, name, None)) is not None:
+                most = self.count(given).num_units
+                yield knob(config, f"mechanism.{name}", doubled(size, most))
+        if given.participation.unit_examples is None and (cap := given.group_size) > 1:
+            smaller = [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap]
+            yield knob(config, "mechanism.group_size", smaller)
+        if epsilon is not None:
+            yield knob(config, "privacy.epsilon", doubled(epsilon, math.inf, 4))
+        yield knob(config, "train.steps", [int(value) for value in doubled(self.steps, 1e6, 3)])
+
+    def count(self, other: Mechanism) -> Population:
+        """What another mechanism would sample from."""
+        if self.data is None:
+            return _declared_population(self.config, other)
+        return other.participation.count(other.bounded(self.train))
+
+    @property
+    def bounding(self) -> Bounding | None:
+        """What was left out of data whose examples have several owners; None of other data."""
+        return None if self.data is None else bounding_of(self.train)
+
+    @property
+    def model_facts(self) -> dict[str, Any]:
+        """What a report says of the model."""
+        section = self.config.model
+        name: dict[str, Any] = dict(section.told)
+        if section.checkpoint is not None:
+            name["checkpoint"] = section.checkpoint
+        elif section.is_transformer:
+            name["size"] = section.size
+        return {**name, "parameters": self.model.num_params, "trained": self.trained_parameters}
+
     def headline(self) -> list[str]:
-        """Data, model, mechanism."""
-        facts = model_facts(self.config, self.model)
+        facts, bounding = self.model_facts, self.bounding
+        assert self.data is not None
         lines = [
             self.data.description,
             f"{facts.get('module', facts.get('kind'))} "
             f"{facts.get('checkpoint', facts.get('size', ''))}".rstrip()
             + f": {facts['parameters']:,} parameters, {facts['trained']:,} of them trained",
         ]
-        if self.bounding is not None:
-            lines.append(str(self.bounding))
-        if self.mechanism.private:
+        if bounding is not None:
+            lines.append(str(bounding))
+        if self.private:
             lines.append(
                 f"{self.mechanism.kind.upper()} with noise multiplier "
-                f"{self.mechanism.noise_multiplier:.5g}, delta {rounded_up(self.delta, 3)}, "
-                f"{self.config.train.steps} steps"
+                f"{self.calibrated.noise_multiplier:.5g}, "
+                f"delta {rounded_up(self.calibrated.delta, 3)}, "
+                f"{self.steps} steps"
             )
-        return [*lines, *self.warnings(), *self.advice()]
+        return lines
 
     def warnings(self) -> list[str]:
-        """That users do not look like people, if so."""
-        found = []
-        if self.mechanism.private and self.config.data.max_examples_per_user != 1:
-            found.append(not_people(self.data.train, "user"))
-        if self.mechanism.private:
-            found.append(far_from_order_1(self.data.train))
+        """That users do not look like people, or columns are far from order 1."""
+        if not self.private or self.data is None:
+            return []
+        found = [far_from_order_1(self.train)]
+        if self.config.data.max_examples_per_user != 1:
+            found.insert(0, not_people(self.train, "user"))
         return [f"warning: {text}" for text in found if text is not None]
 
-    def advice(self) -> list[str]:
-        """Noise beside signal (``central_balance``)."""
-        trained = check_trainable(self.config.model, self.model)
-        return advice_on_steps(self.config, self.mechanism, self.count, self.delta, trained)
+    def describe(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """Losses of language models, in nats per token, have perplexities."""
+        if self.task is None or self.task.kind != "tokens":
+            return evaluation
+        return {
+            **evaluation,
+            "perplexity": _exp(evaluation["loss"]),
+            "perplexity_by_user": _exp(evaluation["loss_by_user"]),
+        }
 
-    def count(self, other: Mechanism) -> Population:
-        """What another mechanism would sample from."""
-        return other.count(other.bounded(self.data.train))
+    @property
+    def mechanism_facts(self) -> dict[str, Any]:
+        return self.calibrated.to_section()
 
-    def charge(self) -> Charge:
-        """All steps, to the users."""
-        event = self.mechanism.event(self.population, self.config.train.steps)
-        if self.population.shared:
-            return Charge(event, self.delta, self.unit_key, adjacency=SHARED_ADJACENCY)
-        return Charge(event, self.delta, self.unit_key)
+    def price(self) -> dict[str, Any]:
+        config, mechanism, steps = self.config, self.mechanism, self.steps
+        is_dpo, pretraining = config.model.dpo is not None, config.pretrain
+        if self.data is None:
+            source, seq_len = "declared in the config", config.data.seq_len * (1 + is_dpo)
+        else:
+            source, text = self.data.description, self.data.tokenizer is not None
+            seq_len = math.prod(self.data.task.input_shape) if text else 1
+        computed = mechanism.compute_budget * mechanism.update.passes * seq_len * steps
+        return {
+            "population": {**self.calibrated.population.to_json(), "source": source},
+            "parameters": self.model.num_params,
+            "trained_parameters": self.trained_parameters,
+            "steps": steps,
+            "examples_per_step": mechanism.compute_budget,
+            "tokens": computed,
+            "pretrain_tokens": 0
+            if pretraining is None
+            else pretraining.steps * pretraining.batch_size * config.data.seq_len,
+            # The reference of pairs is evaluated, too.
+            "training_flops": (8.0 if is_dpo else 6.0) * self.model.num_params * computed,
+            "sampling_prob": self.calibrated.scheme.sampling_prob,
+            "noise_multiplier": self.calibrated.noise_multiplier,
+            "noise_on_mean": self.calibrated.noise_stddev / mechanism.participation.divisor,
+        }
 
-    def train(
-        self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
-    ) -> tuple[RunResult, MakeReport]:
-        """Pre-trains if asked to, and fits."""
-        config, mesh = self.config, make_mesh(**self.config.execution.mesh.axes)
-        params, pretrained = starting_params(config, self.data, self.model, mesh, console)
-        if pretrained is not None:
-            facts = model_facts(config, self.model)
-            begin_from(pretrained, directory, needed=facts["trained"] < facts["parameters"])
-        plan = Plan(
-            self.mechanism, self.data.train, config.train.steps, self.delta, config.execution, mesh
-        )
-        trainable = trained_by_name(config.model, self.model)
-        evaluate = None
+    def report(
+        self, directory: RunDirectory, result: RunResult, guarantee: Guarantee
+    ) -> dict[str, Any]:
+        config, data, population = self.config, self.data, self.calibrated.population
+        assert data is not None
+        baselines, found, held_out = {}, {}, {}
+        if data.public is not None and self.held_out is not None and data.task.kind == "tokens":
+            unigram = UnigramModel.fit(data.public, data.public.schema.vocab_size)
+            losses = unigram.losses(self.held_out)
+            evaluation = summarize(losses, self.held_out.user_offsets)
+            baselines["unigram model of the public corpus"] = evaluation.to_json()
+        if config.eval.prompt is not None and result.last is not None:
+            named = {"before": self.params, "after": result.params}
+            found["samples"] = samples(self.model, data.tokenizer, config.eval.prompt, named)
         if self.held_out is not None:
-            predict = self.model.predict if self.data.task.kind == "classes" else None
-            right = self.model.right if isinstance(self.model, PreferenceModel) else None
-            classes = self.data.task.classes
-            evaluator = Evaluator(
-                self.model.loss, mesh, config.eval.batch_size, predict, right, classes
-            )
-            evaluate = evaluator.of(self.held_out)
-        algorithm = algorithm_of(self.model.loss, params, plan, self.optimizer, trainable)
-        if config.model.module is not None and jax.tree.leaves(algorithm.frozen):
-            # Whoever exports it builds it anew.
-            directory.note("base", {"digest": content_digest(params)})
-        pace, run = Pace.of(config), algorithm
-        if config.audit is not None:
-            run = WithCanaries(algorithm, config.audit, directory.root_key.child("audit"))
-        result = train(
-            run,
-            caveats=run_caveats(config, self.mechanism, self.data.known),
-            run_dir=directory,
-            evaluate=evaluate,
-            pace=pace,
-            charge=charge,
-            console=console,
-        )
-        personal = _personalized(self, result, mesh)
-        baseline = None
-        if _beside(config, self.mechanism) and evaluate is not None and result.final is not None:
-            key, held = directory.root_key.child("baseline"), evaluate
-            baseline = without_privacy(lambda: plain(algorithm, key, held, pace, console), console)
+            rule = data.rules[config.eval.split]
+            held_out["held_out"] = f"{config.eval.split} part: {rule}"
+        outside = {}
+        if self.bounding is not None:
+            outside["contribution_bounding"] = self.bounding.to_json()
+        base, pretrained = directory.facts.get("base"), self.pretrained
+        return {
+            **found,
+            "baselines": baselines,
+            "model": {**self.model_facts, **({} if base is None else {"base": base})},
+            "data": {
+                "description": data.description,
+                **held_out,
+                "users": population.num_users,
+                "examples": population.num_examples,
+            },
+            "pretrain": None
+            if pretrained is None
+            else {"path": str(pretrained.path), "cached": pretrained.cached},
+            "outside_guarantee": outside,
+        }
 
-        def report() -> tuple[dict[str, Any], Statement]:
-            made = _report(self, pretrained, result, directory.facts)
-            if personal is not None:
-                made["personalization"] = dataclasses.asdict(personal)
-            show_beside(made, baseline, with_perplexity)
-            if config.eval.prompt is not None and result.final is not None:
-                named = {"before": params, "after": result.params}
-                made["samples"] = samples(
-                    self.model, self.data.tokenizer, config.eval.prompt, named
-                )
-            stated = plan.statement(result.guarantee, result.accounted)
-            if result.audit is not None:
-                made["audit"] = result.audit.write(directory.path, stated)
-            return made, stated
 
-        return result, report
+def balance_of_steps(calibrated: Calibrated, dim: int) -> Balance | None:
+    """The balance of a mechanism with its noise; None if there is none, or it is correlated.
+
+    Args:
+      calibrated: the mechanism with its noise.
+      dim: d, number of parameters that are trained.
+    """
+    mechanism = calibrated.mechanism
+    if not mechanism.private or mechanism.noise.is_correlated:
+        return None
+    noise = math.sqrt(dim) * calibrated.noise_stddev / mechanism.participation.divisor
+    return Balance(noise, mechanism.rule.sensitivity, calibrated.steps, "step")
 
 
 def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) -> CentralRun:
@@ -288,9 +456,9 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     data, model = read_data(config, console, load)
     data = dataclasses.replace(data, train=mechanism.bounded(data.train))
-    population = mechanism.count(data.train)
+    population = mechanism.participation.count(data.train)
     with console.status("calibrating noise"):
-        mechanism, delta = _calibrated(config, mechanism, population, optimizer)
+        calibrated = calibrate(config, population, optimizer)
     held_out: Store | None = by_set(getattr(data, config.eval.split))
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
@@ -313,12 +481,12 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
             )
         check_users(held_out)
     if config.audit is not None:
-        check_fit(mechanism, data.train, config.audit)
+        check_fit(calibrated, data.train, config.audit)
     if config.train.chooses and mechanism.private and _shared(config, data.known):
         raise BadInputError(NO_CHOICE_WITHIN_USERS)
     if config.eval.prompt is not None:
         check_prompt(config.eval.prompt, model, data.tokenizer)
-    return CentralRun(config, data, held_out, mechanism, population, delta, model, optimizer)
+    return CentralRun(config, data, held_out, calibrated, model, optimizer)
 
 
 def read_data(
@@ -345,35 +513,46 @@ def read_data(
     return data, model
 
 
-def run_experiment(
-    config: RunConfig,
-    run_dir: str | os.PathLike[str],
-    console: Console,
-    load: LoadData = load_dataset,
-) -> dict[str, Any]:
-    """Runs (or resumes) a configuration and returns its report.
-
-    Args:
-      config: the configuration.
-      run_dir: where the run lives.
-      console: for people.
-      load: reads the data.
+def declared(config: RunConfig) -> CentralRun:
+    """A run on the population that the configuration declares: to be priced; no data are read.
 
     Raises:
-      BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
+      BadInputError: anything wrong with the configuration.
     """
-    return run_prepared(config, run_dir, console, lambda: prepare(config, console, load))
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    if config.pretrain is not None:
+        make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
+    population, model = _declared_population(config, config.mechanism), _declared_model(config)
+    calibrated = calibrate(config, population, optimizer)
+    return CentralRun(config, None, None, calibrated, model, optimizer)
 
 
-def _calibrated(
+def _declared_population(config: RunConfig, mechanism: Mechanism) -> Population:
+    section = config.population
+    assert section is not None
+    found = mechanism.participation.declared_population(
+        section.num_users, section.num_examples, section.limited_examples
+    )
+    mechanism.participation.check_population(found)
+    return found
+
+
+def calibrate(
     config: RunConfig,
-    mechanism: Mechanism,
     population: Population,
-    optimizer: optax.GradientTransformation,
-) -> tuple[Mechanism, float]:
-    """The mechanism with its noise multiplier, and delta."""
-    steps, privacy = config.train.steps, config.privacy
-    return mechanism.calibrated(population, steps, privacy.epsilon, privacy.delta, optimizer)
+    optimizer: optax.GradientTransformation | None = None,
+    delta: float | None = None,
+) -> Calibrated:
+    """The configuration's mechanism with its noise, for a population; ``delta``: instead of its."""
+    privacy = config.privacy
+    return config.mechanism.calibrate(
+        population,
+        config.train.steps,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        delta=privacy.delta if delta is None else delta,
+        optimizer=optimizer,
+    )
 
 
 def _shared(config: RunConfig, known: bool) -> bool:
@@ -381,186 +560,8 @@ def _shared(config: RunConfig, known: bool) -> bool:
     return config.data.split == "within_user" or (known and config.eval.split == "test")
 
 
-def _beside(config: RunConfig, mechanism: Mechanism) -> bool:
-    """Whether a run without privacy is shown beside this one, which has some."""
-    return config.eval.baseline and mechanism.private
-
-
-def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) -> tuple[str, ...]:
-    """What a reader of the guarantee must know about this run; ``known`` as of ``Dataset``."""
-    evaluation = WITHIN_USER_CAVEAT if _shared(config, known) else EVALUATION_CAVEAT
-    if not mechanism.private:
-        return (evaluation,)
-    caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
-    if config.model.checkpoint is not None:
-        caveats.append(BASE_CAVEAT)
-    if config.pretrain is not None:
-        caveats.append(CORPUS_CAVEAT)
-    caveats += [*config.data.caveats(), *config.metrics.caveats()]
-    if _beside(config, mechanism):
-        caveats.append(BASELINE_CAVEAT)
-    if config.privacy.delta is None:
-        caveats.append(
-            "delta is (number of training examples) ** -1.1 as in Charles et al. 2024; the unit is "
-            "a user, and there are not as many users as examples: set privacy.delta for another"
-        )
-    return tuple(caveats)
-
-
-def _personalized(prepared: CentralRun, result: FitResult, mesh: Mesh) -> Personalization | None:
-    """Tuned to each held-out user, if asked for; by all processes together, as all hold a part."""
-    config = prepared.config
-    if not config.eval.personalize or prepared.held_out is None or result.final is None:
-        return None
-    return personalize(
-        prepared.model.loss,
-        result.params,
-        prepared.held_out,
-        trainable=trained_by_name(config.model, prepared.model),
-        mesh=mesh,
-    )
-
-
-def _report(
-    prepared: CentralRun, pretrained: Pretrained | None, result: FitResult, facts: dict[str, Any]
-) -> dict[str, Any]:
-    config, data, population = prepared.config, prepared.data, prepared.population
-    baselines = {}
-    if data.public is not None and prepared.held_out is not None and data.task.kind == "tokens":
-        unigram = UnigramModel.fit(data.public, data.public.schema.vocab_size)
-        losses = unigram.losses(prepared.held_out)
-        evaluation = summarize(losses, prepared.held_out.user_offsets)
-        baselines["unigram model of the public corpus"] = evaluation.to_json()
-    held_out = {}
-    if prepared.held_out is not None:
-        held_out["held_out"] = f"{config.eval.split} part: {data.rules[config.eval.split]}"
-    report = build_report(
-        config.name,
-        result,
-        result.guarantee,
-        baselines=baselines,
-        model={
-            **model_facts(config, prepared.model),
-            **{name: facts[name] for name in ("base",) if name in facts},
-        },
-        data={
-            "description": data.description,
-            **held_out,
-            "users": population.num_users,
-            "examples": population.num_examples,
-        },
-        task=dataclasses.asdict(data.task),
-        mechanism=prepared.mechanism.to_json(),
-        pretrain=None
-        if pretrained is None
-        else {"path": str(pretrained.path), "cached": pretrained.cached},
-    )
-    if prepared.bounding is not None:
-        report["outside_guarantee"]["contribution_bounding"] = prepared.bounding.to_json()
-    if data.task.kind == "tokens":
-        report["eval"] = {name: with_perplexity(value) for name, value in report["eval"].items()}
-    return report
-
-
-def with_perplexity(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation of a language model (losses in nats per token) with perplexities."""
-    return {
-        **evaluation,
-        "perplexity": _exp(evaluation["loss"]),
-        "perplexity_by_user": _exp(evaluation["loss_by_user"]),
-    }
-
-
 def _exp(loss: float) -> float | None:
     return math.exp(loss) if loss < 700 else None  # NaN and overflow have no perplexity
-
-
-# ---- dry run -------------------------------------------------------------------------------
-
-
-def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
-    """Validates and prices a configuration: parameters, tokens, noise, epsilon. Trains nothing.
-
-    With a ``population`` section no data are read.
-    """
-    if config.population is None:
-        prepared = prepare(config, console)
-        mechanism, population, delta = prepared.mechanism, prepared.population, prepared.delta
-        known, count, stated = prepared.data.known, prepared.count, prepared.about
-        for line in prepared.warnings():
-            console.print(line)
-        model, source = prepared.model, prepared.data.description
-        text = prepared.data.tokenizer is not None
-        seq_len = math.prod(prepared.data.task.input_shape) if text else 1
-    else:
-        mechanism = config.mechanism
-        optimizer = make_optimizer(config.optimizer, config.train.steps)
-        if config.pretrain is not None:
-            make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
-        declared = config.population
-
-        def count(other: Mechanism) -> Population:
-            found = other.declared_population(
-                declared.num_users, declared.num_examples, declared.limited_examples
-            )
-            other.check_population(found)
-            return found
-
-        population = count(mechanism)
-        model = _declared_model(config)
-        mechanism, delta = _calibrated(config, mechanism, population, optimizer)
-        source, seq_len, known = "declared in the config", config.data.seq_len, False
-
-        def stated(guarantee: Guarantee) -> Guarantee:
-            inputs = public_inputs(population.description, mechanism.bounds, config)
-            key, privacy = key_name(config.data.user_column), config.privacy
-            return about(guarantee, key, inputs, privacy.account if privacy.ledger else None)
-
-        seq_len *= 1 if config.model.dpo is None else 2
-    caveats = run_caveats(config, mechanism, known)
-    guarantee = stated(mechanism.guarantee(population, config.train.steps, delta, caveats))
-    steps, budget = config.train.steps, mechanism.compute_budget
-    computed = budget * mechanism.passes * seq_len * steps
-    pretraining, trained = config.pretrain, check_trainable(config.model, model)
-    for line in advice_on_steps(config, mechanism, count, delta, trained):
-        console.print(line, highlight=False)
-    balance = balance_of_steps(mechanism, steps, trained)
-    return {
-        "status": "dry-run",
-        "name": config.name,
-        "population": {**population.to_json(), "source": source},
-        "parameters": model.num_params,
-        "trained_parameters": trained,
-        "steps": steps,
-        "examples_per_step": budget,
-        "tokens": computed,
-        "pretrain_tokens": 0
-        if pretraining is None
-        else pretraining.steps * pretraining.batch_size * config.data.seq_len,
-        # The reference of pairs is evaluated, too.
-        "training_flops": (6.0 if config.model.dpo is None else 8.0) * model.num_params * computed,
-        "sampling_prob": mechanism.sampling_probability(population),
-        "noise_multiplier": mechanism.noise_multiplier,
-        "noise_on_mean": mechanism.noise_stddev / mechanism.divisor,
-        "noise_over_signal": None if balance is None else balance.to_json(),
-        "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
-        "delta": delta,
-        "privacy": guarantee.to_json(),
-        "guarantee": str(guarantee),
-        "meaning": central_statement(mechanism, population, steps, guarantee).in_words(),
-    }
-
-
-def model_facts(config: RunConfig, model: Any) -> dict[str, Any]:
-    """What a report says of the model."""
-    section = config.model
-    name: dict[str, Any] = dict(section.told)
-    if section.checkpoint is not None:
-        name["checkpoint"] = section.checkpoint
-    elif section.is_transformer:
-        name["size"] = section.size
-    trained = check_trainable(section, model)
-    return {**name, "parameters": model.num_params, "trained": trained}
 
 
 def _declared_model(config: RunConfig) -> LanguageModel:

@@ -1,9 +1,9 @@
-"""Held-out loss and accuracy, by example and by user."""
+"""Held-out loss and accuracy, by example and by user; and what a language model writes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,11 +12,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
+from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
+from dpfl_jax.data.tokenizers import Tokenizer, prompt_ids
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import replicated, unit_axes, unit_parts
+from dpfl_jax.models import LanguageModel
+from dpfl_jax.models.generate import generate
+from dpfl_jax.task import Task
 
 PyTree = Any
+# Long enough to tell the manner, cool enough that small models stay on their way.
+_TIMES, _LENGTH, _TEMPERATURE, _TOP_K = 4, 28, 0.5, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +106,7 @@ class Evaluator:
           right: ``loss -> hit``, where the loss tells.
           classes: how many the labels have, where they are classes.
         """
+        key_argument(loss_fn, needed_without="evaluation")
         self._batch = batch_size * unit_parts(mesh)
         self._sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
 
@@ -140,6 +149,18 @@ class Evaluator:
         whole = (np.concatenate([np.asarray(p[i], np.float32) for p in parts]) for i in range(4))
         return [column[: stop - first] for column in whole]
 
+    @classmethod
+    def of_model(cls, model: Any, task: Task, mesh: Mesh, batch_size: int) -> Evaluator:
+        """The evaluation of a model of the library, or of one that ``model.module`` built."""
+        return cls(
+            model.loss,
+            mesh,
+            batch_size,
+            model.predict if task.kind == "classes" else None,
+            getattr(model, "right", None),
+            task.classes,
+        )
+
     def of(self, store: Readable) -> Callable[[PyTree], dict[str, Any]]:
         """``params -> dict``: what a run logs of ``store``."""
         return lambda params: self(params, store).to_json()
@@ -157,3 +178,41 @@ class Evaluator:
         if self._classes != 2:
             return found
         return dataclasses.replace(found, base_rate=float(shares[1]), auc=auc_of(scores, labels))
+
+
+def check_prompt(prompt: str, model: Any, tokenizer: Tokenizer | None) -> None:
+    """Raises BadInputError if a model cannot go on with ``prompt``."""
+    if tokenizer is None or not isinstance(model, LanguageModel):
+        raise BadInputError("eval.prompt is for language models, which this is none: remove it")
+    length, most = len(prompt_ids(tokenizer, prompt)), model.config.max_seq_len
+    if length > most:
+        raise BadInputError(
+            f"eval.prompt is {length} tokens long, but the model takes at most {most} with what it "
+            "adds: shorten it"
+        )
+
+
+def samples(
+    model: LanguageModel, tokenizer: Any, prompt: str, params: Mapping[str, PyTree]
+) -> dict[str, str]:
+    """What a model writes after ``prompt`` with each of ``params``: a few times, public seeds."""
+    ids = prompt_ids(tokenizer, prompt)
+    room = model.config.max_seq_len + 1 - len(ids)
+
+    def text(trained: PyTree, seed: int) -> str:
+        tokens = generate(
+            model,
+            trained,
+            ids,
+            max_tokens=min(_LENGTH, room),
+            key=jax.random.key(seed),
+            temperature=_TEMPERATURE,
+            top_k=_TOP_K,
+            stop_ids=tokenizer.stop_ids,
+        )
+        return " ".join((prompt + tokenizer.decode(list(tokens))).split())
+
+    return {
+        name: "\n".join(text(trained, seed) for seed in range(_TIMES))
+        for name, trained in params.items()
+    }

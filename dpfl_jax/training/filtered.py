@@ -25,9 +25,8 @@ from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import unit_norms
 from dpfl_jax.mesh import place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import Taken
+from dpfl_jax.run.algorithm import RunResult, StepOutput
 from dpfl_jax.run.directory import SPENT, RunDirectory, write_atomically
-from dpfl_jax.run.driver import RunResult
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.sampling import Draw, ExampleSampler, UserSampler, choose_within_users
@@ -55,16 +54,16 @@ class Spending:
         """Before the first step."""
         return cls(np.zeros(users, np.int64), np.zeros(users, np.uint8))
 
-    def hidden(self, key: RootKey, stretch: int) -> np.ndarray:
+    def encrypt(self, key: RootKey, stretch: int) -> np.ndarray:
         """uint32 [n, 3], which tells nothing to who has not the key."""
         spent = np.ascontiguousarray(self.spent).view(np.uint32).reshape(-1, 2)
         words = np.column_stack([spent, self.levels.astype(np.uint32)])
         return words ^ _pad(key, stretch, words.shape)
 
     @classmethod
-    def shown(cls, hidden: Any, key: RootKey, stretch: int) -> Spending:
+    def decrypt(cls, encrypted: Any, key: RootKey, stretch: int) -> Spending:
         """The same again."""
-        words = np.asarray(hidden) ^ _pad(key, stretch, hidden.shape)
+        words = np.asarray(encrypted) ^ _pad(key, stretch, encrypted.shape)
         spent = np.ascontiguousarray(words[:, :2]).view(np.int64).reshape(-1)
         return cls(spent, words[:, 2].astype(np.uint8))
 
@@ -97,7 +96,7 @@ def check_filtered(plan: Plan) -> None:
             f"mechanism.kind={kind} looks at everybody's gradients on devices that hold all "
             "parameters: use execution.mesh with data alone"
         )
-    if mechanism.unit_examples is None and "bound" in plan.example:
+    if mechanism.participation.unit_examples is None and "bound" in plan.example:
         raise BadInputError(
             f"the data have a column 'bound', which is the name of what mechanism.kind={kind} "
             "adds to an example: rename it"
@@ -124,7 +123,7 @@ class Filtered(Central):
         check_filtered(plan)
         super().__init__(loss_fn, params, plan, *rest)
         mechanism: Any = self.mechanism
-        self.filter: RenyiFilter = mechanism.filter(self.plan.population)
+        self.filter: RenyiFilter = self.plan.calibrated.filter()
         self.bounds = bounds(mechanism.clip_norm)
         self.users, self.every = self.plan.population.num_users, mechanism.budget.refresh
         offsets = np.asarray(self.data.user_offsets)
@@ -134,25 +133,24 @@ class Filtered(Central):
         """As every run's; and what bounds are computed with, whose rounding could move a level."""
         terms = super().terms()
         # proof: individual-event-3
-        computed = value_digest([self.layout, rounding_digest()])
+        computed = value_digest([self.layout_fingerprint, rounding_digest()])
         secret = {"execution": computed, **terms.secret}
         return dataclasses.replace(terms, secret=secret)
 
     def init(self) -> TrainState:
         """As every run's, before the first look."""
-        return dataclasses.replace(super().init(), units=self.placed(self.nobody))
+        return dataclasses.replace(super().init(), units=self.placed(self.nothing_spent))
 
     @property
-    def nobody(self) -> np.ndarray:
+    def nothing_spent(self) -> np.ndarray:
         """What a state holds before the first look: uint32 [users, 3]."""
         return np.zeros((self.users, 3), np.uint32)
 
-    def placed(self, hidden: np.ndarray) -> Any:
+    def placed(self, encrypted: np.ndarray) -> Any:
         """What a state holds of users, on every device."""
-        return place(hidden, replicated(self.mesh))
+        return place(encrypted, replicated(self.mesh))
 
     def begin(self, key: RootKey, start: int) -> FilteredSteps:
-        """The steps after the first ``start``."""
         self._key = key
         return FilteredSteps(self, key, start)
 
@@ -166,7 +164,7 @@ class Filtered(Central):
         if not (step := int(state.step)):
             return Spending.none(self.users)
         stretch, into = divmod(step - 1, self.every)
-        return self.after(Spending.shown(state.units, self._key, stretch), into + 1)
+        return self.after(Spending.decrypt(state.units, self._key, stretch), into + 1)
 
     def write_private(self, directory: RunDirectory, result: RunResult) -> None:
         """Writes what every user has spent (owner only)."""
@@ -222,19 +220,19 @@ class FilteredSteps(CentralSteps):
         units = max(len(self.owners), run.plan.population.num_examples)
         some = run.bounds[np.arange(units) % LEVELS]
         self.pipeline = dataclasses.replace(self.pipeline, per_unit=some)
-        self.params, self.hidden = run.trained, run.placed(run.nobody)
+        self.params, self.encrypted = run.trained, run.placed(run.nothing_spent)
         norms = unit_norms(run.mechanism, self.loss_fn, run.mesh, **self.options, **self.pieces)
 
         @functools.partial(jax.jit, out_shardings=replicated(run.mesh))
-        def look(params: Any, units: Any, mask: Any, who: Any, frozen: Any) -> Any:
+        def norms_of(params: Any, units: Any, mask: Any, who: Any, frozen: Any) -> Any:
             return norms(params, units, mask, frozen), mask, who
 
-        self.look = look
+        self.norms_of_batch = norms_of
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
         """As every run; and this is the state that steps go on from."""
         super().check(state, say)
-        self.params, self.hidden = state.params, state.units
+        self.params, self.encrypted = state.params, state.units
 
     def inputs(self) -> Iterator[tuple[int, StepBatch]]:
         """Batches of one stretch after the other; none is read before its look is taken."""
@@ -243,7 +241,7 @@ class FilteredSteps(CentralSteps):
             stretch, into = divmod(at, run.every)
             first, end = at - into, min(at - into + run.every, run.steps)
             spending = self._before(stretch) if not into else self._restored(stretch)
-            self.hidden = run.placed(spending.hidden(self.key, stretch))
+            self.encrypted = run.placed(spending.encrypt(self.key, stretch))
             scheme: Any = self.sampler.scheme
             # proof: individual-sampling-1
             left = run.filter.steps_left(spending.spent, spending.levels, run.every, run.parts)
@@ -257,14 +255,14 @@ class FilteredSteps(CentralSteps):
                 yield batch.step + 1, batch
             at = end
 
-    def step(self, state: TrainState, inputs: StepBatch) -> tuple[TrainState, Taken]:
+    def step(self, state: TrainState, inputs: StepBatch) -> tuple[TrainState, StepOutput]:
         """The same step; the state knows what users had spent before its stretch."""
-        state, taken = super().step(dataclasses.replace(state, units=()), inputs)
+        state, output = super().step(dataclasses.replace(state, units=()), inputs)
         self.params = state.params
-        return dataclasses.replace(state, units=self.hidden), taken
+        return dataclasses.replace(state, units=self.encrypted), output
 
     def _restored(self, stretch: int) -> Spending:
-        return Spending.shown(self.hidden, self.key, stretch)
+        return Spending.decrypt(self.encrypted, self.key, stretch)
 
     def _before(self, stretch: int) -> Spending:
         """What users have spent before a stretch, and their bounds at the model as it is now."""
@@ -293,7 +291,7 @@ class FilteredSteps(CentralSteps):
             for bucket in batch.buckets:
                 own = units_of(self.run.mechanism, dataclasses.replace(bucket, per_unit=None))
                 given = (own, bucket.unit_mask, bucket.per_unit, self.run.frozen)
-                norms, there, who = map(np.asarray, self.look(self.params, *given))
+                norms, there, who = map(np.asarray, self.norms_of_batch(self.params, *given))
                 found[who[there]] = norms[there]
         largest = np.zeros(self.run.users, np.float32)
         # proof: individual-els-bound-1

@@ -27,7 +27,7 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax.clipping.result import StepStats
-from dpfl_jax.mechanisms import Mechanism
+from dpfl_jax.mechanisms import Calibrated
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import parameter_shardings
 from dpfl_jax.noise import NoiseState, compiler_options
@@ -68,7 +68,6 @@ class TrainStep:
         noise_key: Any,
         frozen: PyTree = None,
     ) -> tuple[TrainState, StepStats]:
-        """Takes one step."""
         adapting = _adapting(state)
         total, stats = self.sum(state.params, units, mask, num_microbatches, frozen, *adapting)
         if adapting:  # a copy: the state is donated
@@ -82,7 +81,7 @@ def _adapting(state: TrainState) -> tuple[jax.Array, ...]:
 
 
 def make_train_step(
-    mechanism: Mechanism,
+    calibrated: Calibrated,
     loss_fn: Callable[..., jax.Array],
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
@@ -93,7 +92,7 @@ def make_train_step(
     """Returns the compiled step; the state given to it is donated.
 
     Args:
-      mechanism: what is sampled, bounded and noised; its noise multiplier must be set.
+      calibrated: what is sampled, bounded and noised.
       loss_fn: ``(params, example) -> scalar`` for one example.
       optimizer: any Optax transformation; it sees only the noised, averaged gradient.
       mesh: from ``mesh.make_mesh``.
@@ -110,7 +109,7 @@ def make_train_step(
     """
 
     def update(state: TrainState, total: PyTree, noise_key: jax.Array) -> TrainState:
-        noise, before = mechanism.noise_transform(), NoiseState(state.step, state.noise)
+        noise, before = calibrated.noise_transform(), NoiseState(state.step, state.noise)
         # proof: noise-2
         gradient, after = noise.update(total, before, state.params, noise_key=noise_key)
         chex.assert_trees_all_equal_shapes_and_dtypes(gradient, state.params)
@@ -125,5 +124,7 @@ def make_train_step(
         places = shardings_of(params, optimizer, mesh, whole or (), after.memory)
         return jax.lax.with_sharding_constraint(new, places)
 
-    summed = clipped_sum_over_microbatches(mechanism, loss_fn, mesh, whole=whole, **options)
+    summed = clipped_sum_over_microbatches(
+        calibrated.mechanism, loss_fn, mesh, whole=whole, **options
+    )
     return TrainStep(summed, update, mesh)

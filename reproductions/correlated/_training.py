@@ -15,7 +15,7 @@ from dpfl_jax.mechanisms import Mechanism, allocation, bandmf, blt, uls
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning import Option, Planner, Sensitivities, Users
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.driver import Pace
+from dpfl_jax.run.driver import LoopConfig
 from dpfl_jax.training import fit
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
@@ -69,6 +69,7 @@ def compared(settings: Settings, name: str, file: pathlib.Path, cohort: int, gro
                     plan = _mechanism(option).plan(
                         data.train,
                         steps=steps,
+                        noise_multiplier=option.noise_multiplier,
                         execution=Execution(microbatch_size=16, strategy="vmap"),
                         delta=DELTA,
                     )
@@ -77,7 +78,7 @@ def compared(settings: Settings, name: str, file: pathlib.Path, cohort: int, gro
                         params,
                         plan,
                         build_optimizer(optimizer, rate, steps),
-                        pace=Pace(log_every=1000),
+                        loop=LoopConfig(log_every=1000),
                         key=RootKey.from_seed(of(seed)),
                     )
                     return evaluate(found.params, held_out).loss
@@ -131,7 +132,6 @@ def _mechanism(option: Option) -> Mechanism:
         "cohort_size": option.size,
         "clip_norm": 0.5,
         "clipping": "normalized",
-        "noise_multiplier": option.noise_multiplier,
     }
     fields |= {"bands": option.bands} if option.kind == "bandmf" else {}
     return MECHANISMS[option.kind][0](**fields)

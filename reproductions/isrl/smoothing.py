@@ -12,9 +12,10 @@ import numpy as np
 
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.federation.isrl.runs.isrl_run import prepare
-from dpfl_jax.federation.isrl.runs.messages import make_evaluation, solve
+from dpfl_jax.federation.isrl.runs.messages import make_evaluation
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.driver import drive
 from reproductions._plots import band, columns, panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, less
@@ -58,8 +59,8 @@ def hinge(settings: Settings, trials: int) -> list[dict[str, Any]]:
             )
             made = prepare(config, settings.console)
             key = RootKey.from_seed(of(trial))
-            w = solve(config, made.task, made.records.train, made.parameters, key)
-            found = make_evaluation(made.task, made.records.test)(w)
+            w = drive(made.algorithm(), key=key).params
+            found = make_evaluation(made.loss, made.records.test)(w)
             losses.append(found["loss"])
             hits.append(found["accuracy"])
         rows.append(
@@ -68,7 +69,7 @@ def hinge(settings: Settings, trials: int) -> list[dict[str, Any]]:
                 "hinge_loss": float(np.mean(losses)),
                 "losses": losses,
                 "accuracy": float(np.mean(hits)),
-                "smoothing": made.task.smoothness,
+                "smoothing": made.loss.smoothness,
             }
         )
     return rows

@@ -172,8 +172,7 @@ def train(
 
 
 def _facts(made: Made) -> dict[str, Any]:
-    first = made.federation.silos[0].mechanism
-    facts: dict[str, Any] = {"noise_multiplier": first.sigma}
+    facts: dict[str, Any] = {"noise_multiplier": made.federation.silos[0].sigma}
     if made.personal is None:
         return facts
     summary = made.personal.summary(made.federation.rounds)

@@ -235,8 +235,8 @@ class Bench:
 
     def without_noise(self, batch_size: int) -> Made:
         """Clipped like private sums, at C = 1, but without noise."""
-        mechanism = local_item(batch_size=batch_size, noise_multiplier=0.0, clip_norm=1.0)
-        return Made(self._federation(mechanism))
+        federation = self._federation(local_item(batch_size=batch_size, clip_norm=1.0))
+        return Made(federation.with_noise([0.0] * len(federation.silos)))
 
     def one_rate(
         self, batch_size: int, epsilon: float, delta: float, realized_batch: bool = False

@@ -183,12 +183,8 @@ def apply_recipe(
             )
         else:
             copies = silos
-    mechanisms, tables = _paper_mechanisms(federation, recipe, copies, epsilon, delta)
-    plans = tuple(
-        dataclasses.replace(plan, mechanism=own)
-        for plan, own in zip(federation.silos, mechanisms, strict=True)
-    )
-    made = dataclasses.replace(federation, silos=plans, rounds=rounds)
+    noise, tables = _paper_noise(federation, recipe, copies, epsilon, delta)
+    made = dataclasses.replace(federation.with_noise(noise), rounds=rounds)
     why += _reasons(mechanism, recipe)
     constant = subject_epsilon(made if tables is None else _at_usual(made, tables), delta)
     real = constant if tables is None else math.inf
@@ -199,7 +195,7 @@ def apply_recipe(
 
 def _sound_claim(federation: Federation, delta: float, epsilon: float) -> Claim:
     """Of a federation that meets the target."""
-    unit, rounds = federation.mechanism.unit, federation.rounds
+    unit, rounds = federation.mechanism.privacy_unit, federation.rounds
     real = federated_epsilon(federation, delta)
     why: tuple[str, ...] = ()
     whole = None
@@ -209,14 +205,14 @@ def _sound_claim(federation: Federation, delta: float, epsilon: float) -> Claim:
     return Claim("sound", epsilon, delta, real, real, rounds, rounds, why, unit, whole)
 
 
-def _paper_mechanisms(
+def _paper_noise(
     federation: Federation, recipe: Recipe, copies: int, epsilon: float, delta: float
-) -> tuple[list[SiloMechanism], tuple[tuple[float, ...], ...] | None]:
-    """Every silo's with the paper's noise, and ``Applied.by_group``.
+) -> tuple[list[float], tuple[tuple[float, ...], ...] | None]:
+    """Every silo's noise by the paper, and ``Applied.by_group``.
 
     Many kinds of silos share it in classes of 1 % in q.
     """
-    probs = [plan.mechanism.participation.probability(plan.facts) for plan in federation.silos]
+    probs = [plan.mechanism.participation.sampling_prob_of(plan.facts) for plan in federation.silos]
     if len(set(probs)) > _MOST_KINDS:
         probs = [min(1.0, 1.01 ** math.ceil(math.log(p) / math.log(1.01) - 1e-9)) for p in probs]
     known: dict[Any, tuple[float, ...]] = {}
@@ -227,12 +223,8 @@ def _paper_mechanisms(
         if key not in known:
             known[key] = _paper(plan.mechanism, prob, recipe, steps, epsilon, delta)
         found.append(known[key])
-    mechanisms = [
-        dataclasses.replace(plan.mechanism, noise_multiplier=min(noise))
-        for plan, noise in zip(federation.silos, found)
-    ]
     by_batch = federation.mechanism.kind == "local_group"
-    return mechanisms, tuple(found) if by_batch else None
+    return [min(noise) for noise in found], tuple(found) if by_batch else None
 
 
 def _paper(
@@ -291,6 +283,6 @@ def usual_group(plan: SiloPlan, draws: int = 100) -> int:
     cap, records = plan.mechanism.participation.max_items_per_subject, plan.facts.num_records
     offsets = np.arange(0, max(records // cap, 1) * cap + 1, cap)
     silo = Silo(0, 0, offsets.astype(np.int64))
-    prob = plan.mechanism.participation.probability(plan.facts)
+    prob = plan.mechanism.participation.sampling_prob_of(plan.facts)
     found = batch_statistics(silo, prob, draws, RootKey.from_seed(of(0)))
     return max(1, found.dominant_group)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
+from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig, FederatedPrivacyConfig
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated_run import build_federation, spread
 from dpfl_jax.federation.rounds import RoundBuilder
@@ -22,7 +22,7 @@ from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.driver import Pace, drive
+from dpfl_jax.run.driver import LoopConfig, drive
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import make_optimizer
 from reproductions._seeds import of
@@ -179,8 +179,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
     subjects = _subjects(json.dumps(dataclasses.asdict(config.data)))
     data_part = config.model_copy(
         update={
-            "privacy": FederatedConfig.model_fields["privacy"].default,
-            "mechanism": dataclasses.replace(config.mechanism, noise_multiplier=1.0),
+            "privacy": FederatedPrivacyConfig(noise_multiplier=1.0),
         }
     )
     data = _spread(data_part.model_dump_json())
@@ -216,7 +215,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
             rounds,
             key=RootKey.from_seed(of(seed)),
             evaluate=evaluator.of(subjects.held_out),
-            pace=Pace(checkpoint_every=5, eval_every=max(1, federation.rounds // evals)),
+            loop=LoopConfig(checkpoint_every=5, eval_every=max(1, federation.rounds // evals)),
             console=settings.console,
         )
         curves.append(
@@ -231,5 +230,5 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
         [curve[-1][2] for curve in curves],
         curves,
         applied.claim,
-        federation.silos[0].mechanism.sigma,
+        federation.silos[0].sigma,
     )

@@ -10,7 +10,7 @@ import numpy as np
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.driver import Pace
+from dpfl_jax.run.driver import LoopConfig
 from dpfl_jax.training import fit
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.personalize import personalize
@@ -30,7 +30,7 @@ def run(settings: Settings) -> Outcome:
     """Fine-tunes by both mechanisms, then lets each held-out user tune a copy."""
     data, model, params, config = small.start(settings.quick)
     norms, median = small.sensitivities(settings.quick), small.median(settings.quick)
-    common: dict[str, Any] = {"clipping": "normalized", "noise_multiplier": None}
+    common: dict[str, Any] = {"clipping": "normalized"}
     option = small.least_noise(small.planner(settings.quick, EPSILON), BUDGET)
     group = option.group_size
     mechanisms = {
@@ -59,7 +59,7 @@ def run(settings: Settings) -> Outcome:
                     plan,
                     optimizer,
                     key=RootKey.from_seed(of(seed)),
-                    pace=Pace(log_every=1000),
+                    loop=LoopConfig(log_every=1000),
                 )
                 found.setdefault(name, []).append(personalize(model.loss, tuned.params, held_out))
     before = {name: np.array([f.before for f in of]) for name, of in found.items()}

@@ -119,7 +119,7 @@ def test_an_account_is_that_of_the_mechanism(capsys):
         ("truncated-poisson", truncated, "--sampling-prob 0.05 --dataset-size 1000 --batch-cap 60"),
     ):
         more = {"cap": 60} if made is truncated else {}
-        mechanism = made(group_size=1, cohort_size=50, noise_multiplier=2.0, **more)
-        event = mechanism.for_steps(population, 40).event(population, 40)
+        mechanism = made(group_size=1, cohort_size=50, **more)
+        event = mechanism.calibrate(population, 40, noise_multiplier=2.0).event()
         found = answer(capsys, ["account", name, *common, *options.split()])
         assert found["epsilon"] == pytest.approx(epsilon(event, 1e-5), rel=1e-9)

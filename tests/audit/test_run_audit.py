@@ -8,8 +8,7 @@ import pytest
 
 from dpfl_jax.audit.run_audit import FILES, SEEN, RunAudit, read
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Population, uls
-from dpfl_jax.mechanisms.central_statement import central_statement
+from dpfl_jax.mechanisms import Calibrated, Population, uls
 
 STEPS = 3
 
@@ -20,10 +19,9 @@ def cost(inside):
 
 
 def stated(sigma=2.0):
-    mechanism = uls(group_size=1, cohort_size=50, noise_multiplier=sigma)
-    people = Population(100, 100, 100)
-    guarantee = mechanism.guarantee(people, STEPS, 1e-4)
-    return central_statement(mechanism, people, STEPS, guarantee)
+    mechanism = uls(group_size=1, cohort_size=50)
+    made = Calibrated(mechanism, sigma, Population(100, 100, 100), STEPS, 1e-4)
+    return made.statement(made.guarantee())
 
 
 def seen(sigma=2.0, units=3000):

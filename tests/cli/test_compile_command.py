@@ -13,7 +13,8 @@ CONFIG = """
 name: small
 data: {source: python_source, seq_len: 16, tokenizer: bytes}
 model: {size: tiny}
-mechanism: {kind: uls, group_size: 2, cohort_size: 32, noise_multiplier: 1.0}
+mechanism: {kind: uls, group_size: 2, cohort_size: 32}
+privacy: {noise_multiplier: 1.0}
 train: {steps: 3}
 execution: {microbatch_size: 2}
 """

@@ -8,7 +8,7 @@ import yaml
 
 from dpfl_jax import accounting
 from dpfl_jax.cli.main import main
-from dpfl_jax.mechanisms.mechanism import SHARED_ADJACENCY
+from dpfl_jax.mechanisms.calibrated import SHARED_ADJACENCY
 
 
 @pytest.mark.nightly

@@ -20,8 +20,7 @@ from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, worst_guarantee
 from dpfl_jax.federation.mechanisms import SiloFacts, hi_grad_avg
 from dpfl_jax.federation.silo_statement import federated_statement
-from dpfl_jax.mechanisms import Population, els, uls
-from dpfl_jax.mechanisms.central_statement import central_statement
+from dpfl_jax.mechanisms import Calibrated, Population, els, uls
 from tests.run.silo_configs import SILOS
 from tests.statements import EXTRA, SOUND, central, federated, finished, personal
 
@@ -402,14 +401,15 @@ def test_public_inputs_are_those_of_the_mechanism(name, tmp_path, capsys):
 
 def test_cheap_guarantees_of_data_that_cannot_be_are_refused(tmp_path, capsys):
     """Everything in the file follows from these numbers, but nobody has that many units."""
-    plain = els(group_size=1, batch_size=5, noise_multiplier=0.5)
+    plain = els(group_size=1, batch_size=5)
     population = Population(10, 10**6, 10**6)
-    made = central_statement(plain, population, 100, plain.guarantee(population, 100, 1e-5))
+    cheap = Calibrated(plain, 0.5, population, 100, 1e-5)
+    made = cheap.statement(cheap.guarantee())
     assert made.privacy.epsilon < 0.01
-    true = dataclasses.replace(population, num_units=10)
-    assert plain.guarantee(true, 100, 1e-5).epsilon > 100
-    hi = hi_grad_avg(batch_size=5, noise_multiplier=1.0)
-    federation = Federation((SiloPlan(hi, SiloFacts(10**6, 10), 1),), 10, 1)
+    true = dataclasses.replace(cheap, population=dataclasses.replace(population, num_units=10))
+    assert true.guarantee().epsilon > 100
+    hi = hi_grad_avg(batch_size=5)
+    federation = Federation((SiloPlan(hi, SiloFacts(10**6, 10), 1, 1.0, 1.0),), 10, 1)
     guarantee = federated_guarantee(federation, 1e-5, 10, num_subjects=10)
     silo = federated_statement(federation, 10, 10, guarantee)
     assert silo.privacy.epsilon < 0.01
@@ -487,7 +487,7 @@ def test_a_delta_that_is_too_much_for_the_largest_silo_is_named(tmp_path, capsys
 
 
 def test_a_caveat_of_the_mechanism_may_not_be_left_out(tmp_path, capsys):
-    values = central(uls(group_size=3, cohort_size=20, noise_multiplier=1.0), delta=0.01).to_json()
+    values = central(uls(group_size=3, cohort_size=20), 1.0, delta=0.01).to_json()
     file = tmp_path / "guarantee.json"
     values["privacy"]["caveats"] = [c for c in values["privacy"]["caveats"] if c in EXTRA]
     reworded(values)
@@ -499,8 +499,8 @@ def test_a_caveat_of_the_mechanism_may_not_be_left_out(tmp_path, capsys):
 
 def test_a_forger_of_everything_is_left_with_the_truth(tmp_path, capsys):
     """Whoever changes mechanism, events and words alike must state what these cost."""
-    made = central(uls(group_size=3, cohort_size=20, noise_multiplier=1.0)).to_json()
-    other = central(uls(group_size=3, cohort_size=20, noise_multiplier=0.9)).to_json()
+    made = central(uls(group_size=3, cohort_size=20), 1.0).to_json()
+    other = central(uls(group_size=3, cohort_size=20), 0.9).to_json()
     other["privacy"]["epsilon"] = made["privacy"]["epsilon"]
     reworded(other)
     (tmp_path / "guarantee.json").write_text(json.dumps(other))
@@ -559,8 +559,8 @@ def test_the_other_accountant_knows_better_than_too_small_an_epsilon():
 @pytest.mark.parametrize("silos", [3, 9])
 def test_the_explanation_holds_for_every_silo(silos):
     """Nearly that of the silo which tells most; from epsilon and delta where silos are many."""
-    kinds = [hi_grad_avg(batch_size=20, noise_multiplier=1.0 + 0.2 * i) for i in range(silos)]
-    made = federated(kinds, silos_per_subject=1)
+    sigmas = [1.0 + 0.2 * i for i in range(silos)]
+    made = federated(hi_grad_avg(batch_size=20), sigmas, silos_per_subject=1)
     found, (events,) = made.meaning(), made.cases
     assert len(events) == silos
     alone = [meaning(event, made.privacy.delta) for event in events]
@@ -579,7 +579,7 @@ def test_nothing_about_records_with_budgets_is_told():
         config["privacy"]["budgets"] = {"kind": "three_levels", "seed": seed}
         prepared = federated_run.prepare(validate_config(config), Console(quiet=True))
         guarantee = prepared.guarantee(4)
-        made = federated_run._statement(prepared, 4, guarantee)
+        made = prepared.statement(4, guarantee)
         told.append((sorted(prepared.personal.budgets), made.dumps()))
     assert told[0][0] != told[1][0]
     assert told[0][1] == told[1][1]

@@ -45,7 +45,7 @@ def on_the_way_back(w, x):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("loss", [batch_statistic, in_a_loop, on_the_way_back])
 def test_collectives_over_the_units_are_refused_in_the_train_step(strategy, loss):
-    mechanism = els(clip_norm=1.0, group_size=1, batch_size=8, noise_multiplier=1.0)
+    mechanism = els(clip_norm=1.0, group_size=1, batch_size=8)
     summed = clipped_sum_over_microbatches(mechanism, loss, make_mesh(), strategy=strategy)
     with pytest.raises(BadInputError, match="communicates over the axis 'data'"):
         jax.jit(summed)(jnp.ones(3), jnp.ones((1, 8, 3)), jnp.ones((1, 8), bool), 1)
@@ -99,7 +99,7 @@ def test_asking_which_device_this_is_is_refused(strategy):
     def loss(w, x):
         return jnp.vdot(w, x) * (1.0 + jax.lax.axis_index("data"))
 
-    mechanism = els(clip_norm=1e3, group_size=1, batch_size=8, noise_multiplier=1.0)
+    mechanism = els(clip_norm=1e3, group_size=1, batch_size=8)
     summed = clipped_sum_over_microbatches(mechanism, loss, make_mesh(), strategy=strategy)
     with pytest.raises(BadInputError, match="axis_index"):
         jax.jit(summed)(jnp.ones(3), jnp.ones((1, 8, 3)), jnp.ones((1, 8), bool), 1)

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from dpfl_jax.config import config_fingerprint, load_config, validate_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.training.central_run import run_experiment
+from dpfl_jax.run.pipeline import run_experiment
 
 MINIMAL = {
     "data": {"source": "python_source"},
@@ -54,8 +54,9 @@ def test_overrides_reach_any_key(minimal):
         ("privacy.epsilon=-1", "privacy.epsilon is -1"),
         ("privacy.delta=1", "privacy.delta is 1"),
         ("privacy.delta=0", "privacy.delta is 0"),
-        ("privacy.epsilon=null", "neither privacy.epsilon nor mechanism.noise_multiplier"),
-        ("mechanism.noise_multiplier=1", "both privacy.epsilon and mechanism.noise_multiplier"),
+        ("privacy.epsilon=null", "neither privacy.epsilon nor privacy.noise_multiplier"),
+        ("privacy.noise_multiplier=1", "both privacy.epsilon and privacy.noise_multiplier"),
+        ("mechanism.noise_multiplier=1", "is 'privacy.noise_multiplier'"),
         ("mechanism.kind=dpsgd", "mechanism.kind is 'dpsgd'"),
         ("mechanism.kind=nowhere:X", "mechanism.kind is 'nowhere:X', code that would be run"),
         ("train.steps=zero", "train.steps"),
@@ -225,7 +226,7 @@ def test_a_relative_ledger_without_a_file_is_refused(tmp_path):
         MINIMAL | {"privacy": {"epsilon": 2.0, "ledger": "spent.jsonl", "account": "people"}}
     )
     with pytest.raises(BadInputError, match=r"relative path 'spent.jsonl'.*full path"):
-        run_experiment(config, tmp_path / "run", Console(quiet=True), load=lambda section: 1 / 0)
+        run_experiment(config, tmp_path / "run", Console(quiet=True), lambda: 1 / 0)
     assert not (tmp_path / "run").exists()
 
 

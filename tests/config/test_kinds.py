@@ -21,7 +21,7 @@ def test_the_library_registers_its_own():
     "made",
     [
         uls(group_size=3, cohort_size=2.5, clip_norm=0.25, clipping="normalized"),
-        els(group_size=3, batch_size=8, noise_multiplier=1.5, sampling_prob=0.5),
+        els(group_size=3, batch_size=8, sampling_prob=0.5),
         non_private(batch_size=8),
     ],
 )
@@ -33,10 +33,8 @@ def test_a_section_is_the_object(made):
 
 def test_equal_values_have_one_section():
     """What a run draws follows from it: 20 and 20.0 are two texts."""
-    whole = uls(group_size=1, cohort_size=20, sampling_prob=1, clip_norm=1, noise_multiplier=2)
-    parts = uls(
-        group_size=1, cohort_size=20.0, sampling_prob=1.0, clip_norm=1.0, noise_multiplier=2.0
-    )
+    whole = uls(group_size=1, cohort_size=20, sampling_prob=1, clip_norm=1)
+    parts = uls(group_size=1, cohort_size=20.0, sampling_prob=1.0, clip_norm=1.0)
     assert whole == parts
     assert json.dumps(whole.to_section()) == json.dumps(parts.to_section())
 

@@ -17,8 +17,9 @@ from dpfl_jax.data.build import write_store
 from dpfl_jax.data.owners import BoundedStore, SharedStore, by_set, people
 from dpfl_jax.data.shards import Manifest, open_store
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Population
+from dpfl_jax.mechanisms import Calibrated, Population
 from dpfl_jax.training.canaries import check_fit
+from tests.noised import noised
 
 MAILS = [
     (["ann", "bob"], "Dear Bob, how are you?"),
@@ -129,19 +130,19 @@ def test_what_treats_records_as_one_users_is_refused(files, tmp_path, capsys):
 
 def test_canaries_and_a_choice_by_people_who_are_trained_on_are_refused():
     whole = dpfl.from_texts(MAILS)
-    els = dpfl.els(group_size=1, batch_size=1, noise_multiplier=1.0)
+    els = dpfl.els(group_size=1, batch_size=1)
     with pytest.raises(BadInputError, match="several owners: remove the section audit"):
-        check_fit(els, whole.bounded(1), dpfl.AuditConfig(canaries=100))
+        check_fit(noised(els, 1.0), whole.bounded(1), dpfl.AuditConfig(canaries=100))
     # Ann is trained on with Bob, and would choose with Cat and Dan.
     train = dpfl.from_texts(MAILS[:2])
     held_out = dpfl.from_texts(MAILS[3:])
-    plan = els.plan(train, steps=1, delta=1e-3)
+    plan = els.plan(train, steps=1, noise_multiplier=1.0, delta=1e-3)
     assert people(plan.data) & people(held_out) == {"ann"}
     with pytest.raises(BadInputError, match="1 users of validation are trained on, too"):
         dpfl.fit(
             lambda params, example: jnp.sum(params["w"]) * 0.0,
             {"w": jnp.zeros(1)}, plan, optax.sgd(0.1),
-            validation=held_out, pace=dpfl.Pace(keep_best=True, eval_every=1),
+            validation=held_out, loop=dpfl.LoopConfig(keep_best=True, eval_every=1),
         )  # fmt: skip
 
 
@@ -226,10 +227,10 @@ def test_a_bounded_part_on_disk_is_no_store_of_people(tmp_path):
     write_store(part, tmp_path / "part", format="arrow")
     again = open_store(tmp_path / "part")
     assert isinstance(again, SharedStore)
-    mechanism = dpfl.uls(group_size=1, cohort_size=2, noise_multiplier=1.0)
+    mechanism = dpfl.uls(group_size=1, cohort_size=2)
     for data in (part, again):
         with pytest.raises(BadInputError, match="several owners"):
-            mechanism.plan(data, steps=3, delta=1e-3)
+            mechanism.plan(data, steps=3, noise_multiplier=1.0, delta=1e-3)
 
 
 def test_names_of_sets_are_seen_by_the_constructor():
@@ -237,15 +238,15 @@ def test_names_of_sets_are_seen_by_the_constructor():
     names, offsets = sets.user_ids(range(sets.num_users)), np.asarray(sets.user_offsets)
     again = dpfl.ArrayStore(sets.schema, names, offsets, sets.records(np.arange(sets.num_examples)))
     with pytest.raises(BadInputError, match="several owners"):
-        dpfl.uls(group_size=1, cohort_size=1, noise_multiplier=1.0).plan(again, steps=1, delta=0.1)
+        dpfl.uls(group_size=1, cohort_size=1).plan(again, steps=1, noise_multiplier=1.0, delta=0.1)
 
 
 def test_a_shared_population_has_no_guarantee_of_single_users():
     shared = Population(num_users=30, num_examples=90, num_units=30, shared=True)
-    mechanism = dpfl.uls(group_size=1, cohort_size=3, noise_multiplier=1.0)
+    mechanism = dpfl.uls(group_size=1, cohort_size=3)
     with pytest.raises(BadInputError, match=r"several owners, of whom mechanism\.kind=uls"):
-        mechanism.guarantee(shared, 3, 1e-3)
+        Calibrated(mechanism, 1.0, shared, 3, 1e-3).guarantee()
     with pytest.raises(BadInputError, match=r"several owners, of whom mechanism\.kind=uls"):
-        mechanism.calibrate(shared, 3, 1.0, 1e-3)
-    els = dpfl.els(group_size=2, batch_size=3, noise_multiplier=1.0)
-    assert "co-owns" in els.guarantee(shared, 3, 1e-3).adjacency
+        mechanism.calibrate(shared, 3, epsilon=1.0, delta=1e-3)
+    els = dpfl.els(group_size=2, batch_size=3)
+    assert "co-owns" in Calibrated(els, 1.0, shared, 3, 1e-3).guarantee().adjacency

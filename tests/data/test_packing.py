@@ -95,8 +95,8 @@ def test_every_example_is_read_back(answers):
 @pytest.mark.parametrize(
     ("mechanism", "median"),
     [
-        (uls(group_size=12, cohort_size=16, clip_norm=1.0, noise_multiplier=1.0), 6),
-        (els(group_size=8, batch_size=64, clip_norm=1.0, noise_multiplier=1.0), 20),
+        (uls(group_size=12, cohort_size=16, clip_norm=1.0), 6),
+        (els(group_size=8, batch_size=64, clip_norm=1.0), 20),
     ],
     ids=["uls", "els"],
 )
@@ -140,7 +140,7 @@ def test_a_step_fills_several_rows_of_each_shape():
 
 def test_a_unit_is_in_the_cheapest_shape_that_holds_it():
     store = heavy_tailed(users=3)
-    sampler = uls(group_size=12, cohort_size=3, clip_norm=1.0, noise_multiplier=1.0).sampler(
+    sampler = uls(group_size=12, cohort_size=3, clip_norm=1.0).sampler(
         store.user_offsets, RootKey.from_seed(0)
     )
     draw = sampler.draw(0)

@@ -59,8 +59,8 @@ def test_it_learns_and_states_what_it_spent():
 def test_a_secret_key_gives_the_noise_of_a_step_once():
     """Two plans share no noise; one plan gives none twice, whatever is trained with it."""
     key, data = dpfl.RootKey.generate(), make_data()
-    made = dpfl.uls(group_size=4, cohort_size=100, noise_multiplier=1.0)
-    plans = [made.plan(data, steps=steps, delta=1e-4) for steps in (3, 4)]
+    made = dpfl.uls(group_size=4, cohort_size=100)
+    plans = [made.plan(data, steps=steps, noise_multiplier=1.0, delta=1e-4) for steps in (3, 4)]
     drawn = [[batch.noise_key.tolist() for batch in plan.batches(key)] for plan in plans]
     seen = {tuple(words) for words in drawn[0] + drawn[1]}
     assert len(seen) == 7
@@ -190,7 +190,7 @@ def test_keys_are_in_no_state_and_in_no_program():
 def test_what_a_plan_did_not_account_for_is_refused():
     data = make_data()
     small, large = (
-        dpfl.uls(group_size=4, cohort_size=c, noise_multiplier=1.0).plan(data, steps=2, delta=1e-4)
+        dpfl.uls(group_size=4, cohort_size=c).plan(data, steps=2, noise_multiplier=1.0, delta=1e-4)
         for c in (2, 200)
     )
     key = dpfl.RootKey.from_seed(0)
@@ -211,19 +211,19 @@ def test_what_a_plan_did_not_account_for_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "options", "message"),
+    ("options", "message"),
     [
-        ({}, {"steps": 2.5, "epsilon": 1.0}, "number of steps is 2.5"),
-        ({}, {"steps": 0, "epsilon": 1.0}, "number of steps is 0"),
-        ({}, {"steps": 2}, "neither epsilon nor"),
-        ({}, {"steps": 2, "epsilon": 1.0, "delta": 2.0}, "delta is 2"),
-        ({"noise_multiplier": 1.0}, {"steps": 2, "delta": 2.0}, "delta is 2"),
-        ({"noise_multiplier": 1.0}, {"steps": 2, "epsilon": 1.0}, "both epsilon and"),
+        ({"steps": 2.5, "epsilon": 1.0}, "number of steps is 2.5"),
+        ({"steps": 0, "epsilon": 1.0}, "number of steps is 0"),
+        ({"steps": 2}, "neither epsilon nor"),
+        ({"steps": 2, "epsilon": 1.0, "delta": 2.0}, "delta is 2"),
+        ({"steps": 2, "noise_multiplier": 1.0, "delta": 2.0}, "delta is 2"),
+        ({"steps": 2, "noise_multiplier": 1.0, "epsilon": 1.0}, "both epsilon and"),
     ],
 )
-def test_bad_plans_are_one_sentence(mechanism, options, message):
+def test_bad_plans_are_one_sentence(options, message):
     with pytest.raises(BadInputError, match=message):
-        dpfl.uls(group_size=4, cohort_size=10, **mechanism).plan(make_data(40), **options)
+        dpfl.uls(group_size=4, cohort_size=10).plan(make_data(40), **options)
 
 
 def test_numbers_may_be_numpys():
@@ -260,20 +260,20 @@ def test_losses_that_mix_units_are_refused_as_by_fit(loss):
 def test_a_loop_is_checked_like_fit():
     """Losses with keys need them in the batch; parameters that are split are for ``fit``."""
     data = make_data()
-    mechanism = dpfl.uls(group_size=4, cohort_size=100, noise_multiplier=1.0)
+    mechanism = dpfl.uls(group_size=4, cohort_size=100)
 
     def random(params, example, rng=None):
         drop = 1.0 if rng is None else jax.random.bernoulli(rng)
         return drop * loss_fn(params, example)
 
-    plan = mechanism.plan(data, steps=2, delta=1e-4)
+    plan = mechanism.plan(data, steps=2, noise_multiplier=1.0, delta=1e-4)
     key, params = dpfl.RootKey.from_seed(0), {"w": jnp.ones(3), "b": jnp.ones(())}
     grad = plan.clipped_grad(random)
     with pytest.raises(BadInputError, match=r"give plan\.batches loss_keys=True"):
         grad(params, next(plan.batches(key)))
     assert np.isfinite(grad(params, next(plan.batches(key, loss_keys=True))).sum["b"])
     execution = dpfl.Execution(mesh={"fsdp": 8})
-    split = mechanism.plan(data, steps=2, delta=1e-4, execution=execution)
+    split = mechanism.plan(data, steps=2, noise_multiplier=1.0, delta=1e-4, execution=execution)
     with pytest.raises(BadInputError, match="splits parameters over devices"):
         split.clipped_grad(loss_fn)
 
@@ -291,17 +291,17 @@ def test_fit_keeps_a_run_in_a_folder(tmp_path):
         if step == 20:
             raise StopError
 
-    pace = dpfl.Pace(checkpoint_every=10, eval_every=30)
+    loop = dpfl.LoopConfig(checkpoint_every=10, eval_every=30)
     with pytest.raises(StopError):
         dpfl.fit(
-            loss_fn, START, plan, optax.adam(0.1), run_dir=folder, pace=pace,
+            loss_fn, START, plan, optax.adam(0.1), run_dir=folder, loop=loop,
             hooks=dpfl.Hooks(on_checkpoint=stop),
         )  # fmt: skip
     assert not (folder / "report.json").exists()
     # Less at once, as after running out of memory: the run goes on, and says so.
     less = dataclasses.replace(plan, execution=dpfl.Execution(microbatch_size=4))
     result = dpfl.fit(
-        loss_fn, START, less, optax.adam(0.1), run_dir=str(folder), pace=pace,
+        loss_fn, START, less, optax.adam(0.1), run_dir=str(folder), loop=loop,
         validation=make_data(40),
     )  # fmt: skip
     assert (calls, result.steps) == ([10, 20], 60)
@@ -330,6 +330,6 @@ def test_some_parameters_may_be_trained():
 
 def test_a_mesh_without_units_is_refused():
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-    mechanism = dpfl.uls(group_size=4, cohort_size=10, noise_multiplier=1.0)
+    mechanism = dpfl.uls(group_size=4, cohort_size=10)
     with pytest.raises(BadInputError, match=r"axes \('x',\)"):
-        mechanism.plan(make_data(40), steps=2, mesh=mesh)
+        mechanism.plan(make_data(40), steps=2, noise_multiplier=1.0, mesh=mesh)

@@ -53,7 +53,7 @@ def make_data(records=200, subjects=30, silos=5, cap=3, how="power", seed=0, onl
     return FederatedData.from_assignment(ArrayRecords(arrays), subject, silo, silos, keep=keep)
 
 
-COMMON = {"batch_size": 12, "max_items_per_subject": 3, "clip_norm": 0.7, "noise_multiplier": 0.8}
+COMMON = {"batch_size": 12, "max_items_per_subject": 3, "clip_norm": 0.7}
 MECHANISMS = {
     "fed_avg": lambda **k: fed_avg(**COMMON | k),
     "local_item": lambda **k: local_item(**COMMON | k),
@@ -65,19 +65,22 @@ MECHANISMS = {
 }
 
 
-def make_federation(data, make, rounds=2, uneven=True, weights=None, **kwargs):
+def make_federation(
+    data, make, rounds=2, uneven=True, weights=None, noise_multiplier=0.8, **kwargs
+):
     """Silos that differ in clip norm, noise and number of steps."""
     plans = []
     for i, silo in enumerate(data.silos):
-        own = {}
+        own, sigma = {}, noise_multiplier
         if uneven and make is not MECHANISMS["fed_avg"]:
-            own = {"clip_norm": 0.5 + 0.1 * i, "noise_multiplier": 0.2 + 0.3 * i}
+            own, sigma = {"clip_norm": 0.5 + 0.1 * i}, 0.2 + 0.3 * i
         plans.append(
             SiloPlan(
                 make(**own | kwargs),
                 SiloFacts.of(silo),
                 2 + i % 3 if uneven else 2,
                 1.0 if weights is None else weights[i],
+                sigma,
             )
         )
     return Federation(tuple(plans), rounds, data.num_silos)
@@ -128,7 +131,7 @@ def reference_round(federation, builder, params, optimizer, silos, poison=()):
         local, state = params, optimizer.init(params)
         for t in range(plan.local_steps):
             total = reference_sum(plan.mechanism, local, builder.data, draws[t])
-            stddev = plan.mechanism.sigma * plan.mechanism.clip_norm
+            stddev = plan.sigma * plan.mechanism.clip_norm
             divisor = plan.mechanism.participation.divisor(plan.facts)
             noise = Noise(float(stddev), plan.mechanism.clip_norm, plan.mechanism.noise.arithmetic)
             clean = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), total)

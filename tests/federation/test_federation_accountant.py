@@ -27,7 +27,9 @@ DELTA = 1e-5
 
 
 def uniform(make, records, silos, steps, rounds, reach=None, cohort=None, **kwargs):
-    plan = SiloPlan(make(**kwargs), SiloFacts(records, max(records // 10, 1)), steps)
+    sigma = kwargs.pop("noise_multiplier", None)
+    facts = SiloFacts(records, max(records // 10, 1))
+    plan = SiloPlan(make(**kwargs), facts, steps, noise_multiplier=sigma)
     return Federation((plan,) * silos, rounds, silos if reach is None else reach, cohort)
 
 
@@ -44,7 +46,7 @@ def test_golden_noise_of_a_federation(make, reach, golden):
     """n_i=2000, B=64, K=10, T=20, R=10, 4 silos, (4, 1e-5): composed over 4 silos, and over one."""
     federation = uniform(make, 2000, 4, 20, 10, reach, batch_size=64, max_items_per_subject=10)
     made = calibrate_federation(federation, 4.0, DELTA)
-    sigmas = {plan.mechanism.sigma for plan in made.silos}
+    sigmas = {plan.sigma for plan in made.silos}
     assert len(sigmas) == 1
     assert sigmas.pop() == pytest.approx(golden, rel=1e-3)
     assert federated_epsilon(made, DELTA) <= 4.0
@@ -55,7 +57,7 @@ def test_golden_noise_of_a_federation(make, reach, golden):
 def test_local_item_protects_records_and_its_subjects_pay_more():
     federation = uniform(local_item, 2000, 4, 20, 10, batch_size=64, max_items_per_subject=10)
     made = calibrate_federation(federation, 4.0, DELTA)
-    assert made.mechanism.sigma == pytest.approx(0.879, rel=2e-3)
+    assert made.silos[0].sigma == pytest.approx(0.879, rel=2e-3)
     assert federated_epsilon(made, DELTA) <= 4.0
     assert federated_epsilon(made, DELTA, subject=True) > 15 * 4.0
 
@@ -80,10 +82,10 @@ def test_unequal_silos_meet_the_target_and_not_by_much(mode, reach):
     epsilon = federated_epsilon(made, DELTA)
     assert 2.0 < epsilon <= 3.0
     if mode == "common":
-        assert len({p.mechanism.sigma for p in made.silos}) == 1
+        assert len({p.sigma for p in made.silos}) == 1
     # Any two silos of a subject stay under the bound for two.
     if reach == 2:
-        profiles = [p.mechanism.event(p.facts, p.local_steps * 5) for p in made.silos]
+        profiles = [p.event(5) for p in made.silos]
         pairs = [events.horizontal([a, b]) for a in profiles for b in profiles if a is not b]
         assert max(accounting.epsilon(pair, DELTA) for pair in pairs) <= epsilon + 1e-9
 
@@ -91,15 +93,16 @@ def test_unequal_silos_meet_the_target_and_not_by_much(mode, reach):
 def test_silos_that_form_a_chain_need_no_envelope():
     plans = tuple(
         SiloPlan(
-            hi_grad_avg(sampling_prob=q, max_items_per_subject=2, noise_multiplier=2.0),
+            hi_grad_avg(sampling_prob=q, max_items_per_subject=2),
             SiloFacts(100, 50),
             3,
+            noise_multiplier=2.0,
         )
         for q in (0.05, 0.2, 0.1)
     )
     federation = Federation(plans, 10, 2)
     assert len(worst_cases(federation, 10)) == 1
-    expected = events.horizontal([plans[i].mechanism.event(plans[i].facts, 30) for i in (1, 2)])
+    expected = events.horizontal([plans[i].event(10) for i in (1, 2)])
     assert federated_epsilon(federation, DELTA) == pytest.approx(
         accounting.epsilon(expected, DELTA), rel=1e-9
     )
@@ -112,16 +115,15 @@ def test_many_kinds_of_silos_are_accounted_in_classes_never_below():
     sizes = [200 + 7 * i for i in range(40)]
     plans = tuple(
         SiloPlan(
-            hi_grad_avg(batch_size=20, max_items_per_subject=2, noise_multiplier=3.0),
+            hi_grad_avg(batch_size=20, max_items_per_subject=2),
             SiloFacts(n, n // 2),
             2,
+            noise_multiplier=3.0,
         )
         for n in sizes
     )
     federation = Federation(plans, 3, 40)
-    exact = accounting.epsilon(
-        events.horizontal([p.mechanism.event(p.facts, 6) for p in plans]), DELTA
-    )
+    exact = accounting.epsilon(events.horizontal([p.event(3) for p in plans]), DELTA)
     assert exact <= federated_epsilon(federation, DELTA) <= 1.03 * exact
 
 
@@ -134,7 +136,7 @@ def test_many_unequal_silos_each_meet_the_target_with_few_accountings(monkeypatc
     made_of = Federation(plans, 3, 1)
     accountant._flat_epsilon.cache_clear()
     made = calibrate_federation(made_of, 4.0, DELTA)
-    classes = len({plan.mechanism.sigma for plan in made.silos})
+    classes = len({plan.sigma for plan in made.silos})
     assert 50 < classes < 60
     assert accountant._flat_epsilon.cache_info().misses < 2 * classes
     alone = silo_epsilons(made, DELTA)
@@ -160,8 +162,7 @@ def test_many_unequal_silos_of_one_subject_meet_the_target_with_few_accountings(
     assert sum(whole) <= 2
     assert 0.998 * 4.0 < federated_epsilon(made, DELTA) <= 4.0
     alone = [
-        accounting.epsilon(events.horizontal([p.mechanism.event(p.facts, 6)] * 70), DELTA)
-        for p in made.silos[::10]
+        accounting.epsilon(events.horizontal([p.event(3)] * 70), DELTA) for p in made.silos[::10]
     ]
     assert min(alone) > 0.98 * max(alone)  # all spend alike
 

@@ -44,7 +44,7 @@ def test_each_choice_is_what_its_configuration_would_run(ready, found):
     chosen = [c for c in found if c.cap == 1 and c.kind in ("local_group", "subject_uls")]
     for choice in chosen:
         again = prepare(choice.config, QUIET)
-        assert again.balance.ratio == pytest.approx(choice.ratio, rel=1e-6)
+        assert again.balance().ratio == pytest.approx(choice.ratio, rel=1e-6)
         assert again.guarantee(choice.rounds).epsilon <= 8.0
         records = sum(plan.facts.num_records for plan in again.federation.silos)
         whole = sum(plan.facts.num_records for plan in ready.federation.silos)
@@ -53,7 +53,7 @@ def test_each_choice_is_what_its_configuration_would_run(ready, found):
 
 def test_as_configured_is_one_of_them(ready, found):
     (mine,) = [c for c in found if (c.kind, c.cap) == ("hi_grad_avg", 2)]
-    assert mine.ratio == pytest.approx(ready.balance.ratio, rel=1e-6)
+    assert mine.ratio == pytest.approx(ready.balance().ratio, rel=1e-6)
     for other in other_steps(ready, mine):
         assert other.batch * other.rounds == pytest.approx(30 * 8)
     reach = list(by_reach(ready, mine).values())
@@ -62,8 +62,7 @@ def test_as_configured_is_one_of_them(ready, found):
 
 
 def test_no_target_is_refused():
-    noise = {"noise_multiplier": 1.0, **CONFIG["mechanism"]}
-    open_ended = prepared(mechanism=noise, privacy={"delta": 1e-4})
+    open_ended = prepared(privacy={"noise_multiplier": 1.0, "delta": 1e-4})
     with pytest.raises(BadInputError, match="the target is not set"):
         next(choices(open_ended))
 

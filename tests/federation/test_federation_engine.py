@@ -128,9 +128,10 @@ def test_noise_alone_has_the_stddev_of_every_silo():
     data = make_data()
     plans = tuple(
         SiloPlan(
-            local_item(batch_size=10, max_items_per_subject=3, clip_norm=0.5, noise_multiplier=s),
+            local_item(batch_size=10, max_items_per_subject=3, clip_norm=0.5),
             SiloFacts.of(silo),
             1,
+            noise_multiplier=s,
         )
         for s, silo in zip((0.5, 1.0, 2.0, 4.0, 8.0), data.silos)
     )
@@ -149,7 +150,7 @@ def test_noise_alone_has_the_stddev_of_every_silo():
         released, *_ = release(big, None, chunk)
         noise = np.ravel(released.update["w"])
         seen.append(noise)
-        expected = plan.mechanism.sigma * 0.5 / plan.mechanism.participation.divisor(plan.facts)
+        expected = plan.sigma * 0.5 / plan.mechanism.participation.divisor(plan.facts)
         # 40,000 draws: the estimate's own stddev is 0.35 %, so 1.6 % fails once in 200,000.
         assert noise.std() == pytest.approx(expected, rel=0.016)
     correlation = np.corrcoef(seen)

@@ -12,8 +12,9 @@ from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import subject_epsilon
-from dpfl_jax.federation.federated_run import _kept, dry_run, prepare
+from dpfl_jax.federation.federated_run import prepare
 from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.run.pipeline import dry_run
 
 
 def test_every_guarantee_says_what_is_idealised():
@@ -55,7 +56,7 @@ def test_where_records_are_protected_a_subject_is_told_what_it_has():
     assert any(f"has epsilon {rounded_up(whole, 4)}" in caveat for caveat in guarantee.caveats)
 
 
-RPDP_MECHANISM = {"kind": "rpdp", "noise_multiplier": 5.0}
+RPDP_MECHANISM = {"kind": "rpdp"}
 
 
 def make_config(**sections):
@@ -64,7 +65,7 @@ def make_config(**sections):
         "federation": {"silos": 6, "rounds": 2, "local_steps": 2},
         "model": {"kind": "mlp", "options": {"hidden": [4]}},
         "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},
-        "privacy": {"delta": 1e-4},
+        "privacy": {"noise_multiplier": 2.0, "delta": 1e-4},
     }
     if sections.get("mechanism", {}).get("kind") == "rpdp":
         base["mechanism"] = {}
@@ -87,8 +88,8 @@ def test_personal_budgets_drop_no_record_that_nobody_allowed_to_be():
 @pytest.mark.parametrize(
     ("federation", "mechanism", "warned"),
     [
-        ({"partition": "confined"}, {"noise_multiplier": 2.0}, "raise it, or spread subjects"),
-        ({}, {"noise_multiplier": 2.0, "max_items_per_subject": 4}, None),
+        ({"partition": "confined"}, {}, "raise it, or spread subjects"),
+        ({}, {"max_items_per_subject": 4}, None),
     ],
 )  # fmt: skip
 def test_what_a_cap_leaves_out_is_counted_and_warned_of(federation, mechanism, warned):
@@ -107,6 +108,6 @@ def test_what_a_cap_leaves_out_is_counted_and_warned_of(federation, mechanism, w
         # Where records lie as they do, nobody can spread them.
         natural = prepared.config.federation.model_copy(update={"partition": "natural"})
         there = config.model_copy(update={"federation": natural})
-        said = _kept(dataclasses.replace(prepared, config=there))["warning"]
+        said = dataclasses.replace(prepared, config=there).kept["warning"]
         assert "over more silos" not in said
     assert any("before and after the cap" in a for a in price["privacy"]["assumptions"])

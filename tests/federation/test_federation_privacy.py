@@ -31,7 +31,7 @@ from dpfl_jax.randomness import RootKey
 KEY = RootKey.from_seed(5)
 CLIP = 0.7
 UNITS, ROW, SIZE = 32, 4, 8
-COMMON = {"sampling_prob": 0.6, "clip_norm": CLIP, "noise_multiplier": 1.0}
+COMMON = {"sampling_prob": 0.6, "clip_norm": CLIP}
 
 
 def one_silo(rng, counts, scale, subject, extreme):
@@ -95,7 +95,6 @@ CASES = {
                 sampling_prob=0.6, max_items_per_subject=5, average="clip_then_average"
             ),
             clip=Normalized(CLIP),
-            noise_multiplier=1.0,
         ),
         None,
     ),
@@ -243,9 +242,7 @@ def test_fixed_size_batches_break_hierarchical_averaging():
     data = FederatedData.from_assignment(
         ArrayRecords({"x": x}), subjects, np.zeros_like(subjects), 1
     )
-    mechanism = hi_grad_avg(
-        batch_size=6, clip_norm=1.0, noise_multiplier=1.0, max_items_per_subject=3
-    )
+    mechanism = hi_grad_avg(batch_size=6, clip_norm=1.0, max_items_per_subject=3)
     with_subject = np.array([0, 1, 2, 3, 5, 7])  # its 3 records, and the first of each other
     displaced = np.array([3, 4, 5, 6, 7, 8])  # the same size without it
     poisson_neighbour = np.array([3, 5, 7])
@@ -280,7 +277,7 @@ def test_one_record_per_subject_reduces_every_method_to_local_item(kind):
         assert float(stats.units) > 0
     np.testing.assert_allclose(updates[0], updates[1], rtol=1e-5, atol=1e-6)
     for a, b in zip(item.silos, mine.silos):
-        costs = [accounting.epsilon(p.mechanism.event(p.facts, 40), 1e-5) for p in (a, b)]
+        costs = [accounting.epsilon(p.event(20), 1e-5) for p in (a, b)]
         assert costs[0] == pytest.approx(costs[1], rel=1e-6)
 
 
@@ -315,7 +312,7 @@ def test_group_counts_are_those_of_the_whole_batch():
 def test_batch_cap_keeps_at_most_that_many_of_a_subject():
     data = make_data(records=150, subjects=8, silos=1, cap=30, how="uniform")
     silo = data.silos[0]
-    common = {"max_items_per_subject": 30, "noise_multiplier": 1.0, "sampling_prob": 0.7}
+    common = {"max_items_per_subject": 30, "sampling_prob": 0.7}
     free = local_group(**common).participation.draw(silo, KEY, 3)
     capped = local_group(**common, batch_cap=2).participation.draw(silo, KEY, 3)
     counts = np.bincount(silo.subject_of_record[capped.positions])
@@ -328,7 +325,7 @@ def test_realised_frequencies_are_the_accounted_ones():
     """Of records q, of subjects 1 - (1-q)^K; 4,000 draws, 5 standard deviations."""
     data = make_data(records=80, subjects=10, silos=1, cap=4, how="uniform")
     silo, draws = data.silos[0], 4000
-    mechanism = hi_grad_avg(sampling_prob=0.2, max_items_per_subject=4, noise_multiplier=1.0)
+    mechanism = hi_grad_avg(sampling_prob=0.2, max_items_per_subject=4)
     records = np.zeros(silo.num_records)
     subjects = np.zeros(silo.num_subjects)
     for i in range(draws):
@@ -339,4 +336,4 @@ def test_realised_frequencies_are_the_accounted_ones():
     expected = 1 - 0.8 ** np.diff(silo.subject_offsets)
     slack = 5 * np.sqrt(expected * (1 - expected) / draws)
     assert (np.abs(subjects / draws - expected) < slack).all()
-    assert mechanism.participation.probability(SiloFacts.of(silo)) == 0.2
+    assert mechanism.participation.sampling_prob_of(SiloFacts.of(silo)) == 0.2

@@ -37,8 +37,10 @@ def linear(params, record):
 
 
 def plan(data, rounds=1, **changes):
-    options = {"sampling_prob": 1.0, "clip_norm": CLIP, "noise_multiplier": SIGMA} | changes
-    silo = SiloPlan(local_item(**options), SiloFacts.of(data.silos[0]), 1)
+    sigma = changes.pop("noise_multiplier", SIGMA)
+    options = {"sampling_prob": 1.0, "clip_norm": CLIP} | changes
+    facts = SiloFacts.of(data.silos[0])
+    silo = SiloPlan(local_item(**options), facts, 1, noise_multiplier=sigma)
     return Federation((silo,), rounds, 1)
 
 
@@ -62,7 +64,7 @@ def arguments(data=None, rounds=1, **changes):
 CHANGES = {
     "data": {"data": make_data(shift=5.0)},
     "mechanism.clip_norm": {"clip_norm": 0.5},
-    "mechanism.noise_multiplier": {"noise_multiplier": 2.0},
+    "noise_multipliers": {"noise_multiplier": 2.0},
     "delta": {"delta": 1e-4},
     "the loss": {"loss_fn": lambda p, r: 2.0 * linear(p, r)},
     "start": {"start": 1.0},
@@ -80,7 +82,7 @@ def noise_of(key, **changes):
     norm = np.linalg.norm(x, axis=1, keepdims=True)
     clean = (x * np.minimum(1.0, mechanism.clip_norm / norm)).sum(0)
     divisor = mechanism.participation.divisor(given["federation"].silos[0].facts)
-    return (-moved * divisor - clean) / (mechanism.sigma * mechanism.clip_norm)
+    return (-moved * divisor - clean) / (given["federation"].silos[0].sigma * mechanism.clip_norm)
 
 
 @pytest.mark.slow
@@ -99,7 +101,7 @@ def test_two_runs_with_one_secret_key_share_no_noise():
 
 @pytest.mark.slow
 def test_a_continued_run_is_held_against_what_ran(tmp_path):
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
     run_rounds(**arguments(), run_dir=directory)
     for name in sorted(set(CHANGES) - {"start"}):
         words = "training data" if name == "data" else name
@@ -138,7 +140,7 @@ def test_servers_and_kept_states_are_part_of_a_run(tmp_path):
     # The gradient is that of a linear loss, the same everywhere: all that differs is the noise.
     for (a, first), (b, second) in itertools.combinations(moved.items(), 2):
         assert np.abs(first - second).min() > 1e-5, (a, b)
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
     run_rounds(**arguments(), run_dir=directory)
     with pytest.raises(BadInputError, match="keep_local_state is True, but the run in"):
         run_rounds(**arguments() | {"keep_local_state": True}, run_dir=directory)
@@ -185,8 +187,8 @@ def test_rates_are_accounted_for_what_runs():
 
     def federation(setting, steps=2, cohort=None):
         drawn = PersonalRecords(setting=setting)
-        mechanism = SiloMechanism(participation=drawn, noise_multiplier=1.0)
-        return Federation((SiloPlan(mechanism, facts, steps),) * 2, 5, 1, cohort)
+        mechanism = SiloMechanism(participation=drawn)
+        return Federation((SiloPlan(mechanism, facts, steps, 1.0, 1.0),) * 2, 5, 1, cohort)
 
     setting = TwoStage(1.0, 2, 5, 0.5, 1e-5)
     half = Poisson(0.5)

@@ -201,8 +201,8 @@ def test_a_resumed_run_keeps_its_noise_and_rates_follow_it():
     prepared = prepare(config(), Console(quiet=True))
     began = 1.5 * prepared.personal.setting.noise_multiplier
     facts = {"noise": [began] * 4, "delta": prepared.delta}
-    resumed = prepared.going_on(types.SimpleNamespace(facts=facts, resumed=True, writes=False))
-    assert {p.mechanism.sigma for p in resumed.federation.silos} == {began}
+    resumed = prepared.resume_from(types.SimpleNamespace(facts=facts, resumed=True, writes=False))
+    assert {p.sigma for p in resumed.federation.silos} == {began}
     assert resumed.personal.setting.noise_multiplier == began
     ours, before = resumed.personal.assignment.rates, prepared.personal.assignment.rates
     assert np.all(ours > before)
@@ -274,6 +274,6 @@ def test_rates_of_other_records_stop_a_run_and_an_audit_before_they_begin(monkey
     assert (made.personal.spent(3) <= made.personal.budgets).all()  # by the rates that were meant
     said = r"record '.*' allows epsilon 0.5, but silo 0 would draw it at the rate .* and spend"
     with pytest.raises(BadInputError, match=said):
-        made.train(None, QUIET, None)
+        made.algorithm()
     with pytest.raises(BadInputError, match=said):
         trials_of(asked, RootKey.from_seed(0), QUIET, 400)

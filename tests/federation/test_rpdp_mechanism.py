@@ -71,10 +71,10 @@ def make_config(
                 "kind": "rpdp",
                 "max_items_per_subject": 1,
                 "clip_norm": 0.7,
-                "noise_multiplier": sigma,
             },
             "privacy": {
                 "epsilon": None if sigma else 10.0,
+                "noise_multiplier": sigma,
                 "delta": delta,
                 "policy": policy,
                 "unreachable": unreachable,
@@ -204,7 +204,7 @@ def test_equal_budgets_are_uniform_sampling():
         silo = data.silos[i]
         mine = plan.mechanism.participation.select(silo, KEY, 7)
         assert mine.tolist() == Poisson(rate).indices(KEY, 7, silo.num_records).tolist()
-        same = local_item(sampling_prob=rate, clip_norm=0.7, noise_multiplier=3.0)
+        same = local_item(sampling_prob=rate, clip_norm=0.7)
         drawn = plan.mechanism.participation
         assert drawn.expected_batch > 0
         divisor = same.participation.divisor(plan.facts)
@@ -452,7 +452,7 @@ def test_mechanism_refuses_what_it_cannot_keep():
             local_optimizer=optax.sgd(0.1), delta=1e-3, key=KEY,
         )  # fmt: skip
     with pytest.raises(BadInputError, match="no accounting setting"):
-        rpdp(noise_multiplier=1.0).event(federation.silos[0].facts, 3)
+        SiloPlan(rpdp(), federation.silos[0].facts, 3, 1.0, 1.0).event(1)
 
 
 @pytest.mark.slow
@@ -467,9 +467,8 @@ def test_norms_are_compared_before_the_first_unit_whenever_that_comes(monkeypatc
     mechanism = SiloMechanism(
         participation=PersonalRecords(setting=setting, expected_batch=4.0),
         clip=Flat(0.7),
-        noise_multiplier=1.0,
     )
-    plans = tuple(SiloPlan(mechanism, SiloFacts.of(silo), 2) for silo in data.silos)
+    plans = tuple(SiloPlan(mechanism, SiloFacts.of(silo), 2, 1.0, 1.0) for silo in data.silos)
 
     def train(seed, strategy):
         return run_rounds(

@@ -12,7 +12,7 @@ from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.config.load import validate_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import federated_epsilon
-from dpfl_jax.federation.federated_run import knobs
+from dpfl_jax.federation.federated_run import knobs, with_calibrated_noise
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
     PersonalRecords,
@@ -48,14 +48,15 @@ EVERY = {
 }
 
 
+def planned(mechanism, sigma):
+    return SiloPlan(mechanism, FACTS, 1, noise_multiplier=sigma)
+
+
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_preset_and_its_parts_are_one_value(kind):
     preset, participation = EVERY[kind]
     assert (preset.participation, preset.kind) == (participation, kind)
     assert SILOS.parse(preset.to_section()) == preset
-    made = dataclasses.replace(preset, noise_multiplier=2.5) if preset.private else preset
-    assert made.kind == kind
-    assert SILOS.parse(made.to_section()) == made
     parts = {"participation": SILOS.dump(participation), "clip": SILOS.dump(preset.clip)}
     assert SILOS.parse(parts | {"noise": SILOS.dump(preset.noise)}) == preset
 
@@ -65,24 +66,23 @@ def test_other_combinations_are_said_by_their_parts():
         participation=Records(**DRAWN, average="clip_then_average"),
         clip=Normalized(0.5),
         noise=Independent(arithmetic="float"),
-        noise_multiplier=3.0,
     )
     assert made.kind == "custom"
     assert made.to_section()["clip"] == {"kind": "normalized", "clip_norm": 0.5}
     assert SILOS.parse(made.to_section()) == made
     # Noise is scaled to what a unit may add, and costs what it costs under the flat rule.
-    assert made.noise_stddev == 3.0
-    flat = hi_grad_avg(**DRAWN, clip_norm=0.5, noise_multiplier=3.0)
-    assert flat.noise_stddev == 1.5
-    assert made.event(FACTS, 10) == flat.event(FACTS, 10)
+    assert planned(made, 3.0).noise_stddev == 3.0
+    flat = hi_grad_avg(**DRAWN, clip_norm=0.5)
+    assert planned(flat, 3.0).noise_stddev == 1.5
+    assert planned(made, 3.0).event(10) == planned(flat, 3.0).event(10)
 
 
 def test_silos_differ_in_numbers_alone():
     def together(*mechanisms):
-        return Federation(tuple(SiloPlan(m, FACTS, 1) for m in mechanisms), 2, 1)
+        return Federation(tuple(planned(m, 2.0 + i) for i, m in enumerate(mechanisms)), 2, 1)
 
-    some = local_group(**DRAWN, clip_norm=0.5, noise_multiplier=2.0)
-    found = together(some, local_group(sampling_prob=0.1, noise_multiplier=3.0))
+    some = local_group(**DRAWN, clip_norm=0.5)
+    found = together(some, local_group(sampling_prob=0.1))
     assert 0 < federated_epsilon(found, 1e-5) < np.inf
     changed = dataclasses.replace(some, clip=PerLayer(0.5))
     for other in (changed, local_group(**DRAWN, batch_cap=1), hi_grad_avg(**DRAWN)):
@@ -97,13 +97,20 @@ def test_silos_differ_in_numbers_alone():
         ({"clip": Adaptive()}, "the clip norm of silos is a constant"),
         ({"noise": Banded(bands=2)}, "silos have independent noise"),
         ({"noise": Flat(1.0)}, "noise is Flat"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier is -1"),
         ({"participation": NoNoise()}, "must be one of .*whole_batch"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(parts, words):
     with pytest.raises(BadInputError, match=words):
         SiloMechanism(**{"participation": Records(**DRAWN)} | parts)
+
+
+def test_noise_of_a_silo_that_is_none_is_refused():
+    made = hi_grad_avg(**DRAWN)
+    with pytest.raises(BadInputError, match="noise_multiplier is -1"):
+        planned(made, -1.0)
+    with pytest.raises(BadInputError, match="no noise multiplier"):
+        planned(made, None).event(1)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +128,9 @@ def test_draws_of_which_nothing_is_proven_are_refused(fields):
 
 
 def test_rules_without_a_clip_norm_are_the_same_in_all_silos():
-    made = SiloMechanism(participation=Records(**DRAWN), clip=Automatic(), noise_multiplier=2.0)
-    assert (made.rule(7.0), made.clip_norm, made.noise_stddev) == (Automatic(), 1.0, 2.0)
+    made = SiloMechanism(participation=Records(**DRAWN), clip=Automatic())
+    assert (made.rule(7.0), made.clip_norm) == (Automatic(), 1.0)
+    assert planned(made, 2.0).noise_stddev == 2.0
 
 
 def test_what_may_be_changed_is_named_where_it_stands():
@@ -142,11 +150,12 @@ def test_what_may_be_changed_is_named_where_it_stands():
         ),
     ):
         config = validate_config(sections | {"mechanism": mechanism}, "here")
-        found = dict(knobs(config, [FACTS] * 2, 10))
+        found = dict(knobs(config, [FACTS] * 2))
         assert names < found.keys()
-        ((kind, ask),) = found[max(n for n in names if n.endswith("kind"))]
+        ((kind, changed),) = found[max(n for n in names if n.endswith("kind"))]
         assert kind in ("subject_uls", "subjects")
-        assert 0 < ask().ratio < np.inf
+        federation, _ = with_calibrated_noise(changed(), [FACTS] * 2)
+        assert 0 < federation.balance(10).ratio < np.inf
 
 
 @pytest.mark.slow
@@ -155,10 +164,9 @@ def test_an_audit_holds_what_is_claimed_of_any_clip_rule_and_refutes_less(clip):
     made = SiloMechanism(
         participation=Records(sampling_prob=0.5, max_items_per_subject=2),
         clip=clip,
-        noise_multiplier=1.0,
     )
-    plan, key = SiloPlan(made, FACTS, 2), RootKey.from_seed(0)
+    plan, key = SiloPlan(made, FACTS, 2, 1.0, 1.0), RootKey.from_seed(0)
     trials = simulate.silos([plan], 2, 1e-3, key, trials=2000)
     assert not audit(trials, 0.999).exceeds
-    louder = dataclasses.replace(made, noise_multiplier=2.0).event(FACTS, 4)
+    louder = dataclasses.replace(plan, noise_multiplier=2.0).event(2)
     assert audit(dataclasses.replace(trials, event=louder), 0.999).exceeds

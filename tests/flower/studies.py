@@ -13,9 +13,7 @@ from rich.console import Console
 
 from dpfl_jax.config import load_config, validate_config
 from dpfl_jax.config.load import config_to_dict
-from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.federated import Federated, FederatedSteps
-from dpfl_jax.federation.isrl.runs import isrl_run
 from dpfl_jax.federation.isrl.runs.messages import Messages, MessageSteps
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.rounds import RoundBuilder
@@ -23,6 +21,7 @@ from dpfl_jax.flower.federated import one_device, one_silo_at_a_time, round_key,
 from dpfl_jax.flower.isrl import round_words
 from dpfl_jax.flower.silo import Silo, drawn_key, make_key
 from dpfl_jax.flower.wire import unpack
+from dpfl_jax.run.pipeline import prepare
 
 QUIET = Console(quiet=True)
 NAMES = ("aarau", "bern", "chur")
@@ -154,11 +153,9 @@ def simulated(folder, silos, noise, names=NAMES):
     raw = config_to_dict(config_of(folder))
     raw["data"]["path"] = str(folder / "all.csv")
     config = validate_config(raw)
-    ready = federated_run.prepare(config, QUIET)
+    ready = prepare(config, QUIET)
     if ready.personal is None:
-        ready = federated_run.dataclasses.replace(
-            ready, federation=ready.federation.with_noise(noise)
-        )
+        ready = dataclasses.replace(ready, federation=ready.federation.with_noise(noise))
     keys = [drawn(silos[name]) for name in names]
 
     class Builder(RoundBuilder):
@@ -185,7 +182,7 @@ def simulated_messages(folder, silos, names=NAMES):
     raw = config_to_dict(config_of(folder))
     raw["data"]["path"] = str(folder / "all.csv")
     config = validate_config(raw)
-    ready = isrl_run.prepare(config, QUIET)
+    ready = prepare(config, QUIET)
     run = next(iter(silos[names[0]].runs.values()))
     parameters, data = run.work.parameters, ready.records.train
     keys = [next(iter(silos[name].runs.values())).work.key for name in names]
@@ -197,7 +194,7 @@ def simulated_messages(folder, silos, names=NAMES):
     rounds = [[round_words(key) for key in drawn(silos[name]).values()] for name in names]
     schedule = dataclasses.replace(schedule, keys=jnp.asarray(np.stack(rounds, axis=1)))
     mesh = one_device()
-    steps = MessageSteps(Messages(config, ready.task, data, parameters, mesh), keys[0], 0)
+    steps = MessageSteps(Messages(config, ready.loss, data, parameters, mesh), keys[0], 0)
     steps.schedule, state = schedule, steps.run.init()
     for _, inputs in steps.inputs():
         state, _ = steps.step(state, inputs)

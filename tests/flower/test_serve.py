@@ -15,7 +15,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from dpfl_jax.config import config_fingerprint
+from dpfl_jax.config import config_to_dict
 from dpfl_jax.errors import BadInputError, StoppedError
 from tests.flower.studies import QUIET, config_of, study
 
@@ -40,8 +40,8 @@ def test_a_finished_study_is_not_served_again(tmp_path):
     done = tmp_path / "run"
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study()))
     done.mkdir()
-    fingerprint = config_fingerprint(config_of(tmp_path))
-    (done / "config.yaml").write_text(yaml.safe_dump({"fingerprint": fingerprint}))
+    content = config_to_dict(config_of(tmp_path))
+    (done / "config.yaml").write_text(yaml.safe_dump({"config": content}))
     (done / "report.json").write_text('{"status": "finished"}')
     with pytest.raises(BadInputError, match="is finished and is not overwritten"):
         serve(tmp_path / "study.yaml", done, QUIET)

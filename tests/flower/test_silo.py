@@ -13,16 +13,18 @@ from safetensors.numpy import save
 
 from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.federated_run import with_calibrated_noise
 from dpfl_jax.federation.federation import Federation
+from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.flower import Plan, federated
 from dpfl_jax.flower import silo as silo_module
-from dpfl_jax.flower.federated import Subjects, facts_of, guarantee_of, noised
+from dpfl_jax.flower.federated import Subjects, facts_of
 from dpfl_jax.flower.log import Log
 from dpfl_jax.flower.plan import study_of
 from dpfl_jax.flower.policy import Asked, RefusedError
 from dpfl_jax.flower.silo import Silo, make_key, read_key
 from dpfl_jax.flower.wire import pack, tree_of, unpack
-from dpfl_jax.run.prepared import Charge
+from dpfl_jax.run.pipeline import Charge
 from tests.flower.studies import ISRL, POLICY, config_of, drawn, kind_of, make_silos, study, why
 
 PARAMS = {"w": np.arange(3, dtype=np.float32)}
@@ -39,7 +41,9 @@ class Work:
         self.config, self.plan, self.key = config, plan, key
         self.fingerprint = held.as_silo(0, 1).fingerprint
         self.rounds = config.federation.rounds
-        self.federation: Federation = noised(config, facts_of(plan.silos), plan.noise)[0]
+        self.federation: Federation = with_calibrated_noise(
+            config, facts_of(plan.silos), plan.noise
+        )[0]
         self.sigma = plan.noise[index]
         self.state_like = {"taken": np.int32(0)}
 
@@ -59,7 +63,7 @@ class Work:
         )
 
     def guarantee(self):
-        return guarantee_of(self.config, self.federation, (), self.rounds)
+        return federated_guarantee(self.federation, self.config.privacy.delta, self.rounds)
 
     def message(self, number, key, params, state, answered):
         assert int(state["taken"]) == answered
@@ -560,7 +564,7 @@ def test_people_of_one_silo_alone_pay_for_that_silo_alone(tmp_path):
     rows = [{**row, "num_subjects": 900} if row["name"] != "bern" else row for row in plan.silos]
     plan = dataclasses.replace(plan, silos=rows, noise=[0.5, 2.0, 0.5])
     work = silo.held.work(plan, 1, read_key(silo.folder).child("run"))
-    own = epsilon(work.public.silos[1].mechanism.event(facts_of(rows)[1], 8), 1e-3)
+    own = epsilon(work.public.silos[1].event(work.rounds), 1e-3)
     asked, charge = work.asked(silo.policy), work.charge(silo.policy)
     assert asked.epsilon == pytest.approx(own, rel=1e-6)
     assert epsilon(charge.event, 1e-3) == pytest.approx(own, rel=1e-6)

@@ -16,8 +16,6 @@ from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
-from dpfl_jax.config.base import MetricsSection
-from dpfl_jax.config.isrl import IsrlDataConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import (
     Budget,
@@ -40,7 +38,7 @@ from dpfl_jax.federation.isrl.privacy import (
     silo_noise,
 )
 from dpfl_jax.federation.isrl.relations import relations, shuffled_view
-from dpfl_jax.federation.isrl.runs.isrl_run import IsrlRun, _relations, guarantee_of
+from dpfl_jax.federation.isrl.runs.isrl_run import IsrlRun, _relations
 from dpfl_jax.randomness import RootKey
 from reproductions.isrl._baselines import (
     alone,
@@ -59,6 +57,14 @@ N, R, K = 1238, 35, 443
 DELTA = 1 / N**2
 
 
+def run_of(noise):
+    """A run of silos with this noise."""
+    config = types.SimpleNamespace(isrl=types.SimpleNamespace(sampling="full", noise="exact"))
+    train = types.SimpleNamespace(sizes=[1] * len(noise))
+    records = types.SimpleNamespace(learned=None, train=train)
+    return IsrlRun(config, records, None, types.SimpleNamespace(noise=noise))
+
+
 def test_a_ledger_is_charged_no_less_than_any_silo_spends():
     """Also where one draws most, one has least noise, and one answers most often."""
     budget = Budget(8.0, 1e-5)
@@ -67,7 +73,7 @@ def test_a_ledger_is_charged_no_less_than_any_silo_spends():
         for sigma, batch, rounds in ((4.0, 50.0, 8), (1.5, 40.0, 8), (4.0, 40.0, 90))
     ]
     for some in itertools.permutations(noise, 2):
-        charge = IsrlRun(None, None, None, types.SimpleNamespace(noise=some)).charge()
+        charge = run_of(some).charge()
         spent = accounting.epsilon(charge.event, charge.delta, relation=REPLACE)
         assert spent >= max(silo.epsilon for silo in some)
 
@@ -386,17 +392,7 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
         silo_noise(Budget(8.0, 1e-6), 290, 290, 20, sampling="full"),
         silo_noise(Budget(7.9, 1e-2), 283, 283, 20, sampling="full"),
     ]
-    prepared = types.SimpleNamespace(
-        parameters=types.SimpleNamespace(noise=taken),
-        config=types.SimpleNamespace(
-            isrl=types.SimpleNamespace(sampling="full", noise="exact"),
-            data=IsrlDataConfig(),
-            metrics=MetricsSection(),
-            eval=types.SimpleNamespace(baseline=False),
-        ),
-        records=types.SimpleNamespace(owners=False, public=False),
-    )
-    found, _ = guarantee_of(prepared, 20)
+    found = run_of(taken).guarantee(20)
     for z in taken:
         assert accounting.epsilon(z.event, found.delta, relation=REPLACE) <= found.epsilon
     rows = _relations(

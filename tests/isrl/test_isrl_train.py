@@ -152,7 +152,7 @@ def test_noise_of_another_silo_stops_a_run_before_it_begins(tmp_path):
     noise = made.parameters.noise[::-1]
     made = dataclasses.replace(made, parameters=dataclasses.replace(made.parameters, noise=noise))
     with pytest.raises(BadInputError, match=r"silo 0 grants epsilon 8 on .* which grants 2 on"):
-        made.train(None, None, None)
+        made.algorithm()
 
 
 @pytest.mark.parametrize("loss", ["logistic", "hinge", "softmax"])
@@ -213,15 +213,17 @@ def test_no_record_is_written_into_a_compiled_program(tmp_path):
     """Programs are kept where JAX is told to, outside of the run and its private folder."""
     config = load_config(written(tmp_path))
     prepared = prepare(config, Console(quiet=True))
-    data, parameters, task = prepared.records.train, prepared.parameters, prepared.task
+    data, parameters, task = prepared.records.train, prepared.parameters, prepared.loss
     algorithm = messages.make_method(config, parameters)
     schedule = messages.schedule_of(
         config, parameters, np.asarray(data.sizes), RootKey.from_seed(0)
     )
-    block = messages._block(config, task, parameters, algorithm)
-    state = algorithm.start(np.zeros(task.shape, np.float32))
+    made = messages.Round(config, task, parameters, algorithm)
+    row = jax.tree.map(lambda x: x[0], schedule.rows())
     records = int(np.asarray(data.sizes).max())
-    traced = jax.make_jaxpr(block)(state, schedule.rows(), algorithm.values, data, schedule.rank)
+    traced = jax.make_jaxpr(made.messages)(
+        np.zeros(task.shape, np.float32), row, data, schedule.rank
+    )
     assert all(records not in np.shape(c) for c in traced.consts)
 
 
@@ -232,7 +234,7 @@ def test_a_run_goes_on_with_another_execution(tmp_path):
         config = load_config(written(tmp_path, **changes))
         prepared = prepare(config, Console(quiet=True))
         run = messages.Messages(
-            config, prepared.task, prepared.records.train,
+            config, prepared.loss, prepared.records.train,
             prepared.parameters, data_parallel_mesh(jax.devices()[:1]),
         )  # fmt: skip
         found.append(run.terms())

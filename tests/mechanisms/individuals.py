@@ -40,9 +40,12 @@ def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, kind=indi
     if kind is individual_els:
         size = {"batch_size": data.user_offsets[-1] / 4}
     fields = {"group_size": 2, "refresh": 5} | size | fields
-    mechanism = kind(**{"noise_multiplier": 1.0, "least_steps": 6} | fields)
+    sigma = fields.pop("noise_multiplier", 1.0)
+    mechanism = kind(**{"least_steps": 6} | fields)
     execution = execution or Execution(microbatch_size=8)
-    plan = mechanism.plan(data, steps=steps, delta=1e-3, execution=execution)
+    plan = mechanism.plan(
+        data, steps=steps, noise_multiplier=sigma, delta=1e-3, execution=execution
+    )
     run = Filtered(loss, {"w": jnp.zeros(width)}, plan, optax.set_to_zero())
     run.begin(RootKey.from_seed(key), 0)
     return FilteredSteps(run, RootKey.from_seed(key), 0), plan
@@ -61,6 +64,8 @@ def taken(steps):
         for number, batch in steps.inputs():
             arguments = step_arguments(steps.run.mechanism, batch)
             total, _ = steps.compiled.sum(steps.params, *arguments, steps.run.frozen)
-            levels = Spending.shown(steps.hidden, steps.key, (number - 1) // steps.run.every).levels
+            levels = Spending.decrypt(
+                steps.encrypted, steps.key, (number - 1) // steps.run.every
+            ).levels
             found.append((drawn[number - 1], levels, np.asarray(total["w"])))
     return found

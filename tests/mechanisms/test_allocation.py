@@ -14,21 +14,22 @@ from dpfl_jax.sampling import RandomAllocation
 
 def test_steps_follow_from_the_cohort_or_are_declared():
     population = Population(100, 200, 100)
-    assert allocation(group_size=1, cohort_size=21).scheme(population).period == 5
-    assert allocation(group_size=1, cohort_size=21).sampling_probability(population) == 0.2
+    assert allocation(group_size=1, cohort_size=21).participation.scheme_of(population).period == 5
     declared = allocation(group_size=1, cohort_size=21, period=8)
-    assert declared.scheme(population).period == 8
-    assert declared.divisor == 21
+    assert declared.participation.scheme_of(population).period == 8
+    assert declared.participation.divisor == 21
     with pytest.raises(BadInputError, match="period is 0, but it must be a whole number of steps"):
         allocation(group_size=1, cohort_size=21, period=0)
     with pytest.raises(BadInputError, match="cohort_size to at most 100"):
-        allocation(group_size=1, cohort_size=101).scheme(population)
+        allocation(group_size=1, cohort_size=101).participation.scheme_of(population)
 
 
 def test_it_needs_less_noise_than_poisson():
     population = Population(100, 200, 100)
     once, poisson = (
-        kind(group_size=1, cohort_size=10).calibrate(population, 10, 4.0, 1e-5).sigma
+        kind(group_size=1, cohort_size=10)
+        .calibrate(population, 10, epsilon=4.0, delta=1e-5)
+        .noise_multiplier
         for kind in (allocation, uls)
     )
     assert once < 0.95 * poisson

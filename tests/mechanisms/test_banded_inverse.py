@@ -11,15 +11,15 @@ from dpfl_jax.accounting import epsilon
 from dpfl_jax.audit import audit
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism, Population, banded_inverse, blt
+from dpfl_jax.mechanisms import Calibrated, Population, banded_inverse, blt
 
 PEOPLE = Population(100, 200, 100)
 
 
 @pytest.mark.nightly
 def test_half_the_noise_is_seen(monkeypatch):
-    own = Mechanism.noise_stddev.fget
-    monkeypatch.setattr(Mechanism, "noise_stddev", property(lambda m: own(m) / 2))
+    own = Calibrated.noise_stddev.fget
+    monkeypatch.setattr(Calibrated, "noise_stddev", property(lambda m: own(m) / 2))
     found = audit(bench.SOUND["banded_inverse"](4.0, 7, 4000), 0.999)
     assert found.proved > found.claimed, str(found)
 
@@ -50,8 +50,10 @@ def test_buffers_and_bands_of_one_number_are_one_noise():
 
 
 def test_the_guarantee_names_turns_and_the_matrix():
-    chosen = banded_inverse(group_size=1, cohort_size=21).calibrate(PEOPLE, 40, 4.0, 1e-5)
-    stated = chosen.guarantee(PEOPLE, 40, 1e-5)
+    chosen = banded_inverse(group_size=1, cohort_size=21).calibrate(
+        PEOPLE, 40, epsilon=4.0, delta=1e-5
+    )
+    stated = chosen.guarantee()
     assert "at every 5-th step" in stated.sampling
     assert any("the matrix of the noise" in told for told in stated.assumptions)
 
@@ -60,6 +62,6 @@ def test_an_account_is_that_of_the_mechanism(capsys):
     given = ["--noise-multiplier", "5", "--delta", "1e-5", "--steps", "40", "--period", "5"]
     assert main(["account", "banded-inverse", *given, "--bands", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    made = banded_inverse(group_size=1, cohort_size=20, bands=4, noise_multiplier=5.0)
-    wanted = epsilon(made.for_steps(PEOPLE, 40).event(PEOPLE, 40), 1e-5)
+    made = banded_inverse(group_size=1, cohort_size=20, bands=4)
+    wanted = epsilon(made.calibrate(PEOPLE, 40, noise_multiplier=5.0).event(), 1e-5)
     assert found["epsilon"] == pytest.approx(wanted, rel=1e-9)

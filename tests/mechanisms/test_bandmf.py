@@ -45,11 +45,12 @@ def test_one_band_is_uls_bit_for_bit():
     spent = [[row.get("epsilon_spent") for row in made.metrics] for made in (plain, banded)]
     assert spent[0] == spent[1]
     population = Population(80, 160, 80)
+    one, made = (
+        kind(group_size=2, cohort_size=20).calibrate(population, 8, noise_multiplier=1.1)
+        for kind in (one_band, uls)
+    )
     for steps in (0, 1, 8):
-        made = uls(group_size=2, cohort_size=20, noise_multiplier=1.1)
-        assert one_band(
-            group_size=2, cohort_size=20, noise_multiplier=1.1
-        ).event(population, steps) == made.event(population, steps)  # fmt: skip
+        assert one.event(steps) == made.event(steps)
 
 
 def one_band(**fields):
@@ -134,15 +135,16 @@ def test_bad_fields_are_one_sentence(fields, message):
 
 
 def test_too_large_a_cohort_and_no_strategy_are_one_sentence():
-    mechanism = bandmf(group_size=1, cohort_size=30, bands=4, noise_multiplier=1.0)
+    mechanism = bandmf(group_size=1, cohort_size=30, bands=4)
     with pytest.raises(BadInputError, match=r"times mechanism\.cohort_size to at most 100"):
-        mechanism.sampling_probability(Population(100, 100, 100))
+        mechanism.calibrate(Population(100, 100, 100), 8, noise_multiplier=1.0)
     with pytest.raises(BadInputError, match="no strategy yet"):
-        mechanism.noise_transform()
+        mechanism.noise.matrix(8)
 
 
 def test_more_than_one_band_is_stateful():
-    population = Population(80, 160, 80)
-    assert bandmf(group_size=1, cohort_size=2, bands=2).is_stateful(population)
-    assert not bandmf(group_size=1, cohort_size=2, bands=1).is_stateful(population)
-    assert not uls(group_size=1, cohort_size=2).is_stateful(population)
+    for kind, more in ((bandmf, {"bands": 2}), (bandmf, {"bands": 1}), (uls, {})):
+        made = kind(group_size=1, cohort_size=2, **more).calibrate(
+            Population(80, 160, 80), 8, noise_multiplier=1.0
+        )
+        assert made.is_stateful == (more == {"bands": 2})

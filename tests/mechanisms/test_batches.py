@@ -23,8 +23,8 @@ LENGTH, VOCAB = 6, 20
 COUNTS = np.random.default_rng(1).zipf(1.5, 150).clip(max=40)
 
 MECHANISMS = {
-    "els": els(group_size=5, batch_size=40, clip_norm=0.5, noise_multiplier=1.0),
-    "uls": uls(group_size=8, cohort_size=30, clip_norm=0.5, noise_multiplier=1.0),
+    "els": els(group_size=5, batch_size=40, clip_norm=0.5),
+    "uls": uls(group_size=8, cohort_size=30, clip_norm=0.5),
 }
 
 
@@ -66,6 +66,7 @@ def run(data, mechanism, **kwargs):
         mechanism=mechanism,
         optimizer=optax.sgd(1.0),
         steps=6,
+        noise_multiplier=1.0,
         delta=1e-3,
         key=KEY,
         microbatch_size=2,

@@ -21,8 +21,8 @@ PEOPLE = Population(100, 200, 100)
 
 
 def test_the_guarantee_rests_on_no_sampling():
-    made = blt(group_size=1, cohort_size=25, noise_multiplier=5.0).for_steps(PEOPLE, 12)
-    stated = made.guarantee(PEOPLE, 12, 1e-5)
+    made = blt(group_size=1, cohort_size=25).calibrate(PEOPLE, 12, noise_multiplier=5.0, delta=1e-5)
+    stated = made.guarantee()
     assert stated.adjacency == "add-or-remove one user"
     assert "at every 4-th step" in stated.sampling
     assert "no amplification by sampling is counted on" in stated.sampling
@@ -31,8 +31,10 @@ def test_the_guarantee_rests_on_no_sampling():
     assert any(told.startswith("checkpoints are as secret") for told in stated.assumptions)
     # No noise is hidden by who takes part: three turns cost what three Gaussians at least cost.
     assert stated.epsilon > epsilon(events.gaussian(5.0, 3), 1e-5)
-    sampled = allocation(group_size=1, cohort_size=25, noise_multiplier=5.0)
-    assert stated.epsilon > sampled.guarantee(PEOPLE, 12, 1e-5).epsilon
+    sampled = allocation(group_size=1, cohort_size=25).calibrate(
+        PEOPLE, 12, noise_multiplier=5.0, delta=1e-5
+    )
+    assert stated.epsilon > sampled.guarantee().epsilon
 
 
 @pytest.mark.slow
@@ -55,11 +57,11 @@ def test_a_user_with_a_turn_more_is_seen(monkeypatch):
 
 def test_a_run_that_ended_early_is_attacked_by_its_steps():
     """What was not released is left out, and units that had no turn tell nothing."""
-    made = blt(group_size=1, cohort_size=25, noise_multiplier=1.0, horizon=8, **BUFFERS)
+    made = blt(group_size=1, cohort_size=25, horizon=8, **BUFFERS)
     sampler = made.sampler(np.arange(101), RootKey.from_seed(0))
     seen = np.full((100, 8), np.nan)
     seen[:, :3] = np.random.default_rng(0).normal(size=(100, 3))
-    found = cells.audit_statistic(made.matrix(8), seen, np.ones(100, bool), sampler)
+    found = cells.audit_statistic(made.noise.matrix(8), seen, np.ones(100, bool), sampler)
     turns = sampler.scheme.turn_of(sampler.key, 100)
     assert found.shape == (100, 1)
     assert np.isnan(found[turns == 3, 0]).all()
@@ -90,10 +92,10 @@ def test_bad_fields_of_blt_are_one_sentence(fields, message):
 
 def test_too_many_buffers_of_a_plan_are_one_sentence():
     with pytest.raises(BadInputError, match=r"buffers is 40, .* at most 16"):
-        blt(group_size=1, cohort_size=20, buffers=40).for_steps(PEOPLE, 9)
+        blt(group_size=1, cohort_size=20, buffers=40).calibrate(PEOPLE, 9, noise_multiplier=1.0)
 
 
 def test_numbers_are_taken_as_they_run():
     made = blt(group_size=1, cohort_size=2, buffers=1, decays=(0.1,), scales=(0.3,))
     assert made.noise.decays == (float(np.float32(0.1)),)
-    assert dataclasses.replace(made, noise_multiplier=1.0).noise.scales == made.noise.scales
+    assert dataclasses.replace(made).noise.scales == made.noise.scales

@@ -116,7 +116,7 @@ def test_a_clip_norm_that_adapts_follows_the_quantile_and_is_resumed(tmp_path, m
     )  # fmt: skip
 
     def start(name):
-        directory = RunDirectory(tmp_path / name, {}, "f", RootKey.from_seed(1))
+        directory = RunDirectory(tmp_path / name, {}, RootKey.from_seed(1))
         try:
             return given(run_dir=directory, checkpoint_every=4)
         finally:
@@ -147,7 +147,7 @@ def test_a_clip_norm_that_adapts_follows_the_quantile_and_is_resumed(tmp_path, m
                 participation=Users(**SIZES),
                 clip=NoClip(),
                 noise=NoNoise(),
-                gives=LocalUpdate(local_learning_rate=0.1),
+                update=LocalUpdate(local_learning_rate=0.1),
             ),
             "updates of local steps are clipped",
         ),

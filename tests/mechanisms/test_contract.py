@@ -33,7 +33,6 @@ from dpfl_jax.accounting.cells import Contribution, Everyone, NoisedSums, OnePas
 from dpfl_jax.audit import audit
 from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.clipping import Flat
-from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data.owners import store_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import silo_statement
@@ -139,7 +138,7 @@ def test_every_preset_and_every_cell_is_here():
     found = set()
     for name in PRIVATE:
         mechanism, plan = plan_of(name).mechanism, plan_of(name)
-        given = mechanism.scheme(plan.population), mechanism.matrix(STEPS)
+        given = plan.calibrated.scheme, plan.calibrated.matrix
         found.add(id(cells.cell_of(*given, mechanism.participation.contribution)))
     found |= {id(sums.cell) for sums, _ in SILOS.values()}
     for table in (cells.TABLE, cells._REPLACE_TABLE):
@@ -163,13 +162,12 @@ def test_the_noise_is_the_least_that_meets_the_target(name):
         stated = epsilon(event(sigma), DELTA, relation=relation)
     else:
         plan, relation = plan_of(name), ADD_OR_REMOVE
-        guarantee, sigma = plan.guarantee(), plan.mechanism.sigma
+        guarantee, sigma = plan.guarantee(), plan.calibrated.noise_multiplier
         assert guarantee.noise_multiplier == sigma
-        assert plan.mechanism.noise_stddev == sigma * plan.mechanism.clip.sensitivity
+        assert plan.calibrated.noise_stddev == sigma * plan.mechanism.clip.sensitivity
 
         def event(sigma):
-            mechanism = dataclasses.replace(plan.mechanism, noise_multiplier=sigma)
-            return mechanism.event(plan.population, STEPS)
+            return dataclasses.replace(plan.calibrated, noise_multiplier=sigma).event()
 
         assert plan.event() == event(sigma)
         stated = guarantee.epsilon
@@ -194,7 +192,11 @@ def test_a_privacy_unit_moves_the_sum_by_no_more_than_is_stated(name, devices):
     units = 1 if contribution is None else contribution.units
     mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
     summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss_fn, mesh))
-    group = () if mechanism.unit_examples is None else (mechanism.unit_examples,)
+    group = (
+        ()
+        if mechanism.participation.unit_examples is None
+        else (mechanism.participation.unit_examples,)
+    )
     x = np.random.default_rng(0).normal(size=(2, 16, *group, 4)).astype(np.float32)
     own = tuple(np.array([(0, 3), (1, 12)][:units]).T)
     x[own] = x[0, 3]  # all one way, as bad as can be
@@ -205,7 +207,9 @@ def test_a_privacy_unit_moves_the_sum_by_no_more_than_is_stated(name, devices):
         mask, scaled = np.ones((2, 16), bool), x.copy()
         mask[own] = there
         scaled[own] *= np.float32(size)
-        made = mechanism.units({"x": scaled}, np.ones((2, 16, *group), bool) if group else None)
+        made = mechanism.participation.units(
+            {"x": scaled}, np.ones((2, 16, *group), bool) if group else None
+        )
         if mechanism.budget:
             made = {**made, "bound": np.full((2, 16), bound, np.float32)}
         found, _ = summed({"w": jnp.ones(4)}, made, mask, np.int32(2))
@@ -265,7 +269,7 @@ def independent(a, b, size):
 def test_who_is_drawn_is_what_is_accounted(name):
     """Samplers of many keys, against the scheme of the event and what a privacy unit has in it."""
     plan, keys, steps = plan_of(name), 60, 12
-    scheme = plan.mechanism.scheme(plan.population)
+    scheme = plan.calibrated.scheme
     contribution = plan.mechanism.participation.contribution
     most = 1 if contribution is None else contribution.units
     counts, sampler = drawn_of(name, keys, steps)
@@ -320,7 +324,7 @@ def test_a_run_goes_on_bit_for_bit_or_not_at_all(name, tmp_path, monkeypatch):
 
     def start(folder, loss=loss_fn):
         directory = RunDirectory(
-            tmp_path / folder, {}, "f", secret if folder == "secret" else RootKey.from_seed(0)
+            tmp_path / folder, {}, secret if folder == "secret" else RootKey.from_seed(0)
         )
         target = {} if name == "none" else {"epsilon": EPSILON}
         try:
@@ -336,7 +340,7 @@ def test_a_run_goes_on_bit_for_bit_or_not_at_all(name, tmp_path, monkeypatch):
     if name in BUDGETS:
         spent = [(tmp_path / folder / SPENT).read_text() for folder in ("whole", "killed")]
         assert spent[0] == spent[1]
-    if CASES[name].is_stateful(plan_of(name).population):
+    if plan_of(name).calibrated.is_stateful:
         start("secret")
         checkpoints = tmp_path / "secret" / "checkpoints"
         assert checkpoints.stat().st_mode & 0o077 == 0  # they may hold sums without noise
@@ -356,7 +360,7 @@ def test_what_is_stated_holds_and_is_read_back(name):
     else:
         plan = plan_of(name)
         made, restate = plan.statement(plan.guarantee()), central_statement.restate
-        assert CENTRAL.parse(made.basis["mechanism"]) == plan.mechanism
+        assert central_statement.parse_calibrated(made.basis, DELTA) == plan.calibrated
     assert statement.Statement.model_validate_json(made.dumps()) == made
     assert statement.differences(made, restate)[0] == []
 
@@ -382,5 +386,4 @@ def test_an_attack_proves_no_more_than_is_claimed(name):
 
 def attacked(name):
     plan = plan_of(name)
-    given = plan.mechanism, plan.population, STEPS, DELTA, RootKey.from_seed(3)
-    return simulate.central(*given, trials=600, directions=300)
+    return simulate.central(plan.calibrated, RootKey.from_seed(3), trials=600, directions=300)

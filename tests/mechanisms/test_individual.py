@@ -40,30 +40,32 @@ from tests.mechanisms.individuals import SIZES, curved, loss_fn, made, of_sizes,
 def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
     population = Population(400, 800, 400)
     given = {"group_size": 2, "cohort_size": 20}
-    planned, delta = individual(**given).calibrated(population, 60, 4.0, 1e-4)
-    assert planned.budget.least_steps == 30
-    told = planned.guarantee(population, 60, delta)
+    target, delta = {"epsilon": 4.0, "delta": 1e-4}, 1e-4
+    planned = individual(**given).calibrate(population, 60, **target)
+    assert planned.mechanism.budget.least_steps == 30
+    told = planned.guarantee()
     assert told.accountant.startswith("Renyi filter over Poisson-subsampled Gaussians")
     assert 3.99 < told.epsilon <= 4.0
     assert any("told to nobody" in said for said in told.assumptions)
-    same = accounting.epsilon(planned.event(population, 60), delta, accountant="rdp")
+    same = accounting.epsilon(planned.event(), delta, accountant="rdp")
     assert told.epsilon == same
     # Midway, as long as nobody can have left, it is user-level sampling.
-    plain = uls(**given, noise_multiplier=planned.sigma)
-    assert planned.guarantee(population, 30, delta).epsilon == pytest.approx(
-        accounting.epsilon(plain.event(population, 30), delta)
+    sigma = planned.noise_multiplier
+    plain = uls(**given).calibrate(population, 60, noise_multiplier=sigma, delta=delta)
+    assert planned.guarantee(30).epsilon == pytest.approx(
+        accounting.epsilon(plain.event(30), delta)
     )
-    assert planned.guarantee(population, 30, delta).epsilon < told.epsilon
+    assert planned.guarantee(30).epsilon < told.epsilon
     # Everybody in all steps at once: no order, no slack.
     whole = individual(**given | {"cohort_size": 400})
-    whole, _ = whole.calibrated(population, 60, 4.0, 1e-4)
-    assert accounting.accountant_of(whole.event(population, 60)) == "pld"
-    assert 3.99 < whole.guarantee(population, 60, delta).epsilon <= 4.0
+    whole = whole.calibrate(population, 60, **target)
+    assert accounting.accountant_of(whole.event()) == "pld"
+    assert 3.99 < whole.guarantee().epsilon <= 4.0
     # An order that is given is kept, and paid for.
-    odd, _ = individual(**given, order=20.0).calibrated(population, 60, 4.0, 1e-4)
-    assert odd.budget.order == 20.0
-    assert odd.sigma > planned.sigma
-    assert 3.99 < odd.guarantee(population, 60, delta).epsilon <= 4.0
+    odd = individual(**given, order=20.0).calibrate(population, 60, **target)
+    assert odd.mechanism.budget.order == 20.0
+    assert odd.noise_multiplier > planned.noise_multiplier
+    assert 3.99 < odd.guarantee().epsilon <= 4.0
 
 
 @pytest.mark.parametrize(
@@ -77,14 +79,17 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(fields, message):
-    fields = {"noise_multiplier": 1.0} | fields
+    sigma = fields.pop("noise_multiplier", 1.0)
     with pytest.raises(BadInputError, match=re.escape(message)):
-        individual(group_size=2, cohort_size=5, **fields).plan(people(20), steps=60, delta=1e-3)
+        individual(group_size=2, cohort_size=5, **fields).plan(
+            people(20), steps=60, noise_multiplier=sigma, delta=1e-3
+        )
 
 
 def test_a_loop_of_ones_own_is_refused():
-    mechanism = individual(group_size=2, cohort_size=5, noise_multiplier=1.0)
-    plan, key = mechanism.plan(people(20), steps=6, delta=1e-3), RootKey.from_seed(0)
+    mechanism = individual(group_size=2, cohort_size=5)
+    plan = mechanism.plan(people(20), steps=6, noise_multiplier=1.0, delta=1e-3)
+    key = RootKey.from_seed(0)
     with pytest.raises(BadInputError, match="a loop of one's own does not: use fit"):
         next(plan.batches(key))
     with pytest.raises(BadInputError, match="a loop of one's own does not: use fit"):
@@ -127,7 +132,7 @@ def test_small_gradients_stay_for_longer_and_are_drawn_as_often_as_is_paid_for()
     counts = np.bincount(np.concatenate([who for who, _, _ in found]), minlength=600)
     assert not owing(found, may)
     # Each of 6 sizes: coins with q = 1/4 in every step that is paid for; wrong once in 10^4 keys.
-    prob = plan.mechanism.sampling_probability(plan.population)
+    prob = plan.calibrated.scheme.sampling_prob
     for size in SIZES:
         there = own == size
         got = stats.binomtest(int(counts[there].sum()), int(may[there].sum()), prob)
@@ -182,7 +187,7 @@ def levels_under(key, data):
     found = []
     for number, _ in steps.inputs():
         steps.params = {"w": jnp.full(4, 0.1 * number)}
-        found.append(Spending.shown(steps.hidden, steps.key, (number - 1) // 5).levels)
+        found.append(Spending.decrypt(steps.encrypted, steps.key, (number - 1) // 5).levels)
     return np.array(found)
 
 
@@ -233,13 +238,13 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
     for users in (rows, rows[1:], rows[-5:]):
         data = ArrayStore.from_users(users)
         steps, _ = made(data, loss=curved, width=4, cohort_size=len(users) / 4)
-        steps.params, look = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}, steps.look
+        steps.params, look = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}, steps.norms_of_batch
 
         def noted(params, units, mask, *rest, look=look):
             shapes.add(mask.shape)
             return look(params, units, mask, *rest)
 
-        steps.look = noted
+        steps.norms_of_batch = noted
         found.append(
             dict(zip(data.user_ids(np.arange(len(users))), steps.compute_norms(0).tolist()))
         )
@@ -273,7 +278,7 @@ def test_a_bound_is_the_same_bits_wherever_its_user_stands(kind, width):
 def test_rounding_moves_a_sum_by_less_than_the_smallest_bound():
     """Without compensation by many times as much: removing the first user shifts all others."""
     row, rows, smallest = 64, 128, bounds(1.0)[-1]
-    mechanism = individual(group_size=1, cohort_size=row * rows, noise_multiplier=1.0)
+    mechanism = individual(group_size=1, cohort_size=row * rows)
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
 
     def moved(rule):
@@ -317,7 +322,7 @@ def test_what_is_not_finite_is_bounded_by_the_clip_norm():
     norms = steps.compute_norms(0)
     assert np.isinf(norms).sum() == 6
     next(steps.inputs())
-    levels = Spending.shown(steps.hidden, steps.key, 0).levels
+    levels = Spending.decrypt(steps.encrypted, steps.key, 0).levels
     assert (levels == np.where(np.isinf(norms), 0, levels.max())).all()
 
 

@@ -40,21 +40,24 @@ def held_by(users, rng):
 def test_the_target_is_that_of_the_steps_that_a_whole_group_can_pay_for():
     population = Population(100, 500, 400)
     mechanism = individual_els(group_size=4, batch_size=20)
-    planned, delta = mechanism.calibrated(population, 60, 4.0, 1e-4)
-    assert planned.budget.least_steps == 30
-    told = planned.guarantee(population, 60, delta)
+    target = {"epsilon": 4.0, "delta": 1e-4}
+    planned = mechanism.calibrate(population, 60, **target)
+    assert planned.mechanism.budget.least_steps == 30
+    told = planned.guarantee()
     assert 3.99 < told.epsilon <= 4.0
     assert any("told to nobody" in said for said in told.assumptions)
-    plain = els(group_size=4, batch_size=20, noise_multiplier=planned.sigma)
-    midway = planned.guarantee(population, 30, delta).epsilon
-    assert midway == plain.guarantee(population, 30, delta).epsilon < told.epsilon
+    plain = els(group_size=4, batch_size=20).calibrate(
+        population, 60, noise_multiplier=planned.noise_multiplier, delta=1e-4
+    )
+    assert planned.guarantee(30).epsilon == plain.guarantee(30).epsilon < told.epsilon
     # Of one example of each user it is individual accounting of users.
     alone = Population(400, 400, 400)
-    uls = individual(group_size=1, cohort_size=20).calibrated(alone, 60, 4.0, 1e-4)[0]
-    one = individual_els(group_size=1, batch_size=20).calibrated(alone, 60, 4.0, 1e-4)[0]
-    assert (one.sigma, one.budget.order) == (uls.sigma, uls.budget.order)
-    assert one.event(alone, 60) == uls.event(alone, 60)
-    assert one.filter(alone) == uls.filter(alone)
+    uls = individual(group_size=1, cohort_size=20).calibrate(alone, 60, **target)
+    one = individual_els(group_size=1, batch_size=20).calibrate(alone, 60, **target)
+    assert one.noise_multiplier == uls.noise_multiplier
+    assert one.mechanism.budget == uls.mechanism.budget
+    assert one.event() == uls.event()
+    assert one.filter() == uls.filter()
 
 
 @pytest.mark.parametrize(
@@ -65,9 +68,11 @@ def test_the_target_is_that_of_the_steps_that_a_whole_group_can_pay_for():
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(fields, message):
-    fields = {"noise_multiplier": 1.0} | fields
+    sigma = fields.pop("noise_multiplier", 1.0)
     with pytest.raises(BadInputError, match=re.escape(message)):
-        individual_els(group_size=2, batch_size=5, **fields).plan(people(20), steps=60, delta=1e-3)
+        individual_els(group_size=2, batch_size=5, **fields).plan(
+            people(20), steps=60, noise_multiplier=sigma, delta=1e-3
+        )
 
 
 def test_a_column_of_the_name_of_a_bound_is_refused():
@@ -103,7 +108,7 @@ def test_few_or_small_examples_stay_for_longer_and_are_drawn_as_often_as_is_paid
     late = [u for t, (who, _, _) in enumerate(found) for u in who if t >= may[owners[u]]]
     assert not late
     # Coins in every step that is paid for; wrong once in 10^4 keys.
-    prob = plan.mechanism.sampling_probability(plan.population)
+    prob = plan.calibrated.scheme.sampling_prob
     for size in (1, 2, 4):
         of = parts[owners] == size
         got = stats.binomtest(int(counts[of].sum()), int(may[owners][of].sum()), prob)
@@ -165,13 +170,13 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
     for users in (rows, rows[1:], rows[-5:]):
         data = ArrayStore.from_users(users)
         steps, _ = made(data, loss=curved, width=4, **KIND)
-        steps.params, look = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}, steps.look
+        steps.params, look = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}, steps.norms_of_batch
 
         def noted(params, units, mask, *rest, look=look):
             shapes.add(mask.shape)
             return look(params, units, mask, *rest)
 
-        steps.look = noted
+        steps.norms_of_batch = noted
         found.append(
             dict(zip(data.user_ids(np.arange(len(users))), steps.compute_norms(0).tolist()))
         )
@@ -182,7 +187,7 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
 
 def run(directory, **given):
     given = {"steps": 14, "epsilon": 4.0, "delta": 1e-3, "microbatch_size": 8} | given
-    held = RunDirectory(directory, {}, "f", RootKey.from_seed(0))
+    held = RunDirectory(directory, {}, RootKey.from_seed(0))
     try:
         return fit(
             loss_fn=curved, params={"w": jnp.zeros(4)}, data=people(60), optimizer=optax.adam(0.1),
@@ -209,7 +214,9 @@ def test_what_users_have_spent_is_within_their_budgets(tmp_path):
 def test_records_of_several_owners_are_refused():
     population = Population(100, 500, 400, shared=True)
     with pytest.raises(BadInputError, match=r"use mechanism[.]kind=els or owner_sets"):
-        individual_els(group_size=4, batch_size=20).calibrate(population, 60, 4.0, 1e-4)
+        individual_els(group_size=4, batch_size=20).calibrate(
+            population, 60, epsilon=4.0, delta=1e-4
+        )
 
 
 def test_its_loss_is_that_of_an_example():

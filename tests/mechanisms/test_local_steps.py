@@ -1,6 +1,5 @@
 """Federated rounds: updates of devices are bounded; noise and turns are those of central steps."""
 
-import dataclasses
 import json
 import math
 
@@ -24,7 +23,7 @@ from dpfl_jax.mechanisms import Population, allocation, bandmf, blt, truncated, 
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.beside import WITHOUT_PRIVACY
+from dpfl_jax.run.baseline import WITHOUT_PRIVACY
 from dpfl_jax.run.directory import RunDirectory
 
 GROUP, CLIP = 5, 0.4
@@ -45,7 +44,7 @@ def loss_fn(params, example):
 
 
 def device(**fields):
-    given = {"group_size": GROUP, "cohort_size": 3, "clip_norm": CLIP, "noise_multiplier": 1.0}
+    given = {"group_size": GROUP, "cohort_size": 3, "clip_norm": CLIP}
     return uls(**given | fields)
 
 
@@ -174,16 +173,16 @@ def test_turns_are_kept_whoever_drops_out():
     """200 patterns of dropouts: gaps and counts as accounted, and no row moves further."""
     steps, population = 24, Population(200, 400, 200)
     rng = np.random.default_rng(0)
-    made = blt(group_size=2, cohort_size=50, noise_multiplier=1.0, **STEPS).for_steps(
-        population, steps
+    made = blt(group_size=2, cohort_size=50, **STEPS).calibrate(
+        population, steps, noise_multiplier=1.0
     )
-    sampler = made.sampler(np.arange(201) * 2, RootKey.from_seed(0))
+    sampler = made.mechanism.sampler(np.arange(201) * 2, RootKey.from_seed(0))
     taken = np.zeros((200, steps))
     for t in range(steps):
         taken[sampler.draw(t).units, t] = 1.0
     assert set(taken.sum(axis=1)) == {6.0}
-    accounted = 1 / made.event(population, steps).noise_multiplier
-    matrix = buffered_matrix(made.noise.chosen, steps)
+    accounted = 1 / made.event().noise_multiplier
+    matrix = buffered_matrix(made.mechanism.noise.chosen, steps)
     for present in (taken, taken * (rng.random(taken.shape) < 0.6)):
         assert np.linalg.norm(present @ matrix.T, axis=1).max() <= accounted
         for row in present:
@@ -205,17 +204,20 @@ def test_local_steps_cost_what_steps_cost(kind):
     """The event is that of gradients, and of BLT one Gaussian: its delta by the closed form."""
     cls, fields = KINDS[kind]
     population = Population(200, 400, 200)
-    given = {"group_size": 2, "cohort_size": 20, "noise_multiplier": 8.0, **fields}
-    plain, local = (cls(**given, **more).for_steps(population, 30) for more in ({}, STEPS))
-    assert local.event(population, 30) == plain.event(population, 30)
-    told = local.guarantee(population, 30, 1e-5)
-    assert told.epsilon == plain.guarantee(population, 30, 1e-5).epsilon
+    given = {"group_size": 2, "cohort_size": 20, **fields}
+    plain, local = (
+        cls(**given, **more).calibrate(population, 30, noise_multiplier=8.0, delta=1e-5)
+        for more in ({}, STEPS)
+    )
+    assert local.event() == plain.event()
+    told = local.guarantee()
+    assert told.epsilon == plain.guarantee().epsilon
     assert told.trust == "central"
     assert "up to 2 examples (for 2 epochs of local steps in batches of 2, rate 0.3)" in (
         told.sampling
     )
     if kind == "blt":  # Balle and Wang 2018, equation (6)
-        column = buffered_column(local.noise.chosen, 30)
+        column = buffered_column(local.mechanism.noise.chosen, 30)
         mu = np.linalg.norm(column + np.r_[np.zeros(10), column[:20]] + np.r_[
             np.zeros(20), column[:10]
         ]) / 8.0  # fmt: skip
@@ -236,13 +238,15 @@ def test_the_noise_of_rounds_on_eight_devices_is_that_of_its_matrix(kind):
     """
     cls, fields = KINDS[kind]
     steps, size = 6, 40_000
-    made = cls(group_size=2, cohort_size=20, clip_norm=0.5, noise_multiplier=3.0, **fields, **STEPS)
+    made = cls(group_size=2, cohort_size=20, clip_norm=0.5, **fields, **STEPS)
     matrix = (
         banded_matrix(COLUMN, steps)
         if kind == "bandmf"
         else buffered_matrix(tuple(BUFFERS.values()), steps)
     )
-    plan = made.plan(people(60), steps=steps, delta=1e-3, mesh=make_mesh(data=8))
+    plan = made.plan(
+        people(60), steps=steps, noise_multiplier=3.0, delta=1e-3, mesh=make_mesh(data=8)
+    )
     params = {"w": jnp.zeros((200, 200))}
     grad = plan.clipped_grad(lambda p, e: 0.0 * (jnp.sum(p["w"]) + jnp.sum(e["x"])))
     noise, server = plan.noise(), optax.sgd(1.0)
@@ -271,7 +275,7 @@ def test_rounds_that_died_go_on_bit_for_bit(kind, tmp_path, monkeypatch):
     cls, fields = KINDS[kind]
 
     def start(name):
-        directory = RunDirectory(tmp_path / name, {}, "f", RootKey.from_seed(0))
+        directory = RunDirectory(tmp_path / name, {}, RootKey.from_seed(0))
         try:
             return fit(
                 loss_fn=lambda p, e: jnp.sum((p["w"] - e["x"]) ** 2),
@@ -366,8 +370,9 @@ def test_what_local_steps_do_not_go_with_is_one_sentence():
 def test_canaries_and_silos_elsewhere_are_refused(tmp_path):
     from dpfl_jax.training.canaries import check_fit
 
+    plan = device(**STEPS).plan(people(5), steps=2, noise_multiplier=1.0, delta=1e-3)
     with pytest.raises(BadInputError, match="canaries have designed gradients, but users who"):
-        check_fit(device(**STEPS), people(5), AuditConfig())
+        check_fit(plan.calibrated, people(5), AuditConfig())
     file = write_config(tmp_path)
     assert main(["silo", "init", str(tmp_path / "one"), "--name", "one", "--config", str(file),
                  "--data", "some.csv"]) == 2  # fmt: skip
@@ -378,5 +383,4 @@ def test_fields_are_those_of_every_kind_that_samples_users():
     for cls, fields in KINDS.values():
         made = cls(group_size=2, cohort_size=20, **fields, **STEPS)
         assert made.takes_local_steps
-        again = dataclasses.replace(made, noise_multiplier=1.0)
-        assert again.to_json()["local_learning_rate"] == 0.3
+        assert made.to_json()["local_learning_rate"] == 0.3

@@ -14,8 +14,8 @@ from dpfl_jax.models import LanguageModel, TransformerConfig, attention, transfo
 
 GROUP, LENGTH, VOCAB, CLIP = 2, 20, 16, 0.3
 UNITS = {
-    "els": els(batch_size=8, group_size=1, clip_norm=CLIP, noise_multiplier=0.5),
-    "uls": uls(group_size=GROUP, cohort_size=8, clip_norm=CLIP, noise_multiplier=0.5),
+    "els": els(batch_size=8, group_size=1, clip_norm=CLIP),
+    "uls": uls(group_size=GROUP, cohort_size=8, clip_norm=CLIP),
 }
 
 

@@ -12,7 +12,7 @@ from neighbours import people
 from noising import banded_matrix, buffered_matrix, inverse_banded_matrix
 from rich.console import Console
 
-from dpfl_jax import Hooks, Pace, fit
+from dpfl_jax import Hooks, LoopConfig, fit
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
@@ -49,9 +49,12 @@ def test_noise_of_the_last_parameters_is_what_is_foretold(kind):
     .9^(s - i) x_i, with x = C sigma / M times K^-1 Z.
     """
     cls, more, matrix = KINDS[kind]
-    mechanism = cls(group_size=1, cohort_size=20, noise_multiplier=1.5, clip_norm=0.5, **more)
-    plan = mechanism.plan(people(60), steps=STEPS, delta=1e-5, optimizer=optimizer_of())
-    assert plan.mechanism != mechanism.plan(people(60), steps=STEPS, delta=1e-5).mechanism
+    mechanism = cls(group_size=1, cohort_size=20, clip_norm=0.5, **more)
+    plan = mechanism.plan(
+        people(60), steps=STEPS, noise_multiplier=1.5, delta=1e-5, optimizer=optimizer_of()
+    )
+    plain = mechanism.plan(people(60), steps=STEPS, noise_multiplier=1.0, delta=1e-5)
+    assert plan.mechanism != plain.mechanism
     size, key = 40_000, RootKey.from_seed(1)
     found = fit(nothing, {"w": jnp.zeros(size)}, plan, optimizer_of(), key=key).params["w"]
     rates = 0.5 * (1 - np.arange(STEPS) / STEPS)
@@ -62,11 +65,12 @@ def test_noise_of_the_last_parameters_is_what_is_foretold(kind):
 
 
 def test_a_plan_has_the_noise_of_its_optimiser_and_others_have_that_of_sums():
-    made = banded_inverse(group_size=1, cohort_size=20, noise_multiplier=1.0)
+    made = banded_inverse(group_size=1, cohort_size=20)
     data = people(60)
 
     def taken(**given):
-        return made.plan(data, steps=STEPS, delta=1e-5, **given).mechanism.noise.taken
+        plan = made.plan(data, steps=STEPS, noise_multiplier=1.0, delta=1e-5, **given)
+        return plan.mechanism.noise.taken
 
     plain = inverse_strategy(3, STEPS, 3)
     own = inverse_strategy(3, STEPS, 3, workload_of(optimizer_of(), STEPS))
@@ -75,13 +79,14 @@ def test_a_plan_has_the_noise_of_its_optimiser_and_others_have_that_of_sums():
     for other in ({}, {"optimizer": optax.adam(0.1)}, {"optimizer": optax.sgd(0.1)}):
         assert taken(**other) == plain
     # A strategy that is given stays; independent noise has none.
-    given = bandmf(group_size=1, cohort_size=10, bands=2, strategy=(1.0, 0.5), noise_multiplier=1.0)
-    plan = given.plan(data, steps=STEPS, delta=1e-5, optimizer=optimizer_of())
+    given = bandmf(group_size=1, cohort_size=10, bands=2, strategy=(1.0, 0.5))
+    plan = given.plan(data, steps=STEPS, noise_multiplier=1.0, delta=1e-5, optimizer=optimizer_of())
     assert plan.mechanism == given
-    plain = uls(group_size=1, cohort_size=10, noise_multiplier=1.0)
-    assert plain.plan(data, steps=STEPS, delta=1e-5, optimizer=optimizer_of()).mechanism == plain
+    plain = uls(group_size=1, cohort_size=10)
+    plan = plain.plan(data, steps=STEPS, noise_multiplier=1.0, delta=1e-5, optimizer=optimizer_of())
+    assert plan.mechanism == plain
     with pytest.raises(BadInputError, match="optimizer"):
-        plain.plan(data, steps=STEPS, delta=1e-5, optimizer="sgd")
+        plain.plan(data, steps=STEPS, noise_multiplier=1.0, delta=1e-5, optimizer="sgd")
 
 
 def test_the_strategy_is_in_what_a_plan_states_and_epsilon_is_what_was_asked_for():
@@ -105,8 +110,8 @@ def test_a_run_goes_on_with_its_schedule_alone(tmp_path):
 
     def go_on(optimizer, planned, hooks=None):
         plan = made.plan(data, steps=STEPS, epsilon=3.0, delta=1e-3, optimizer=planned)
-        pace = Pace(checkpoint_every=4)
-        return fit(nothing, params, plan, optimizer, run_dir=tmp_path, pace=pace, hooks=hooks)
+        loop = LoopConfig(checkpoint_every=4)
+        return fit(nothing, params, plan, optimizer, run_dir=tmp_path, loop=loop, hooks=hooks)
 
     def die(row):
         if row["step"] == 6:
@@ -149,4 +154,4 @@ def test_a_file_need_not_say_twice_what_its_optimiser_is(tmp_path, capsys):
         assert ready.mechanism.noise.strategy == strategy(3, STEPS, workload)
         assert main(["train", str(file), "--dry-run", "--json"]) == 0
         told = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert told["noise_multiplier"] == ready.mechanism.noise_multiplier
+        assert told["noise_multiplier"] == ready.calibrated.noise_multiplier

@@ -9,57 +9,67 @@ import pytest
 
 from dpfl_jax.clipping import Normalized, PerLayer
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import els, mean_of_examples, non_private, uls
+from dpfl_jax.mechanisms import Population, els, mean_of_examples, non_private, uls
 from dpfl_jax.randomness import RootKey
 
 OFFSETS = np.cumsum([0, 1, 4, 9, 2, 6])
 KEY = RootKey.from_seed(0)
+PEOPLE = Population(5, 22, 5)
+
+
+def noisy(sigma):
+    return uls(group_size=1, cohort_size=2).calibrate(PEOPLE, 3, noise_multiplier=sigma)
 
 
 def test_els_limits_once_and_samples_what_it_accounts():
-    mechanism = els(group_size=3, batch_size=4, noise_multiplier=1.0)
-    population = mechanism.population(OFFSETS)
+    mechanism = els(group_size=3, batch_size=4)
+    population = mechanism.participation.population(OFFSETS)
     assert (population.num_users, population.num_examples, population.num_units) == (5, 22, 12)
+    made = mechanism.calibrate(population, 7, noise_multiplier=1.0)
     sampler = mechanism.sampler(OFFSETS, KEY)
     assert len(sampler.positions) == 12
-    assert sampler.scheme.prob == mechanism.sampling_probability(population) == 4 / 12
-    assert sampler.expected_size == pytest.approx(mechanism.divisor)
+    assert sampler.scheme.prob == made.scheme.sampling_prob == 4 / 12
+    assert sampler.expected_size == pytest.approx(mechanism.participation.divisor)
     again = mechanism.sampler(OFFSETS, KEY)
     np.testing.assert_array_equal(sampler.positions, again.positions)
-    event = mechanism.event(population, 7)
+    event = made.event()
     assert event.count == 7
     np.testing.assert_allclose(event.event.sampling_probs, [(2 / 3) ** 3, 4 / 9, 2 / 9, 1 / 27])
 
 
 def test_uls_samples_users():
-    mechanism = uls(group_size=2, cohort_size=2, noise_multiplier=1.0)
-    population = mechanism.population(OFFSETS)
+    mechanism = uls(group_size=2, cohort_size=2)
+    population = mechanism.participation.population(OFFSETS)
     assert population.num_units == 5
+    made = mechanism.calibrate(population, 7, noise_multiplier=1.0)
     sampler = mechanism.sampler(OFFSETS, KEY)
-    assert sampler.scheme.prob == mechanism.sampling_probability(population) == 0.4
-    assert sampler.expected_size == pytest.approx(mechanism.divisor)
-    assert mechanism.event(population, 7).event.sampling_probability == 0.4
+    assert sampler.scheme.prob == made.scheme.sampling_prob == 0.4
+    assert sampler.expected_size == pytest.approx(mechanism.participation.divisor)
+    assert made.event().event.sampling_probability == 0.4
 
 
 def test_declared_probabilities_do_not_depend_on_the_data():
-    mechanism = uls(group_size=2, cohort_size=3, sampling_prob=0.25, noise_multiplier=1.0)
+    mechanism = uls(group_size=2, cohort_size=3, sampling_prob=0.25)
     assert mechanism.sampler(OFFSETS, KEY).scheme.prob == 0.25
-    assert mechanism.divisor == 3.0
+    assert mechanism.participation.divisor == 3.0
 
 
 def test_noise_follows_the_rule_s_sensitivity():
-    standard = uls(group_size=1, cohort_size=2, clip_norm=0.3, noise_multiplier=2.0)
-    assert standard.noise_stddev == pytest.approx(0.6)
-    apart = dataclasses.replace(standard, clip=PerLayer(0.3))
-    assert apart.noise_stddev == standard.noise_stddev
+    standard = uls(group_size=1, cohort_size=2, clip_norm=0.3)
+
+    def stddev(mechanism):
+        return mechanism.calibrate(PEOPLE, 7, noise_multiplier=2.0).noise_stddev
+
+    assert stddev(standard) == pytest.approx(0.6)
+    assert stddev(dataclasses.replace(standard, clip=PerLayer(0.3))) == stddev(standard)
     normalized = dataclasses.replace(standard, clip=Normalized(0.3))
-    assert normalized.noise_stddev == pytest.approx(2.0)
+    assert stddev(normalized) == pytest.approx(2.0)
 
 
 def test_default_delta_is_the_paper_s():
     """135,818,730 examples: 1.13e-9 (Charles et al. 2024, section 5.1)."""
     population = dataclasses.replace(
-        non_private(batch_size=1).population(OFFSETS), num_examples=135_818_730
+        non_private(batch_size=1).participation.population(OFFSETS), num_examples=135_818_730
     )
     assert population.default_delta() == pytest.approx(1.1317e-9, rel=1e-4)
 
@@ -78,10 +88,10 @@ def test_a_user_s_loss_is_the_mean_over_their_own_examples():
 def test_units_of_users_carry_the_mask_of_their_examples():
     mask = np.array([[[True, True, False], [True, False, False]]])
     examples = {"x": np.arange(6.0).reshape(1, 2, 3)}
-    users = uls(group_size=3, cohort_size=3).units(examples, mask)
+    users = uls(group_size=3, cohort_size=3).participation.units(examples, mask)
     assert users["examples"] is examples
     assert users["mask"] is mask
-    assert els(group_size=3, batch_size=3).units(examples, None) is examples
+    assert els(group_size=3, batch_size=3).participation.units(examples, None) is examples
 
 
 @pytest.mark.parametrize(
@@ -92,12 +102,12 @@ def test_units_of_users_carry_the_mask_of_their_examples():
         (lambda: uls(group_size=1, cohort_size=-2), "cohort_size"),
         (lambda: uls(group_size=1, cohort_size=2, clip_norm=0), "clip_norm"),
         (lambda: uls(group_size=1, cohort_size=2, clipping="hard"), "clipping"),
-        (lambda: uls(group_size=1, cohort_size=2, noise_multiplier=-1), "noise_multiplier"),
-        (lambda: uls(group_size=1, cohort_size=2, noise_multiplier=1e7), "at most 1e\\+06"),
+        (lambda: noisy(-1), "noise_multiplier is -1"),
+        (lambda: noisy(1e7), "at most 1e\\+06"),
         (lambda: uls(group_size=1, cohort_size=2, arithmetic="none"), "'exact' or 'float'"),
         (lambda: uls(group_size=1, cohort_size=2, sampling_prob=1.5), "sampling probability"),
         (lambda: uls(group_size=1, cohort_size=9).sampler(OFFSETS, KEY), "sampling probability"),
-        (lambda: uls(group_size=1, cohort_size=2).noise_stddev, "no noise multiplier"),
+        (lambda: noisy(None), "neither epsilon nor noise_multiplier"),
     ],
 )
 def test_bad_fields_are_one_sentence(make, message):

@@ -28,8 +28,8 @@ from dpfl_jax.training.central import Central
 
 VOCAB, LENGTH, CLIP = 16, 24, 0.3
 MECHANISMS = {
-    "uls": uls(group_size=5, cohort_size=20, clip_norm=CLIP, noise_multiplier=0.5),
-    "els": els(group_size=4, batch_size=40, clip_norm=CLIP, noise_multiplier=0.5),
+    "uls": uls(group_size=5, cohort_size=20, clip_norm=CLIP),
+    "els": els(group_size=4, batch_size=40, clip_norm=CLIP),
 }
 
 
@@ -133,7 +133,7 @@ def random_one(params, example, rng=None):
 )
 def test_a_loss_that_is_no_sum_over_a_row_is_refused_before_anything_is_paid(loss, said):
     how = Execution(packing=2)
-    plan = MECHANISMS["uls"].plan(store(), steps=1, delta=1e-3, execution=how)
+    plan = MECHANISMS["uls"].plan(store(), steps=1, noise_multiplier=0.5, delta=1e-3, execution=how)
     with pytest.raises(BadInputError, match=said):
         Central(loss, {"w": np.float32(2)}, plan, optax.sgd(0.1))
 
@@ -142,7 +142,9 @@ def sums(kind, packing, data, params, axes, change=None, how_seen="plain", **opt
     """The bounded sum of step 0, laid out as a run lays it out; ``change``: of units and masks."""
     mesh = make_mesh(**axes)
     mechanism, how = MECHANISMS[kind], Execution(microbatch_size=1, packing=3 if packing else 0)
-    plan = dataclasses.replace(mechanism.plan(data, steps=3, delta=1e-3, execution=how), mesh=mesh)
+    plan = dataclasses.replace(
+        mechanism.plan(data, steps=3, noise_multiplier=0.5, delta=1e-3, execution=how), mesh=mesh
+    )
     own = model(num_kv_heads=2, attention=how_seen)
     pipeline = plan.pipeline(plan.sampler(RootKey.from_seed(4)))
     batch = dataclasses.replace(pipeline, mesh=None).build(0)
@@ -204,6 +206,7 @@ def test_a_run_is_that_of_unpacked_units_and_goes_on(kind, tmp_path):
         "mechanism": MECHANISMS[kind],
         "optimizer": optax.sgd(0.5),
         "steps": 4,
+        "noise_multiplier": 0.5,
         "delta": 1e-3,
         "microbatch_size": 1,
     }

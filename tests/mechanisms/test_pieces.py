@@ -27,7 +27,7 @@ MODEL = LanguageModel(
         num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32, vocab_size=VOCAB, max_seq_len=LENGTH
     )
 )
-USERS = uls(group_size=GROUP, cohort_size=8, clip_norm=CLIP, noise_multiplier=0.5)
+USERS = uls(group_size=GROUP, cohort_size=8, clip_norm=CLIP)
 
 
 def linear(params, example):
@@ -43,7 +43,7 @@ def linear(params, example):
 )
 def test_any_cut_gives_the_same_norms_and_sums(size, at_once, seed):
     rng = np.random.default_rng(seed)
-    mechanism = uls(group_size=size, cohort_size=3, clip_norm=0.4, noise_multiplier=1.0)
+    mechanism = uls(group_size=size, cohort_size=3, clip_norm=0.4)
     params = {"w": rng.normal(size=3).astype("f4"), "b": np.float32(rng.normal())}
     units = {
         "examples": {"x": rng.normal(size=(4, size, 3)).astype("f4")},
@@ -69,7 +69,7 @@ def test_a_bad_example_takes_its_user_out_and_nobody_else():
     x = np.random.default_rng(0).normal(size=(3, 4, 3)).astype("f4")
     x[1, 3] = np.nan
     units = {"examples": {"x": x}, "mask": np.ones((3, 4), bool)}
-    mechanism = uls(group_size=4, cohort_size=3, clip_norm=0.4, noise_multiplier=1.0)
+    mechanism = uls(group_size=4, cohort_size=3, clip_norm=0.4)
     got = mechanism.clipped_grad(linear, examples_at_once=2)(params, units)
     assert got.nonfinite.tolist() == [False, True, False]
     rest = jax.tree.map(lambda leaf: leaf[np.array([0, 2])], units)
@@ -80,7 +80,7 @@ def test_a_bad_example_takes_its_user_out_and_nobody_else():
 @pytest.mark.parametrize("options", [{"strategy": "vmap"}, {"examples_at_once": 2}])
 def test_an_absent_example_does_not_choke_a_loss(options):
     """A norm has no gradient at the zeros that fill a user up."""
-    mechanism = uls(group_size=3, cohort_size=3, clip_norm=10.0, noise_multiplier=1.0)
+    mechanism = uls(group_size=3, cohort_size=3, clip_norm=10.0)
     units = {
         "examples": {"x": np.array([[[3.0, 4.0], [0.0, 0.0], [0.0, 0.0]]], "f4")},
         "mask": np.array([[True, False, False]]),
@@ -178,6 +178,7 @@ def test_training_piece_by_piece_trains_the_same_parameters(params):
             mechanism=USERS,
             optimizer=optax.sgd(0.5),
             steps=3,
+            noise_multiplier=1.0,
             delta=1e-3,
             key=RootKey.from_seed(3),
             microbatch_size=2,
@@ -197,7 +198,7 @@ def test_training_piece_by_piece_trains_the_same_parameters(params):
 
 
 def test_single_examples_are_not_cut(tmp_path):
-    examples = els(group_size=2, batch_size=2, noise_multiplier=1.0)
+    examples = els(group_size=2, batch_size=2)
     with pytest.raises(BadInputError, match="a unit of this mechanism is one example"):
         examples.clipped_grad(linear, examples_at_once=2)
     with pytest.raises(BadInputError, match="examples_at_once is 0"):
@@ -207,7 +208,8 @@ def test_single_examples_are_not_cut(tmp_path):
     file = tmp_path / "job.yaml"
     file.write_text(
         "data: {source: jsonl, path: unread}\n"
-        "mechanism: {kind: els, group_size: 2, batch_size: 4, noise_multiplier: 1.0}\n"
+        "mechanism: {kind: els, group_size: 2, batch_size: 4}\n"
+        "privacy: {noise_multiplier: 1.0}\n"
         "train: {steps: 2}\n"
     )
     with pytest.raises(BadInputError, match=r"execution\.split_users is for users"):
@@ -216,7 +218,7 @@ def test_single_examples_are_not_cut(tmp_path):
         load_config(
             file,
             [
-                "mechanism={kind: uls, group_size: 2, cohort_size: 4, noise_multiplier: 1.0}",
+                "mechanism={kind: uls, group_size: 2, cohort_size: 4}",
                 "execution.examples_at_once=2",
                 "execution.strategy=ghost",
             ],

@@ -20,7 +20,7 @@ from dpfl_jax import accounting
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.owners import store_of
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
-from dpfl_jax.mechanisms.mechanism import SHARED_ADJACENCY
+from dpfl_jax.mechanisms.calibrated import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
@@ -228,10 +228,8 @@ def loss_fn(params, example):
 
 
 MECHANISMS = [
-    dpfl.els(group_size=3, batch_size=6, clip_norm=0.5, noise_multiplier=1.0),
-    dpfl.owner_sets(
-        group_size=2, cohort_size=3, sets_per_user=2, clip_norm=0.5, noise_multiplier=1.0
-    ),
+    dpfl.els(group_size=3, batch_size=6, clip_norm=0.5),
+    dpfl.owner_sets(group_size=2, cohort_size=3, sets_per_user=2, clip_norm=0.5),
 ]
 
 
@@ -245,7 +243,12 @@ def test_a_user_moves_what_is_drawn_of_them_by_the_clip_norm_each(mechanism, dev
     def released(user, value):
         data = store(lambda edge: value if user in edge else None)
         plan = mechanism.plan(
-            data, steps=6, delta=1e-5, execution=Execution(microbatch_size=8), mesh=mesh
+            data,
+            steps=6,
+            noise_multiplier=1.0,
+            delta=1e-5,
+            execution=Execution(microbatch_size=8),
+            mesh=mesh,
         )
         sampler, params = plan.sampler(RootKey.from_seed(0)), {"w": jnp.zeros(4)}
         batches = plan.pipeline(sampler).iterate(0, 6)
@@ -279,7 +282,7 @@ def test_what_is_drawn_of_a_user_is_what_is_accounted(mechanism):
 
     One chi-squared test, at a level of 0.001: so often it would be wrong, but the seed is fixed.
     """
-    plan = mechanism.plan(store(), steps=2000, delta=1e-5)
+    plan = mechanism.plan(store(), steps=2000, noise_multiplier=1.0, delta=1e-5)
     sampler, data = plan.sampler(RootKey.from_seed(7)), plan.data
     names = data.user_ids(range(data.num_users))
     sizes = np.diff(data.user_offsets) if mechanism.kind == "els" else np.ones(len(names), int)
@@ -293,7 +296,7 @@ def test_what_is_drawn_of_a_user_is_what_is_accounted(mechanism):
     counts = np.zeros(limit + 1)
     for step in range(2000):
         counts[whose[sampler.draw(step).units].sum()] += 1
-    prob = mechanism.sampling_probability(plan.population)
+    prob = plan.calibrated.scheme.sampling_prob
     expected = 2000 * stats.binom.pmf(np.arange(limit + 1), limit, prob)
     assert stats.chisquare(counts, expected).pvalue > 0.001
     step = plan.event().event
@@ -303,7 +306,7 @@ def test_what_is_drawn_of_a_user_is_what_is_accounted(mechanism):
 @pytest.mark.slow
 def test_fit_tells_what_is_left_out(tmp_path):
     out = io.StringIO()
-    plan = MECHANISMS[0].plan(store(), steps=2, delta=1e-5)
+    plan = MECHANISMS[0].plan(store(), steps=2, noise_multiplier=1.0, delta=1e-5)
     dpfl.fit(
         loss_fn, {"w": jnp.zeros(4)}, plan, optax.sgd(0.1), run_dir=tmp_path / "run",
         validation=store(), console=Console(file=out, width=200),
@@ -324,21 +327,21 @@ def test_what_is_kept_follows_from_owners_alone():
 
 def test_the_guarantee_says_what_it_is_of():
     for mechanism in MECHANISMS:
-        plan = mechanism.plan(store(), steps=10, delta=1e-5)
+        plan = mechanism.plan(store(), steps=10, noise_multiplier=1.0, delta=1e-5)
         told = plan.guarantee()
         assert told.unit == "user"
         assert told.adjacency == SHARED_ADJACENCY
         assert not any("exactly one user" in words for words in told.assumptions)
         assert any("public: what is in a record is protected" in w for w in told.assumptions)
         limit = getattr(mechanism.participation, "sets_per_user", mechanism.group_size)
-        prob = mechanism.sampling_probability(plan.population)
+        prob = plan.calibrated.scheme.sampling_prob
         own = accounting.epsilon(accounting.events.els(1.0, prob, limit, 10), 1e-5)
         assert told.epsilon == own
         assert plan.population.num_users == 6
         assert plan.population.num_examples == 33
         assert plan.bounding.limit == limit
     # A bounded store is bounded again by another plan's own limit.
-    again = dpfl.els(group_size=1, batch_size=2, noise_multiplier=1.0)
-    assert again.plan(plan.data, steps=1, delta=1e-5).bounding.limit == 1
+    again = dpfl.els(group_size=1, batch_size=2)
+    assert again.plan(plan.data, steps=1, noise_multiplier=1.0, delta=1e-5).bounding.limit == 1
     # Sets that were taken out of their store are sets still.
-    assert again.plan(store().sets, steps=1, delta=1e-5).bounding.limit == 1
+    assert again.plan(store().sets, steps=1, noise_multiplier=1.0, delta=1e-5).bounding.limit == 1

@@ -22,7 +22,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import central
 
 GROUP = 3
-MECHANISM = uls(group_size=GROUP, cohort_size=4.0, clip_norm=0.1, noise_multiplier=1.0)
+MECHANISM = uls(group_size=GROUP, cohort_size=4.0, clip_norm=0.1)
 SAMPLER = MECHANISM.sampler(np.arange(6), RootKey.from_seed(0))
 
 
@@ -181,9 +181,10 @@ def train(mesh, kind=els, steps=3, **options):
         loss_fn=convolved,
         params={"w": np.random.default_rng(0).normal(size=(3, 4, 8)).astype("f4")},
         data=store([1 + u % GROUP for u in range(24)], 24),
-        mechanism=kind(group_size=GROUP, clip_norm=0.1, noise_multiplier=1.0, **size),
+        mechanism=kind(group_size=GROUP, clip_norm=0.1, **size),
         optimizer=optax.adam(0.1),
         steps=steps,
+        noise_multiplier=1.0,
         delta=1e-3,
         microbatch_size=2,
         key=RootKey.from_seed(3),

@@ -1,5 +1,7 @@
 """Noise that later steps take back: what a user adds to rows, what it costs, how a run goes on."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.audit import audit
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Population, banded_inverse, bandmf, blt
+from dpfl_jax.mechanisms import Calibrated, Population, banded_inverse, bandmf, blt
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 
@@ -44,7 +46,8 @@ def loss_fn(params, example):
 @pytest.mark.parametrize("kind", IN_TURNS)
 def test_epsilon_midway_is_that_of_the_turns_so_far(kind):
     """Of who takes part first, and of rows that were released: by the matrix itself."""
-    mechanism = made(kind, cohort_size=25, noise_multiplier=3.0, horizon=11)
+    mechanism = made(kind, cohort_size=25, horizon=11)
+    made_for = Calibrated(mechanism, 3.0, PEOPLE, 11, 1e-5)
     matrix, before = MATRIX[kind](11), 0.0
     for steps in range(1, 12):
         norms = [
@@ -52,7 +55,7 @@ def test_epsilon_midway_is_that_of_the_turns_so_far(kind):
             for first in range(min(4, steps))
         ]
         assert max(norms) == norms[0]
-        found = epsilon(mechanism.event(PEOPLE, steps), 1e-5)
+        found = epsilon(made_for.event(steps), 1e-5)
         assert found == pytest.approx(epsilon(events.gaussian(3.0 / norms[0], 1), 1e-5), rel=1e-9)
         assert found > before
         before = found
@@ -62,15 +65,15 @@ def rows_of(kind, data, steps, devices):
     """What is noised at each step, [steps, 4]: the library's release without noise, times K."""
     # BandMF draws within the group whose turn it is: here all of it.
     rate = {"sampling_prob": 1.0} if kind == "bandmf" else {"period": 3}
-    mechanism = made(kind, **rate, clip_norm=0.5, noise_multiplier=0.0)
+    mechanism = made(kind, **rate, clip_norm=0.5)
     mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
-    plan = mechanism.plan(data, steps=steps, delta=1e-5, mesh=mesh)
+    plan = mechanism.plan(data, steps=steps, noise_multiplier=0.0, delta=1e-5, mesh=mesh)
     params = {"w": jnp.zeros(4)}
     grad, noise = plan.clipped_grad(loss_fn), plan.noise()
     state, released = noise.init(params), []
     for batch in plan.batches(RootKey.from_seed(0)):
         x, state = noise.update(grad(params, batch).sum, state, noise_key=batch.noise_key)
-        released.append(np.asarray(x["w"]) * mechanism.divisor)
+        released.append(np.asarray(x["w"]) * mechanism.participation.divisor)
     return MATRIX[kind](steps) @ np.stack(released)
 
 
@@ -95,8 +98,10 @@ def test_a_user_moves_rows_from_its_first_turn_on_and_no_further_than_accounted(
         assert first in (0, 1, 2)
         np.testing.assert_allclose(norms, turns[first], rtol=1e-4, atol=1e-5)
     if kind != "bandmf":  # of which each turn is accounted for by itself
-        stated = made(kind, noise_multiplier=1.0, horizon=steps).event(
-            Population(60, 120, 60), steps
+        stated = (
+            made(kind, horizon=steps)
+            .calibrate(Population(60, 120, 60), steps, noise_multiplier=1.0)
+            .event()
         )
         # Who takes part first moves most; that is what is accounted.
         assert 1 / stated.noise_multiplier == pytest.approx(np.linalg.norm(turns[0]), rel=1e-9)
@@ -115,16 +120,18 @@ def test_a_release_under_attack_stands_and_is_seen_through_its_noise(kind, seen)
 def test_a_plan_chooses_what_is_taken_back_and_keeps_it():
     for kind, chosen in (("blt", "decays"), ("banded_inverse", "taken")):
         empty = made(kind, cohort_size=21, horizon=None, **dict.fromkeys(MADE[kind][1]))
-        assert empty.scheme(PEOPLE).period == 5
-        assert empty.is_stateful(PEOPLE)
+        assert empty.participation.scheme_of(PEOPLE).period == 5
         with pytest.raises(BadInputError, match=r"(horizon|buffers|bands) yet"):
-            empty.matrix(40)
-        planned = empty.calibrate(PEOPLE, 40, 4.0, 1e-5)
-        assert (planned.noise.horizon, len(getattr(planned.noise, chosen))) == (40, 2)
-        assert 3.99 < epsilon(planned.event(PEOPLE, 40), 1e-5) <= 4.0
+            empty.noise.matrix(40)
+        planned = empty.calibrate(PEOPLE, 40, epsilon=4.0, delta=1e-5)
+        assert planned.is_stateful
+        noise = planned.mechanism.noise
+        assert (noise.horizon, len(getattr(noise, chosen))) == (40, 2)
+        assert 3.99 < epsilon(planned.event(), 1e-5) <= 4.0
         # It stays when it is planned again; another separation has another.
-        assert planned.for_steps(PEOPLE, 30) == planned
-        elsewhere = empty.for_steps(Population(1000, 2000, 1000), 40)
-        assert getattr(elsewhere.noise, chosen) != getattr(planned.noise, chosen)
+        again = planned.mechanism.calibrate(PEOPLE, 30, noise_multiplier=1.0)
+        assert again.mechanism == planned.mechanism
+        elsewhere = empty.calibrate(Population(1000, 2000, 1000), 40, noise_multiplier=1.0)
+        assert getattr(elsewhere.mechanism.noise, chosen) != getattr(noise, chosen)
         with pytest.raises(BadInputError, match="horizon is 40: raise it"):
-            planned.event(PEOPLE, 41)
+            dataclasses.replace(planned, steps=41).event()

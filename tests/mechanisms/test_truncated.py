@@ -36,13 +36,14 @@ def test_draws_are_poisson_s_cut_at_random():
 
 def test_the_event_is_that_of_one_user_more_and_a_high_cap_costs_nothing():
     population = Population(1000, 2000, 1000)
-    made = {
-        cap: truncated(group_size=2, cohort_size=64, cap=cap, noise_multiplier=1.0)
-        for cap in (64, 96, 128)
-    }
-    assert made[96].event(population, 5) == events.truncated_poisson(1.0, 0.064, 1001, 96, 5)
-    found = {cap: epsilon(m.event(population, 100), 1e-6) for cap, m in made.items()}
-    plain = uls(group_size=2, cohort_size=64, noise_multiplier=1.0).event(population, 100)
+
+    def at(mechanism):
+        return mechanism.calibrate(population, 100, noise_multiplier=1.0)
+
+    made = {cap: at(truncated(group_size=2, cohort_size=64, cap=cap)) for cap in (64, 96, 128)}
+    assert made[96].event(5) == events.truncated_poisson(1.0, 0.064, 1001, 96, 5)
+    found = {cap: epsilon(m.event(), 1e-6) for cap, m in made.items()}
+    plain = at(uls(group_size=2, cohort_size=64)).event()
     assert found[64] > 1.5 * found[96] > 1.5 * found[128]
     assert found[128] == pytest.approx(epsilon(plain, 1e-6), rel=1e-4)
     assert found[128] >= epsilon(plain, 1e-6)
@@ -51,8 +52,8 @@ def test_the_event_is_that_of_one_user_more_and_a_high_cap_costs_nothing():
 def test_a_cap_for_a_budget_and_one_that_is_too_small():
     made = truncated(group_size=4, cohort_size=64)
     population = Population(1000, 4000, 1000)
-    assert made.scheme(population) == TruncatedPoisson(0.064, 96)
+    assert made.participation.scheme_of(population) == TruncatedPoisson(0.064, 96)
     with pytest.raises(BadInputError, match="cap of a draw is 10, less than the expected 20"):
-        truncated(group_size=1, cohort_size=20, cap=10).scheme(population)
+        truncated(group_size=1, cohort_size=20, cap=10).participation.scheme_of(population)
     with pytest.raises(BadInputError, match="cap of a draw is 0"):
         TruncatedPoisson(0.5, 0)

@@ -9,10 +9,19 @@ from neighbours import people
 from dpfl_jax.clipping import Adaptive, Flat
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Examples, Independent, Mechanism, Population, els, individual, uls
+from dpfl_jax.mechanisms import (
+    Calibrated,
+    Examples,
+    Independent,
+    Mechanism,
+    Population,
+    els,
+    individual,
+    uls,
+)
 from dpfl_jax.mechanisms.candidates import at_budget
-from dpfl_jax.mechanisms.presets import parse_known
-from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
+from dpfl_jax.mechanisms.central_statement import parse_calibrated
+from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.sampling import Cyclic, CyclicPoisson, TruncatedPoisson
 
 SIZES = {"group_size": 2, "cohort_size": 5}
@@ -21,7 +30,10 @@ SIZES = {"group_size": 2, "cohort_size": 5}
 def test_a_cell_of_a_private_sweep_runs_with_its_own_noise():
     """Two cells of one mechanism, of texts that are cut into more or fewer examples."""
     mechanism = els(group_size=8, batch_size=32)
-    many, few = (Trained(mechanism, Population(100, units, units), 100) for units in (4000, 640))
+    many, few = (
+        Calibrated(mechanism, 1.0, Population(100, units, units), 100, 1e-5)
+        for units in (4000, 640)
+    )
     made = Selection.calibrated([many, few], RunCount(3.0), 3.0, 50, epsilon=4.0, delta=1e-5)
     loud, quiet = made.noised(few), made.noised(many)
     assert loud.noise_multiplier > 1.5 * quiet.noise_multiplier
@@ -61,8 +73,8 @@ def noise_of(otherwise):
 
 def test_a_part_that_is_written_anew_is_another_mechanism():
     plans = [
-        dataclasses.replace(uls(**SIZES, noise_multiplier=1.0), noise=noise_of(otherwise)).plan(
-            people(20), steps=2, delta=1e-3
+        dataclasses.replace(uls(**SIZES), noise=noise_of(otherwise)).plan(
+            people(20), steps=2, noise_multiplier=1.0, delta=1e-3
         )
         for otherwise in (False, True, True)
     ]
@@ -109,6 +121,9 @@ def test_sizes_of_a_sweep_keep_the_clip_rule():
 
 def test_sections_of_two_versions_at_once_are_refused():
     section = {"kind": "allocation", **SIZES, "noise": "exact", "sampling_prob": 0.05}
-    assert parse_known(section).participation.scheme.period == 20
+    section["noise_multiplier"] = 1.0
+    sizes = {"num_users": 100, "num_examples": 200, "num_units": 100}
+    basis = {"mechanism": section, "population": sizes, "steps": 3}
+    assert parse_calibrated(basis, 1e-5).scheme.period == 20
     with pytest.raises(BadInputError, match="has period beside `noise`"):
-        parse_known(section | {"period": 40})
+        parse_calibrated(basis | {"mechanism": section | {"period": 40}}, 1e-5)

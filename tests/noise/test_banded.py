@@ -9,7 +9,7 @@ from noising import released
 from dpfl_jax.accounting import events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.matrices import prefix_error, strategy
-from dpfl_jax.mechanisms import bandmf, uls
+from dpfl_jax.mechanisms import Population, bandmf, uls
 from dpfl_jax.noise import Noise, banded
 
 COLUMN = (0.75, 0.5, 0.4375)  # exact in float32
@@ -17,10 +17,11 @@ COLUMN = (0.75, 0.5, 0.4375)  # exact in float32
 
 def test_one_band_is_independent_noise():
     total, params = {"w": jnp.arange(50.0)}, {"w": jnp.zeros(50)}
-    common = {"group_size": 1, "cohort_size": 7, "noise_multiplier": 1.3, "clip_norm": 0.7}
+    common = {"group_size": 1, "cohort_size": 7, "clip_norm": 0.7}
     found = []
     for mechanism in (uls(**common), bandmf(bands=1, **common)):
-        transform = mechanism.noise_transform()
+        made = mechanism.calibrate(Population(50, 100, 50), 2, noise_multiplier=1.3)
+        transform = made.noise_transform()
         (row,), state = released(transform, [total], params)
         assert state.memory == ()
         found.append(row["w"])

@@ -65,9 +65,9 @@ def test_what_a_unit_adds_is_moved_as_accounted_among_sums_that_are_far_larger()
 def test_the_grid_of_exact_noise_is_fine_enough_for_every_row():
     """A unit moves all rows from its first turn on: each is cut off, of all of the run's steps."""
     population, steps = Population(100, 200, 100), 50
-    made = blt(group_size=1, cohort_size=20, noise_multiplier=3.0).for_steps(population, steps)
-    assert made.noise.horizon == steps
-    column = buffered_column(made.noise.chosen, steps)
+    made = blt(group_size=1, cohort_size=20).calibrate(population, steps, noise_multiplier=3.0)
+    assert made.mechanism.noise.horizon == steps
+    column = buffered_column(made.mechanism.noise.chosen, steps)
     for t in range(1, steps + 1):
         reach = np.linalg.norm(column) * math.sqrt(t / steps)
-        assert 3.0 / made.event(population, t).noise_multiplier >= reach * (1 - 1e-12)
+        assert 3.0 / made.event(t).noise_multiplier >= reach * (1 - 1e-12)

@@ -163,7 +163,7 @@ def test_a_run_is_that_of_kept_noise_and_costs_the_same():
 @pytest.mark.slow
 def test_a_run_that_died_draws_noise_again_bit_for_bit(tmp_path, monkeypatch):
     def start(name):
-        directory = RunDirectory(tmp_path / name, {}, "f", RootKey.from_seed(0))
+        directory = RunDirectory(tmp_path / name, {}, RootKey.from_seed(0))
         try:
             return run(fields={"redrawn": True}, run_dir=directory, checkpoint_every=3)
         finally:
@@ -176,12 +176,12 @@ def test_a_run_that_died_draws_noise_again_bit_for_bit(tmp_path, monkeypatch):
 def test_bands_are_multiples_that_are_drawn_and_accounted():
     population = Population(1000, 2000, 1000)
     made = mechanisms.banded_inverse(group_size=1, cohort_size=20, bands=4, redrawn=True)
-    chosen = made.calibrate(population, 200, 4.0, 1e-5)
+    chosen = made.calibrate(population, 200, epsilon=4.0, delta=1e-5).mechanism
     best = inverse_strategy(4, 200, 50)
     assert all(f * 2**16 == int(f * 2**16) for f in chosen.noise.taken)
     np.testing.assert_allclose(chosen.noise.taken, best, atol=2.0**-16)
     assert (np.array(chosen.noise.taken) <= best).all()
-    assert chosen.noise_keys == 4
+    assert chosen.noise.keys_per_step == 4
     with pytest.raises(BadInputError, match="all from 0 to 1"):
         mechanisms.banded_inverse(group_size=1, cohort_size=2, redrawn=True, taken=(0.5, math.nan))
 
@@ -189,7 +189,8 @@ def test_bands_are_multiples_that_are_drawn_and_accounted():
 def test_bands_that_never_forget_and_much_noise_are_one_sentence():
     made = mechanisms.banded_inverse(
         group_size=1, cohort_size=20, bands=2, taken=(1.0,), horizon=10_000, redrawn=True,
-        noise_multiplier=100.0,
+
     )  # fmt: skip
+    people = Population(1000, 2000, 1000)
     with pytest.raises(BadInputError, match=r"taken adds up to 1\) pass on for too long"):
-        made.noise_transform()
+        made.calibrate(people, 9, noise_multiplier=100.0).noise_transform()

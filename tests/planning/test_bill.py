@@ -91,8 +91,11 @@ def test_memory_is_that_of_the_programs_of_the_first_rows(monkeypatch):
 
     def compiled(config, vocab, topology, mesh, **options):
         mechanism = config.mechanism
-        asked.append((mechanism.kind, mechanism.unit_examples))
-        return {"fits": None, "peak_bytes": (mechanism.unit_examples or 1) * 30 * 10**9}
+        asked.append((mechanism.kind, mechanism.participation.unit_examples))
+        return {
+            "fits": None,
+            "peak_bytes": (mechanism.participation.unit_examples or 1) * 30 * 10**9,
+        }
 
     monkeypatch.setattr("dpfl_jax.cli.compile.measure", compiled)
     cells = [("els", 8, 0.1), ("uls", 4, 0.2), ("els", 2, 0.3), ("uls", 1, 0.4), ("els", 1, 0.5)]

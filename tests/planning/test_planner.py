@@ -113,8 +113,8 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
 
     def noise(bands):
         made = bandmf(group_size=4, cohort_size=16, bands=bands)
-        made = made.calibrate(Population(1024, 4096, 1024), 64, 2.0, 1e-6)
-        return made.noise_multiplier * prefix_error(made.noise.column, 64) / 16
+        made = made.calibrate(Population(1024, 4096, 1024), 64, epsilon=2.0, delta=1e-6)
+        return made.noise_multiplier * prefix_error(made.mechanism.noise.column, 64) / 16
 
     found = {bands: noise(bands) for bands in (1, 2, 4, 8, 16, 32)}
     assert option.noise == pytest.approx(found[option.bands], rel=1e-5)
@@ -150,9 +150,9 @@ def test_noise_of_turns_is_priced_without_sampling():
         assert {o.bands for o in options} == {3 if kind == "banded_inverse" else 1}
         for option in options:
             made = cls(group_size=option.group_size, cohort_size=option.size)
-            made = made.calibrate(Population(3000, 12000, 3000), 60, 20.0, 1e-6)
+            made = made.calibrate(Population(3000, 12000, 3000), 60, epsilon=20.0, delta=1e-6)
             assert option.noise_multiplier == pytest.approx(made.noise_multiplier, rel=2e-5)
-            left = error(made.noise.chosen, 60)
+            left = error(made.mechanism.noise.chosen, 60)
             assert option.noise == pytest.approx(option.noise_multiplier * left / option.size)
             assert 19.99 < p.epsilon_of(option) <= 20.0
         # Everybody in every step: noise that is taken back costs more.
@@ -182,7 +182,7 @@ def test_allocation_is_priced_where_users_are_sampled_with_the_least_noise():
     uls = min((o for o in plan.options if o.kind == "uls"), key=lambda o: o.noise)
     assert (option.group_size, option.size) == (uls.group_size, uls.size)
     made = allocation(group_size=option.group_size, cohort_size=option.size)
-    made = made.calibrate(Population(1024, 4096, 1024), 16, 2.0, 1e-6)
+    made = made.calibrate(Population(1024, 4096, 1024), 16, epsilon=2.0, delta=1e-6)
     assert option.noise_multiplier == pytest.approx(made.noise_multiplier, rel=2e-5)
     assert option.noise == pytest.approx(option.sensitivity * made.noise_multiplier / option.size)
     assert 1.99 < p.epsilon_of(option) <= 2.0

@@ -11,9 +11,9 @@ import yaml
 from dpfl_jax.accounting import Account, Ledger
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.selection import Selection
 from dpfl_jax.planning import private_sweep
 from dpfl_jax.planning.private_sweep import PrivateSweep
+from dpfl_jax.planning.selection import Selection
 from dpfl_jax.planning.sweep import Sweep
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
@@ -76,9 +76,9 @@ def pretend(monkeypatch):
     """Runs cost nothing: the score is made up of the run's key; returns what ran."""
     ran = []
 
-    def run_prepared(config, path, console, prepare, key):
+    def run_experiment(config, path, console, prepare, key):
         run = prepare()
-        directory = RunDirectory(path, {}, "fake", key)
+        directory = RunDirectory(path, {}, key)
         try:
             if ran and ran[-1] == "die":
                 raise DiedError
@@ -110,7 +110,7 @@ def pretend(monkeypatch):
         finally:
             directory.close()
 
-    monkeypatch.setattr(private_sweep, "run_prepared", run_prepared)
+    monkeypatch.setattr(private_sweep, "run_experiment", run_experiment)
     return ran
 
 
@@ -191,17 +191,17 @@ def test_a_death_anywhere_changes_nothing(config, pretend, monkeypatch):
     whole = private(config, "whole").run(console)
     all_runs, spent = list(pretend), Ledger(config.parent / "spent.jsonl")
     assert len(all_runs) > 3
-    run_prepared = private_sweep.run_prepared
+    run_experiment = private_sweep.run_experiment
     for turn in range(len(all_runs)):
         pretend.clear()
 
         def dies(*args, **more):
             if len(pretend) == 1:
                 raise DiedError
-            return run_prepared(*args, **more)
+            return run_experiment(*args, **more)
 
         with monkeypatch.context() as patch:
-            patch.setattr(private_sweep, "run_prepared", dies)
+            patch.setattr(private_sweep, "run_experiment", dies)
             if turn == len(all_runs) - 1:  # between the reports, then
                 patch.setattr(private_sweep, "write_reports", _dying(private_sweep.write_reports))
             with pytest.raises(DiedError):
@@ -273,7 +273,7 @@ def test_a_ledger_without_room_refuses_before_the_first_run(config, pretend):
         (AXES, ("eval.max_users=4",), "set eval.max_users=null"),
         (AXES, ("metrics.sinks=[wandb]",), "metrics.sinks"),
         (AXES, ("privacy.ledger=null", "seed=4"), "leave it unset"),
-        (AXES, ("privacy.epsilon=null", "mechanism.noise_multiplier=1"), "set privacy.epsilon"),
+        (AXES, ("privacy.epsilon=null", "privacy.noise_multiplier=1"), "set privacy.epsilon"),
         (AXES, ("data.split=within_user",), "data.split=by_user"),
         (AXES, ("data.validation_fraction=0",), "set data.validation_fraction"),
     ],
@@ -335,7 +335,7 @@ def test_a_private_sweep_end_to_end(config, capsys, monkeypatch):
     ]
     made = Selection.from_json(json.loads((out / "guarantee.json").read_text())["basis"])
     secret = json.loads((out / "best" / "private" / "root_key.json").read_text())["secret"]
-    evaluator = private_sweep.Evaluator(run.model.loss, private_sweep.make_mesh())
+    evaluator = private_sweep.Evaluator(run.model.loss, run.mesh)
     losses, _ = evaluator.measure(states[0]["params"], run.people)
     offsets = run.people.user_offsets
     key = RootKey(bytes.fromhex(secret))

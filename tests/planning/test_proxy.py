@@ -1,6 +1,5 @@
 """Proxy runs: the noise that was asked for, kept as they finish, and never on private data."""
 
-import dataclasses
 import json
 import pathlib
 
@@ -11,6 +10,7 @@ import pytest
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
+from dpfl_jax.mechanisms import Population
 from dpfl_jax.planning.proxy import Proxy, Trial, run_trials
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -51,8 +51,10 @@ def test_noise_is_that_of_a_run_with_this_ratio(clipping, most):
     moved = jax.tree.leaves(jax.tree.map(jnp.subtract, after, proxy.trained))
     found = np.concatenate([np.ravel(leaf) for leaf in moved])
     # A run's: sigma times the sensitivity of its rule, over the divisor.
-    mechanism = dataclasses.replace(proxy.config.mechanism, noise_multiplier=0.05 * 16)
-    assert mechanism.noise_stddev / 16 == pytest.approx(0.05 * most)
+    made = proxy.config.mechanism.calibrate(
+        Population(1000, 1000, 1000), 3, noise_multiplier=0.05 * 16
+    )
+    assert made.noise_stddev / 16 == pytest.approx(0.05 * most)
     assert len(found) > 2400
     assert found.std() == pytest.approx(0.05 * most, rel=0.06)  # its deviation is 1.5 %
 

@@ -15,15 +15,15 @@ from dpfl_jax.accounting import Account, Ledger, events
 from dpfl_jax.accounting import epsilon as epsilon_of
 from dpfl_jax.accounting.privacy_filter import filtered_epsilon
 from dpfl_jax.cli.main import main
-from dpfl_jax.config import config_fingerprint, config_to_dict
+from dpfl_jax.config import config_to_dict
 from dpfl_jax.data import DataConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning.sweep import Sweep, best_rows, draw
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import pipeline
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import PUBLIC_KEY_CAVEAT
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT
-from dpfl_jax.training import central_run
 
 CONFIG = """
 name: swept
@@ -78,10 +78,9 @@ def pretend(monkeypatch, steps=3, sigma=1.0):
     """Replaces training by a charge to the ledger and an invented report; returns what ran."""
     ran = []
 
-    def run_experiment(config, path, console, load):
-        fingerprint = config_fingerprint(config)
+    def run_experiment(config, path, console, prepared):
         key = None if config.seed is None else RootKey.from_seed(config.seed)
-        directory = RunDirectory(path, config_to_dict(config), fingerprint, key)
+        directory = RunDirectory(path, config_to_dict(config), key)
         try:
             privacy, caveats = config.privacy, []
             if privacy.ledger is not None:
@@ -100,7 +99,7 @@ def pretend(monkeypatch, steps=3, sigma=1.0):
         finally:
             directory.close()
 
-    monkeypatch.setattr(central_run, "run_experiment", run_experiment)
+    monkeypatch.setattr(pipeline, "run_experiment", run_experiment)
     return ran
 
 

@@ -120,8 +120,8 @@ def accuracy_by_batch(monkeypatch):
     """Accuracy by the noise on the mean of the records that a silo expects in a step."""
 
     def run(self, made, params, seed):
-        plan = made.federation.silos[0].mechanism
-        expected = getattr(plan.participation, "expected_batch", 30.0)
+        plan = made.federation.silos[0]
+        expected = getattr(plan.mechanism.participation, "expected_batch", 30.0)
         noise = plan.sigma / expected
         found = 0.9 - 0.5 * noise / (1 + noise) + jitter(seed) + jitter(seed, noise, size=0.1)
         return np.full(self.rounds, found)
@@ -237,7 +237,7 @@ def accuracy_by_groups(monkeypatch):
         sizes = np.diff(silo.subject_offsets)
         crowd = sizes.max() / sizes.sum()  # how much one subject weighs
         share = weighs.get(mechanism.kind, 0.0)
-        noise = mechanism.sigma / (
+        noise = federation.silos[0].sigma / (
             1 if mechanism.kind == "user_ldp" else mechanism.participation.batch_size
         )
         noise = 0.0 if mechanism.kind == "fed_avg" else noise
@@ -492,7 +492,7 @@ def test_correlated_noise_that_does_not_cancel(tmp_path, monkeypatch):
         lambda o: types.SimpleNamespace(plan=lambda *a, **k: option.update(now=o)),
     )
 
-    def fit(loss, params, plan, optimizer, *, pace, key):
+    def fit(loss, params, plan, optimizer, *, loop, key):
         noise = told(option["now"])
         loss = 4 + 30 * noise + jitter(key.fingerprint) + jitter(key.fingerprint, noise)
         return types.SimpleNamespace(params=loss)

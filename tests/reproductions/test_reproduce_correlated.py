@@ -24,8 +24,10 @@ def test_the_language_model_in_small(tmp_path, capsys):
     for row in found["rows"]:
         assert uls["size"] * uls["gradients"] == row["size"] * row["gradients"]
         option = Option(**{field.name: row[field.name] for field in dataclasses.fields(Option)})
-        made = correlated._mechanism(option).for_steps(people, 16)
-        assert 7.9 < epsilon(made.event(people, 16), 1e-4) <= 8.0
+        made = correlated._mechanism(option).calibrate(
+            people, 16, noise_multiplier=option.noise_multiplier
+        )
+        assert 7.9 < epsilon(made.event(), 1e-4) <= 8.0
     assert len(found["claims"]) == len(others)
     for claim in found["claims"]:
         assert claim["holds"] is None  # one seed decides nothing

@@ -45,7 +45,7 @@ def uniform(make, records, silos, steps, rounds, **kwargs):
 def test_recipe_b_costs_176_instead_of_4():
     found = apply_recipe(uniform(hi_grad_avg, 31719, 16, 62, 100, **FEMNIST), "paper_b", 4.0, DELTA)
     made, claim = found.federation, found.claim
-    assert made.mechanism.sigma == pytest.approx(1.553, rel=1e-3)
+    assert made.silos[0].sigma == pytest.approx(1.553, rel=1e-3)
     assert (claim.rounds_calibrated, claim.rounds, made.rounds) == (100, 25, 25)
     assert claim.epsilon == 4.0
     assert claim.real_epsilon == pytest.approx(175.6, rel=2e-3)
@@ -63,7 +63,7 @@ def test_recipe_batch_z_has_no_guarantee_and_costs_35_at_its_usual_noise():
     federation = uniform(local_group, 31719, 16, 62, 100, **FEMNIST)
     found = apply_recipe(federation, "paper_batch_z", 4.0, DELTA)
     assert found.by_group[0][:4] == pytest.approx([1.553, 2.992, 4.472, 5.965], rel=3e-3)
-    assert found.federation.mechanism.sigma == found.by_group[0][0]
+    assert found.federation.silos[0].sigma == found.by_group[0][0]
     assert found.claim.real_epsilon == math.inf
     assert found.claim.if_constant == pytest.approx(34.9, rel=5e-3)
     assert FOLLOWS_THE_BATCH in found.claim.why
@@ -74,7 +74,7 @@ def test_more_noise_instead_of_fewer_rounds_is_sound_for_recipe_a():
     found = apply_recipe(federation, "paper_a", 4.0, DELTA, "more_noise")
     assert found.claim.rounds == 10
     assert found.claim.real_epsilon <= 4.0
-    assert found.federation.mechanism.sigma > 8.555
+    assert found.federation.silos[0].sigma > 8.555
 
 
 def test_other_recipes():
@@ -83,7 +83,7 @@ def test_other_recipes():
     assert made.claim.real_epsilon > 8.0
     sound = apply_recipe(user, "sound", 4.0, DELTA)
     assert sound.claim.real_epsilon <= 4.0
-    sigmas = [found.federation.mechanism.sigma for found in (sound, made)]
+    sigmas = [found.federation.silos[0].sigma for found in (sound, made)]
     assert sigmas[0] == pytest.approx(2 * math.sqrt(4) * sigmas[1], rel=1e-3)
     with pytest.raises(BadInputError, match="not one of"):
         apply_recipe(uniform(subject_uls, 100, 2, 2, 2, sampling_prob=0.1), "paper_a", 4.0, DELTA)
@@ -103,7 +103,7 @@ def silo_of(counts):
 
 
 def federation_of(data, mechanism):
-    return Federation((SiloPlan(mechanism, SiloFacts.of(data.silos[0]), 1),), 5, 1)
+    return Federation((SiloPlan(mechanism, SiloFacts.of(data.silos[0]), 1, 1.0, 1.0),), 5, 1)
 
 
 def one_device():
@@ -112,9 +112,7 @@ def one_device():
 
 def test_the_noise_of_a_step_is_that_of_the_largest_group_in_its_batch():
     data = silo_of([4] * 30)
-    mechanism = local_group(
-        batch_size=30, max_items_per_subject=4, clip_norm=0.5, noise_multiplier=1.0
-    )
+    mechanism = local_group(batch_size=30, max_items_per_subject=4, clip_norm=0.5)
     table = (1.0, 2.0, 3.0, 4.0)
     federation = federation_of(data, mechanism)
     builder = NoiseByBatch(federation, data, KEY, one_device(), by_group=(table,))
@@ -131,9 +129,7 @@ def test_the_noise_of_a_step_is_that_of_the_largest_group_in_its_batch():
 def test_a_divisor_of_distinct_subjects_can_be_read_off_the_noise():
     """Text A's denominator: the number of subjects in the private batch, from pure noise."""
     data = silo_of(np.random.default_rng(0).integers(1, 11, 60))
-    mechanism = hi_grad_avg(
-        batch_size=50, max_items_per_subject=10, clip_norm=0.5, noise_multiplier=1.0
-    )
+    mechanism = hi_grad_avg(batch_size=50, max_items_per_subject=10, clip_norm=0.5)
     mesh = one_device()
     builder = DistinctSubjects(federation_of(data, mechanism), data, KEY, mesh)
     params = {"w": jnp.zeros(1_000_000)}
@@ -147,7 +143,7 @@ def test_a_divisor_of_distinct_subjects_can_be_read_off_the_noise():
         true = len(np.unique(data.subjects[builder.draws(0, r)[0].positions]))
         released, *_ = release(params, None, builder.build(r, np.arange(1)).chunk)
         size = np.linalg.norm(released.update["w"]) / 0.1  # learning rate
-        guess = round(mechanism.sigma * mechanism.clip_norm * 1000.0 / float(size))
+        guess = round(mechanism.clip_norm * 1000.0 / float(size))
         assert guess == true
         guesses.add(guess)
     assert len(guesses) > 1

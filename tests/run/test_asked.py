@@ -40,7 +40,7 @@ def plan():
     return mechanism.plan(data, steps=STEPS, epsilon=8.0, delta=1e-3)
 
 
-def run(run_dir, at, action, first=0.0, **pace):
+def run(run_dir, at, action, first=0.0, **loop):
     def on_step(row):
         if row["step"] == at:
             action()
@@ -52,7 +52,7 @@ def run(run_dir, at, action, first=0.0, **pace):
         optax.sgd(0.1),
         run_dir=run_dir,
         hooks=dpfl.Hooks(on_step=on_step),
-        pace=dpfl.Pace(**{"checkpoint_every": 3} | pace),
+        loop=dpfl.LoopConfig(**{"checkpoint_every": 3} | loop),
     )
 
 
@@ -98,7 +98,7 @@ def test_a_killed_run_does_not_begin_again_with_other_parameters(tmp_path):
 def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path, monkeypatch):
     """The guarantee would count them once."""
     root = RootKey(b"0" * 32, public=public)
-    with closing(RunDirectory(tmp_path / "run", {}, "f", root)) as directory:
+    with closing(RunDirectory(tmp_path / "run", {}, root)) as directory:
 
         def begins(done, loss="cpu", first="zeros"):
             terms = Terms({"steps": STEPS}, {"computation": loss})
@@ -138,15 +138,15 @@ def test_a_run_that_took_no_step_may_begin_with_other_parameters(tmp_path):
         raise DiedError
 
     for w in (0.0, 1.0):
-        directory = RunDirectory(tmp_path / "run", {}, "f")
+        directory = RunDirectory(tmp_path / "run", {})
         algorithm = types.SimpleNamespace(
             steps=STEPS,
             private=True,
             init=lambda w=w: types.SimpleNamespace(params={"w": np.full(3, w)}),
             terms=lambda: Terms({"steps": STEPS}, {}),
             hardware="1 x cpu",
-            movable=True,
-            layout=None,
+            can_reshard_on_resume=True,
+            layout_fingerprint=None,
         )
         with closing(directory), pytest.raises(DiedError):
             driver.drive(algorithm, run_dir=directory, charge=refuses)

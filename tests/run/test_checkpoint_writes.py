@@ -38,7 +38,7 @@ def test_a_run_that_dies_while_a_checkpoint_is_written_goes_on_from_it(tmp_path)
         return dpfl.fit(
             lambda p, example: jnp.sum(jnp.square(p["w"] - example["x"])), {"w": jnp.zeros(3)},
             plan, optax.adam(0.1), key=KEY, run_dir=tmp_path / name,
-            pace=dpfl.Pace(checkpoint_every=3), hooks=dpfl.Hooks(**hooks),
+            loop=dpfl.LoopConfig(checkpoint_every=3), hooks=dpfl.Hooks(**hooks),
         )  # fmt: skip
 
     class DiedError(Exception):

@@ -44,10 +44,10 @@ def plan():
     return dpfl.uls(group_size=2, cohort_size=30).plan(TRAIN, steps=STEPS, epsilon=8.0, delta=1e-3)
 
 
-def run(run_dir, **pace):
+def run(run_dir, **loop):
     """It learns for some steps, and unlearns after that."""
     optimizer = optax.sgd(lambda step: jnp.where(step < 7, 0.4, -0.4))
-    pace = {"checkpoint_every": 5, "keep_checkpoints": 1, "eval_every": 3, "keep_best": True} | pace
+    loop = {"checkpoint_every": 5, "keep_checkpoints": 1, "eval_every": 3, "keep_best": True} | loop
     return dpfl.fit(
         loss,
         {"w": jnp.zeros(3)},
@@ -56,7 +56,7 @@ def run(run_dir, **pace):
         validation=HELD_OUT,
         key=dpfl.RootKey.from_seed(0),
         run_dir=run_dir,
-        pace=dpfl.Pace(**pace),
+        loop=dpfl.LoopConfig(**loop),
     )
 
 
@@ -99,7 +99,7 @@ def test_nobody_who_is_trained_on_chooses(choice, tmp_path):
     with pytest.raises(BadInputError, match="1 users of validation are trained on, too"):
         dpfl.fit(
             loss, {"w": jnp.zeros(3)}, plan(), optax.sgd(0.1), validation=mixed,
-            run_dir=tmp_path / "run", pace=dpfl.Pace(eval_every=3, **choice),
+            run_dir=tmp_path / "run", loop=dpfl.LoopConfig(eval_every=3, **choice),
         )  # fmt: skip
 
 
@@ -312,9 +312,9 @@ def test_what_cannot_be_chosen_is_one_sentence(tmp_path, capsys):
         data={"split": "within_user", "validation_fraction": 0.4}
     )
     with pytest.raises(dpfl.BadInputError, match="set eval_every"):
-        dpfl.Pace(keep_best=True)
+        dpfl.LoopConfig(keep_best=True)
     with pytest.raises(dpfl.BadInputError, match="keep_best needs run_dir"):
         run(None)
-    pace = dpfl.Pace(eval_every=1, patience=1)
+    loop = dpfl.LoopConfig(eval_every=1, patience=1)
     with pytest.raises(dpfl.BadInputError, match="hold somebody out"):
-        dpfl.fit(loss, {"w": jnp.zeros(3)}, plan(), optax.sgd(0.1), pace=pace)
+        dpfl.fit(loss, {"w": jnp.zeros(3)}, plan(), optax.sgd(0.1), loop=loop)

@@ -8,7 +8,7 @@ import stat
 import pytest
 import yaml
 
-from dpfl_jax.config import config_fingerprint, config_to_dict, validate_config
+from dpfl_jax.config import config_to_dict, validate_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.directory import RunDirectory, write_atomically
 from dpfl_jax.training.pretrain import _alone
@@ -17,28 +17,28 @@ from dpfl_jax.training.pretrain import _alone
 def test_the_fingerprint_of_the_data_is_written_only_keyed(tmp_path):
     """A plain hash of private data would tell whoever knows all users but one who that is."""
     facts = {"data": "cafe" * 16, "noise_multiplier": 1.0}
-    first = RunDirectory(tmp_path / "run", {}, "c", None, facts)
+    first = RunDirectory(tmp_path / "run", {}, None, facts)
     first.close()
     for file in (tmp_path / "run").rglob("*"):
         if file.is_file():
             assert "cafecafe" not in file.read_text()
-    again = RunDirectory(tmp_path / "run", {}, "c", None, facts)
+    again = RunDirectory(tmp_path / "run", {}, None, facts)
     assert again.resumed
     assert again.facts == first.facts
     again.close()
-    other = RunDirectory(tmp_path / "other", {}, "c", None, facts)
+    other = RunDirectory(tmp_path / "other", {}, None, facts)
     assert other.facts["data"] != first.facts["data"]
     other.close()
     with pytest.raises(BadInputError, match="training data are not those"):
-        RunDirectory(tmp_path / "run", {}, "c", None, facts | {"data": "beef" * 16})
+        RunDirectory(tmp_path / "run", {}, None, facts | {"data": "beef" * 16})
 
 
 def test_hardware_is_known_before_the_first_checkpoint(tmp_path):
-    first = RunDirectory(tmp_path / "run", {"a": 1}, "f", None, {"data": "abc"})
+    first = RunDirectory(tmp_path / "run", {"a": 1}, None, {"data": "abc"})
     before = first.facts["data"]
     assert not first.computed_with("4 x cpu")
     first.close()  # it died here
-    again = RunDirectory(tmp_path / "run", {"a": 1}, "f", None, {"data": "abc"})
+    again = RunDirectory(tmp_path / "run", {"a": 1}, None, {"data": "abc"})
     assert not again.computed_with("4 x cpu")
     assert again.computed_with("8 x tpu")
     assert again.facts["hardware"] == ["4 x cpu", "8 x tpu"]
@@ -52,7 +52,7 @@ def test_hardware_is_known_before_the_first_checkpoint(tmp_path):
         "hardware": ["4 x cpu", "8 x tpu"],
         "layouts": ["None"],
     }
-    assert (known["fingerprint"], known["config"]) == ("f", {"a": 1})
+    assert known["config"] == {"a": 1}
 
 
 def test_another_configuration_is_refused_by_its_key(tmp_path):
@@ -69,7 +69,7 @@ def test_another_configuration_is_refused_by_its_key(tmp_path):
         config = validate_config(changed)
         facts = {"data": "the same"}
         content = config_to_dict(config)
-        found = RunDirectory(tmp_path / "run", content, config_fingerprint(config), None, facts)
+        found = RunDirectory(tmp_path / "run", content, None, facts)
         found.close()
         return found
 
@@ -97,9 +97,9 @@ def test_another_configuration_is_refused_by_its_key(tmp_path):
 def test_a_directory_below_a_file_and_one_with_a_backslash_are_refused(tmp_path):
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(BadInputError, match=r"notes is a file, and .*notes/runs/a is to be"):
-        RunDirectory(tmp_path / "notes" / "runs" / "a", {}, "f")
+        RunDirectory(tmp_path / "notes" / "runs" / "a", {})
     with pytest.raises(BadInputError, match="has a backslash"):
-        RunDirectory(tmp_path / "a\\b" / "run", {}, "f")
+        RunDirectory(tmp_path / "a\\b" / "run", {})
     assert [p.name for p in tmp_path.iterdir()] == ["notes"]
 
 
@@ -117,18 +117,18 @@ def test_a_disk_that_was_full_at_the_start_leaves_a_directory_that_can_be_used(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(OSError, match=r"No space left.*config\.yaml"):
-            RunDirectory(tmp_path / "run", {}, "f")
+            RunDirectory(tmp_path / "run", {})
     (tmp_path / "run" / ".config.yaml.1.tmp").write_text("of a process that was killed")
-    assert not RunDirectory(tmp_path / "run", {}, "f").resumed
+    assert not RunDirectory(tmp_path / "run", {}).resumed
 
 
 def test_going_on_takes_back_the_report_of_the_interruption(tmp_path):
-    first = RunDirectory(tmp_path / "run", {}, "f", None)
+    first = RunDirectory(tmp_path / "run", {}, None)
     told = ("report.json", "report.md", "private/records.csv", "private/records.json")
     for name in told:
         (first.path / name).write_text('{"status": "interrupted"}')
     first.close()
-    again = RunDirectory(tmp_path / "run", {}, "f", None)
+    again = RunDirectory(tmp_path / "run", {}, None)
     assert again.resumed
     assert not [name for name in told if (again.path / name).exists()]
     again.close()
@@ -146,11 +146,11 @@ def test_a_folder_that_was_there_keeps_no_secret_open(tmp_path):
     planted = path / "private" / f".root_key.json.{os.getpid()}.tmp"
     planted.touch()
     planted.chmod(0o666)
-    RunDirectory(path, {}, "f").close()
+    RunDirectory(path, {}).close()
     assert (mode(path / "private"), mode(path / "private/root_key.json")) == (0o700, 0o600)
     (path / "private").chmod(0o755)
     (path / "private/root_key.json").chmod(0o664)
-    RunDirectory(path, {}, "f").close()
+    RunDirectory(path, {}).close()
     assert (mode(path / "private"), mode(path / "private/root_key.json")) == (0o700, 0o600)
 
 
@@ -164,9 +164,9 @@ def test_links_are_not_followed(tmp_path):
         with pytest.raises(
             BadInputError, match=f"{name} .*(outside of the folder|cannot be opened)"
         ):
-            RunDirectory(path, {}, "f")
+            RunDirectory(path, {})
         (path / name).unlink()
-        RunDirectory(path, {}, "f").close()  # the lock is not held any more
+        RunDirectory(path, {}).close()  # the lock is not held any more
     (tmp_path / "base.lock").symlink_to(target)
     with pytest.raises(BadInputError, match=r"base.lock cannot be opened"):
         _alone(tmp_path / "base").__enter__()
@@ -190,18 +190,18 @@ def test_what_belongs_to_somebody_else_keeps_no_secret(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fstat", others)
     with pytest.raises(BadInputError, match="private is to keep a secret, but it belongs to some"):
-        RunDirectory(path, {}, "f")
+        RunDirectory(path, {})
     assert not list(pathlib.Path(path, "private").iterdir())
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "profile/trace", "wandb"])
 def test_a_run_that_was_sent_writes_nowhere_else(tmp_path, name):
-    RunDirectory(tmp_path / "run", {}, "f").close()
+    RunDirectory(tmp_path / "run", {}).close()
     if name != "wandb":
         (tmp_path / "run" / "wandb").mkdir()
         (tmp_path / "run" / "wandb" / "latest-run").symlink_to("run-1")  # its own
-    RunDirectory(tmp_path / "run", {}, "f").close()
+    RunDirectory(tmp_path / "run", {}).close()
     (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInputError, match=f"holds a link, .*{name}"):
-        RunDirectory(tmp_path / "run", {}, "f")
+        RunDirectory(tmp_path / "run", {})

@@ -116,7 +116,7 @@ def test_last_words_are_said_only_for_the_dead(unsaid, capfd):
 
 
 def test_other_processes_read_the_key_from_the_directory_and_nowhere_else(tmp_path):
-    run = RunDirectory(tmp_path / "run", {}, "same", None, {"data": "abc", "noise_multiplier": 2.0})
+    run = RunDirectory(tmp_path / "run", {}, None, {"data": "abc", "noise_multiplier": 2.0})
     introduction = json.loads(json.dumps(run.introduction()))
     assert run.root_key.secret.hex() not in json.dumps(introduction)
     other = RunDirectory.join(introduction, {"data": "abc", "noise_multiplier": 2.1})

@@ -19,11 +19,11 @@ def loss(params, example):
     return jnp.sum(jnp.square(params["w"] - example["x"]))
 
 
-def fit(run_dir, **pace):
+def fit(run_dir, **loop):
     plan = dpfl.uls(group_size=1, cohort_size=20).plan(DATA, steps=6, epsilon=8.0, delta=1e-3)
     return dpfl.fit(
         loss, {"w": jnp.zeros(3)}, plan, optax.sgd(0.1), key=dpfl.RootKey.from_seed(0),
-        run_dir=run_dir, pace=dpfl.Pace(**pace),
+        run_dir=run_dir, loop=dpfl.LoopConfig(**loop),
     )  # fmt: skip
 
 
@@ -62,5 +62,5 @@ def test_every_kind_of_run_can_be_traced(name):
     plain, traced = (
         load_config(f"configs/{name}.yaml", more) for more in ([], ["execution.profile=3"])
     )
-    assert dpfl.Pace.of(traced).profile == 3
-    assert dpfl.Pace.of(plain).profile == 0
+    assert dpfl.LoopConfig.of(traced).profile == 3
+    assert dpfl.LoopConfig.of(plain).profile == 0

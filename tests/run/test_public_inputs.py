@@ -17,12 +17,9 @@ from dpfl_jax.config.load import validate_config
 from dpfl_jax.data.build import write_store
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation import federated_run
-from dpfl_jax.federation.isrl.runs import isrl_run
-from dpfl_jax.run.prepared import _Bill
+from dpfl_jax.run.pipeline import _Bill, prepare
 from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT, not_people
 from dpfl_jax.task import EACH_ROW
-from dpfl_jax.training import central_run
 
 CONFIG = {
     "name": "visits",
@@ -141,20 +138,20 @@ def test_the_key_of_a_unit_goes_with_the_data(tmp_path):
 TEXTS = {
     "data": {"source": "jsonl", "path": "posts.jsonl", "seq_len": 16, "test_fraction": 0.0},
     "model": {"overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
-    "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8, "noise_multiplier": 1.0},
-    "privacy": {"delta": 1e-3},
+    "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
     "train": {"steps": 2},
 }
 POSTS = "\n".join(json.dumps({"user": f"u{i // 2}", "text": "stone lamp"}) for i in range(60))
 
 
-def stated(module, config, tmp_path, monkeypatch):
+def stated(config, tmp_path, monkeypatch):
     """What a run of a configuration would state."""
     monkeypatch.chdir(tmp_path)
     table(tmp_path)
     (tmp_path / "posts.jsonl").write_text(POSTS)
     (tmp_path / "diaries.txt").write_text("what the users wrote themselves " * 40)
-    prepared = module.prepare(validate_config(config), Console(quiet=True))
+    prepared = prepare(validate_config(config), Console(quiet=True))
     some = dpfl.Guarantee("user", "add-or-remove one user", "central", 1.0, 1e-5, 1.0, "PLD", "")
     return prepared, prepared.about(some)
 
@@ -163,12 +160,12 @@ def test_a_pre_training_corpus_is_named(tmp_path, monkeypatch):
     """It may be what the users wrote themselves: the guarantee says that it takes it as public."""
     data = TEXTS["data"] | {"public": "diaries.txt"}
     config = TEXTS | {"data": data, "pretrain": {"steps": 1}}
-    prepared, guarantee = stated(central_run, config, tmp_path, monkeypatch)
+    prepared, guarantee = stated(config, tmp_path, monkeypatch)
     assert "pre-training corpus: data.public=diaries.txt" in guarantee.public_inputs
     assert "first parameters: drawn with init_seed=0" in guarantee.public_inputs
     assert "tokenizer: bytes" in guarantee.public_inputs
     assert "not protected: first parameters" in str(guarantee)
-    caveats = central_run.run_caveats(prepared.config, prepared.mechanism)
+    caveats = prepared.caveats()
     assert any("the corpus of pre-training (data.public) is taken as public" in c for c in caveats)
     assert guarantee.unit_key == "column user"
 
@@ -176,7 +173,7 @@ def test_a_pre_training_corpus_is_named(tmp_path, monkeypatch):
 def test_a_checkpoint_and_its_tokenizer_are_named(tmp_path, monkeypatch):
     data = TEXTS["data"] | {"tokenizer": "checkpoint"}
     config = TEXTS | {"data": data, "model": {"checkpoint": "bundled:quickstart", "lora": {}}}
-    prepared, guarantee = stated(central_run, config, tmp_path, monkeypatch)
+    prepared, guarantee = stated(config, tmp_path, monkeypatch)
     digest = prepared.base["digest"][:16]
     assert f"initial checkpoint: bundled:quickstart ({digest})" in guarantee.public_inputs
     assert "tokenizer: that of the checkpoint" in guarantee.public_inputs
@@ -190,9 +187,9 @@ def test_a_ledger_is_charged_for_units_by_one_column(tmp_path, monkeypatch):
 
     def charged(column):
         config = CONFIG | {"data": CONFIG["data"] | {"user_column": column}, "privacy": privacy}
-        prepared, _ = stated(central_run, config, tmp_path, monkeypatch)
+        prepared, _ = stated(config, tmp_path, monkeypatch)
         run = types.SimpleNamespace(run_id=str(column))
-        _Bill(prepared, run, Console(quiet=True))("draws")
+        _Bill(prepared, run, Console(quiet=True)).pay("draws")
 
     charged("patient")
     for column, name in (("visit_id", "column visit_id"), (None, EACH_ROW)):
@@ -206,7 +203,7 @@ KINDS = ("first parameters", "scaling constants", "class list", "input columns",
 
 
 def test_columns_scale_classes_bounds_and_counts_are_named(tmp_path, monkeypatch):
-    _, guarantee = stated(central_run, CONFIG, tmp_path, monkeypatch)
+    _, guarantee = stated(CONFIG, tmp_path, monkeypatch)
     found = dict(name.split(": ", 1) for name in guarantee.public_inputs)
     assert set(found) == {*KINDS, "clip norm", "group size"}
     assert found["scaling constants"] == "data.scale of age, dose"
@@ -219,8 +216,7 @@ def test_columns_scale_classes_bounds_and_counts_are_named(tmp_path, monkeypatch
 @pytest.mark.parametrize("name", SILOS)
 def test_silos_name_what_they_take_as_public(name, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
-    module = isrl_run if name == "isrl" else federated_run
-    _, guarantee = stated(module, SILOS[name], tmp_path, monkeypatch)
+    _, guarantee = stated(SILOS[name], tmp_path, monkeypatch)
     found = dict(entry.split(": ", 1) for entry in guarantee.public_inputs)
     assert {*KINDS[2:], "first parameters"} <= set(found)
     assert ("typical budgets" in found) == (name == "personal")
@@ -234,13 +230,13 @@ def test_silos_name_what_they_take_as_public(name, tmp_path, monkeypatch):
 
 def test_other_runs_are_counted_by_a_ledger_alone(tmp_path, monkeypatch):
     """And so says every guarantee: of a run, of one with a ledger, and of a plan of one's own."""
-    _, alone = stated(central_run, CONFIG, tmp_path, monkeypatch)
+    _, alone = stated(CONFIG, tmp_path, monkeypatch)
     assert alone.caveats[-1] == OTHER_RUNS_CAVEAT
     ledger = {"ledger": str(tmp_path / "spent.jsonl"), "account": "patients"}
     config = CONFIG | {"privacy": CONFIG["privacy"] | ledger}
-    prepared, counted = stated(central_run, config, tmp_path, monkeypatch)
+    prepared, counted = stated(config, tmp_path, monkeypatch)
     assert OTHER_RUNS_CAVEAT not in counted.caveats
     assert "add up in the account 'patients' of the ledger" in counted.caveats[-1]
-    plan = prepared.mechanism.plan(prepared.data.train, steps=2, delta=1e-3)
+    plan = prepared.mechanism.plan(prepared.data.train, steps=2, epsilon=4.0, delta=1e-3)
     assert plan.guarantee().caveats[-1] == OTHER_RUNS_CAVEAT
     assert prepared.about(plan.guarantee()).caveats.count(OTHER_RUNS_CAVEAT) == 0

@@ -42,9 +42,8 @@ def arguments(**changes):
         "loss_fn": loss_fn,
         "params": {"w": jnp.zeros(4)},
         "data": make_store(),
-        "mechanism": uls(
-            group_size=1, cohort_size=USERS, clip_norm=1.0, noise_multiplier=SIGMA
-        ),
+        "mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=1.0),
+        "noise_multiplier": SIGMA,
         "optimizer": optax.sgd(1.0),
         "steps": 1,
         "delta": 1e-3,
@@ -53,15 +52,9 @@ def arguments(**changes):
 
 CHANGES = {
     "data": {"data": make_store(changed=9.0)},
-    "mechanism.clip_norm": {
-        "mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=0.5, noise_multiplier=SIGMA)
-    },
-    "mechanism.noise_multiplier": {
-        "mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=1.0, noise_multiplier=3.0)
-    },
-    "mechanism.batch_size": {
-        "mechanism": els(group_size=1, batch_size=USERS, clip_norm=1.0, noise_multiplier=SIGMA)
-    },
+    "mechanism.clip_norm": {"mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=0.5)},
+    "mechanism.noise_multiplier": {"noise_multiplier": 3.0},
+    "mechanism.batch_size": {"mechanism": els(group_size=1, batch_size=USERS, clip_norm=1.0)},
     "delta": {"delta": 1e-4},
     "steps": {"steps": 2},
     "the loss": {"loss_fn": lambda p, e: 2.0 * loss_fn(p, e)},
@@ -93,7 +86,7 @@ def noise_of(key, **changes):
     mechanism = given["mechanism"]
     norm = factor * np.linalg.norm(x, axis=1, keepdims=True)
     clean = (factor * x * np.minimum(1.0, mechanism.clip_norm / norm)).sum(0)
-    stddev = mechanism.noise_multiplier * mechanism.clip_norm
+    stddev = given["noise_multiplier"] * mechanism.clip_norm
     return (seen[0] * USERS - clean) / stddev
 
 
@@ -121,7 +114,7 @@ def test_sampling_is_a_runs_own_too():
     for steps in (20, 21):
         result = fit(
             **arguments(
-                mechanism=uls(group_size=1, cohort_size=6, noise_multiplier=1.0), steps=steps
+                mechanism=uls(group_size=1, cohort_size=6), noise_multiplier=1.0, steps=steps
             ),
             key=key,
         )
@@ -131,10 +124,10 @@ def test_sampling_is_a_runs_own_too():
 
 @pytest.mark.slow
 def test_a_continued_run_is_held_against_what_ran(tmp_path):
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
     fit(**arguments(), run_dir=directory)
     directory.close()
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
     for change in set(CHANGES) - {"start"}:
         words = "training data" if change == "data" else change
         with pytest.raises(BadInputError, match=f"(?s){words}.*start another run"):
@@ -146,8 +139,8 @@ def test_a_continued_run_is_held_against_what_ran(tmp_path):
 
 def test_a_target_that_falls_later_is_refused(tmp_path):
     """20 steps at epsilon 50 cannot become one more step and a statement of epsilon 1."""
-    loud = {"mechanism": uls(group_size=1, cohort_size=6), "steps": 20}
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    loud = {"mechanism": uls(group_size=1, cohort_size=6), "noise_multiplier": None, "steps": 20}
+    directory = RunDirectory(tmp_path / "run", {}, None)
     spent = fit(**arguments(**loud), epsilon=50.0, run_dir=directory).guarantee.epsilon
     assert spent > 40
     with pytest.raises(BadInputError, match=r"noise_multiplier is .* began with"):
@@ -156,7 +149,7 @@ def test_a_target_that_falls_later_is_refused(tmp_path):
 
 
 def test_checkpoints_hold_the_terms_and_are_sealed(tmp_path):
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
     fit(**arguments(steps=2), run_dir=directory, checkpoint_every=1)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
     file = tmp_path / "run" / "checkpoints" / "1" / "progress" / "metadata"
@@ -171,7 +164,7 @@ def test_checkpoints_hold_the_terms_and_are_sealed(tmp_path):
 
 
 def test_an_edited_config_is_refused(tmp_path):
-    directory = RunDirectory(tmp_path / "run", {}, "f", None, {"noise_multiplier": 0.97})
+    directory = RunDirectory(tmp_path / "run", {}, None, {"noise_multiplier": 0.97})
     fit(**arguments(), run_dir=directory)
     directory.close()
     file = tmp_path / "run" / "config.yaml"
@@ -180,14 +173,14 @@ def test_an_edited_config_is_refused(tmp_path):
         assert old in whole
         file.write_text(whole.replace(old, new))
         with pytest.raises(BadInputError, match=r"config\.yaml was changed after the run began"):
-            RunDirectory(tmp_path / "run", {}, "f", None, {"noise_multiplier": 0.97})
+            RunDirectory(tmp_path / "run", {}, None, {"noise_multiplier": 0.97})
     content = yaml.safe_load(whole)
     content.pop("seal")
     file.write_text(yaml.safe_dump(content))
     with pytest.raises(BadInputError, match="was changed after the run began"):
-        RunDirectory(tmp_path / "run", {}, "f", None, {"noise_multiplier": 0.97})
+        RunDirectory(tmp_path / "run", {}, None, {"noise_multiplier": 0.97})
     file.write_text(whole)
-    RunDirectory(tmp_path / "run", {}, "f", None, {"noise_multiplier": 0.97}).close()
+    RunDirectory(tmp_path / "run", {}, None, {"noise_multiplier": 0.97}).close()
 
 
 def test_computations_are_told_apart_by_operations_constants_and_gradients():
@@ -232,7 +225,7 @@ def test_frozen_parameters_are_part_of_a_run(tmp_path):
 
     given = arguments(loss_fn=loss, steps=2, trainable=lambda name: name == "w")
     first = {"w": jnp.zeros(4), "frozen": jnp.ones(4)}
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
     fit(**given | {"params": first}, run_dir=directory, checkpoint_every=1)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
     with pytest.raises(BadInputError, match="parameters that are not trained are not what"):
@@ -244,7 +237,7 @@ def test_frozen_parameters_are_part_of_a_run(tmp_path):
 @pytest.mark.slow
 def test_on_other_hardware_another_computation_draws_anew(tmp_path):
     """A loss may trace to something else there; what was drawn before must not meet it."""
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
     whole = fit(**arguments(steps=2), run_dir=directory, checkpoint_every=1)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -271,7 +264,7 @@ def test_on_other_hardware_nothing_but_the_computation_may_be_another():
 def test_arrays_of_a_checkpoint_are_sealed(tmp_path):
     """Parameters of another run, put into this one's folder, would be stated as private."""
     for name in ("private", "public"):
-        directory = RunDirectory(tmp_path / name, {}, "f", None)
+        directory = RunDirectory(tmp_path / name, {}, None)
         changes = {} if name == "private" else {"mechanism": non_private(batch_size=USERS)}
         fit(**arguments(steps=2, **changes), run_dir=directory, checkpoint_every=1)
         directory.close()
@@ -279,7 +272,7 @@ def test_arrays_of_a_checkpoint_are_sealed(tmp_path):
     state = tmp_path / "private" / "checkpoints" / "1" / "state"
     shutil.rmtree(state)
     shutil.copytree(tmp_path / "public" / "checkpoints" / "1" / "state", state)
-    directory = RunDirectory(tmp_path / "private", {}, "f", None)
+    directory = RunDirectory(tmp_path / "private", {}, None)
     with pytest.raises(BadInputError, match="was changed after it was written"):
         fit(**arguments(steps=2), run_dir=directory)
     directory.close()
@@ -296,11 +289,11 @@ def test_strategies_and_layouts_share_no_noise_under_one_secret_key():
 
 
 def test_a_public_seed_cannot_be_made_secret_afterwards(tmp_path):
-    RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(3)).close()
+    RunDirectory(tmp_path / "run", {}, RootKey.from_seed(3)).close()
     file = tmp_path / "run" / "private" / "root_key.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"public": False}))
     with pytest.raises(BadInputError, match="was changed after the run began"):
-        RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(3))
+        RunDirectory(tmp_path / "run", {}, RootKey.from_seed(3))
 
 
 def test_losses_that_call_back_into_python_are_refused():
@@ -348,7 +341,7 @@ def test_losses_with_a_primitive_of_another_rule_for_vmap_are_refused():
 def test_a_run_that_moves_and_draws_anew_is_charged_again(tmp_path):
     """Else a copy of its directory would be another run that nobody pays for."""
     charged = []
-    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    directory = RunDirectory(tmp_path / "run", {}, None)
 
     def train(**changes):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "2", ignore_errors=True)
@@ -367,10 +360,10 @@ def test_a_run_that_moves_and_draws_anew_is_charged_again(tmp_path):
 def test_damaged_files_of_a_run_are_named(tmp_path):
     for name in ("config.yaml", "report.json"):
         for content in ("", "[1]", "{"):
-            RunDirectory(tmp_path / "run", {}, "f", None).close()
+            RunDirectory(tmp_path / "run", {}, None).close()
             (tmp_path / "run" / name).write_text(content)
             with pytest.raises(BadInputError, match=rf"{name} is damaged"):
-                RunDirectory(tmp_path / "run", {}, "f", None)
+                RunDirectory(tmp_path / "run", {}, None)
             shutil.rmtree(tmp_path / "run")
 
 

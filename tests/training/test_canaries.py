@@ -21,6 +21,7 @@ from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.canaries import WithCanaries, check_fit
 from dpfl_jax.training.central import Central
+from tests.noised import noised
 
 USERS, EACH, WIDTH, STEPS = 60, 3, 5, 4
 KINDS = {
@@ -85,7 +86,7 @@ def test_people_are_drawn_and_accounted_as_without_canaries(kind):
         drawn += len(rest)
     # Canaries' units (two rows each: a unit of els is a row) are drawn at people's rate.
     units = audited.inside.sum() * (2 if kind == "els" else 1) * run.steps
-    rate = run.mechanism.sampling_probability(run.plan.population)
+    rate = run.plan.calibrated.scheme.sampling_prob
     assert abs(drawn - units * rate) < 5 * np.sqrt(units * rate * (1 - rate))
 
 
@@ -158,9 +159,9 @@ def test_canaries_with_turns_show_all_turns_together():
     assert abs(outside.mean()) < 5 / np.sqrt(outside.size)
     assert outside.var() == pytest.approx(1.0, abs=5 * np.sqrt(2 / outside.size))
     turns = (np.arange(6) % 3 == np.arange(3)[:, None]).astype(float)
-    column = made.mechanism.matrix(6).column
+    column = made.calibrated.matrix.column
     moved = np.linalg.norm(turns @ linalg.toeplitz(column, np.zeros(6)).T, axis=1)
-    moved /= made.mechanism.noise_multiplier
+    moved /= made.calibrated.noise_multiplier
     assert moved.max() == pytest.approx(1 / made.event().noise_multiplier, rel=1e-9)
     spread = np.sqrt((1 + moved.var()) / inside.size)
     assert abs(inside.mean() - moved.mean()) < 5 * spread
@@ -171,11 +172,11 @@ def test_canaries_with_turns_show_all_turns_together():
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_has_the_same_canaries_and_sees_the_same(tmp_path, monkeypatch):
-    pace = dpfl.Pace(checkpoint_every=1)
-    fitted(plan(), 200, run_dir=tmp_path / "whole", pace=pace)
+    loop = dpfl.LoopConfig(checkpoint_every=1)
+    fitted(plan(), 200, run_dir=tmp_path / "whole", loop=loop)
     with death_after_a_checkpoint(monkeypatch):
-        fitted(plan(), 200, run_dir=tmp_path / "killed", pace=pace)
-    fitted(plan(), 200, run_dir=tmp_path / "killed", pace=pace, key=None)
+        fitted(plan(), 200, run_dir=tmp_path / "killed", loop=loop)
+    fitted(plan(), 200, run_dir=tmp_path / "killed", loop=loop, key=None)
     first, second = (run_audit.read(tmp_path / name) for name in ("whole", "killed"))
     np.testing.assert_array_equal(first.seen, second.seen)
     texts = [(tmp_path / name / run_audit.SUMMARY).read_text() for name in ("whole", "killed")]
@@ -224,12 +225,12 @@ def test_the_final_model_gives_made_up_users_away_if_there_is_no_noise():
 def test_what_canaries_do_not_fit_is_said():
     audit = dpfl.AuditConfig()
     with pytest.raises(BadInputError, match="sampling scheme"):
-        check_fit(non_private(batch_size=3), people(), audit)
-    layered = uls(group_size=2, cohort_size=30, clipping="per_layer", noise_multiplier=1.0)
+        check_fit(noised(non_private(batch_size=3), 0.0), people(), audit)
+    layered = uls(group_size=2, cohort_size=30, clipping="per_layer")
     with pytest.raises(BadInputError, match="to one norm: remove the section audit"):
-        check_fit(layered, people(), audit)
+        check_fit(noised(layered, 1.0), people(), audit)
     with pytest.raises(BadInputError, match="language models"):
-        check_fit(KINDS["uls"], people(), dpfl.AuditConfig(texts=100))
+        check_fit(noised(KINDS["uls"], 1.0), people(), dpfl.AuditConfig(texts=100))
     with pytest.raises(ValueError, match="prove nothing"):
         dpfl.AuditConfig(canaries=50)
     with pytest.raises(ValueError, match="no canaries"):
@@ -294,13 +295,13 @@ def test_steps_without_canaries_are_steps():
 
 
 def test_what_canaries_do_not_fit_is_refused():
-    bad = uls(group_size=2, cohort_size=30, noise_multiplier=0.0)
+    bad = uls(group_size=2, cohort_size=30)
     audit = dpfl.AuditConfig(canaries=100)
     with pytest.raises(BadInputError, match="noise_multiplier is 0"):
-        check_fit(bad, people(), audit)
+        check_fit(noised(bad, 0.0), people(), audit)
     named = {f"u{i}": {"x": np.ones((1, 2), "f4"), "canary": np.ones(1, "f4")} for i in range(4)}
     with pytest.raises(BadInputError, match="a column 'canary'"):
-        check_fit(KINDS["uls"], dpfl.ArrayStore.from_users(named.items()), audit)
+        check_fit(noised(KINDS["uls"], 1.0), dpfl.ArrayStore.from_users(named.items()), audit)
 
     def steep(params, example):
         return loss(params, example) + jnp.sqrt(jnp.abs(jnp.sum(example["x"] - 1.0) * params["b"]))

@@ -1,7 +1,9 @@
 """``fit`` on a small regression: what a notebook user calls."""
 
+import json
 import pathlib
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,15 @@ import numpy as np
 import optax
 import pytest
 from fitting import fit_given as fit
+from rich.console import Console
 
+from dpfl_jax.config.load import validate_config
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, non_private, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.training.central_run import prepare
 
 TRUE = np.array([1.0, -2.0, 0.5], np.float32)
 
@@ -114,7 +119,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_from_its_checkpoint(tmp
 def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
     whole = run(steps=20, validation=None)
 
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     calls = {"n": 0}
     real = RunDirectory.append_metrics
 
@@ -129,7 +134,7 @@ def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
         run(steps=20, validation=None, run_dir=directory, key=None, checkpoint_every=5)
     directory.close()
     monkeypatch.setattr(RunDirectory, "append_metrics", real)
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     assert directory.resumed
     result = run(steps=20, validation=None, run_dir=directory, key=None, checkpoint_every=5)
     np.testing.assert_array_equal(result.params["w"], whole.params["w"])
@@ -148,13 +153,13 @@ def test_hardware_that_reached_no_checkpoint_is_named_too(tmp_path, monkeypatch)
         real(self, row)
 
     monkeypatch.setattr(RunDirectory, "append_metrics", crash)
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     with pytest.raises(KeyboardInterrupt):
         run(steps=6, validation=None, run_dir=directory, mesh=one, checkpoint_every=5)
     directory.close()
     monkeypatch.setattr(RunDirectory, "append_metrics", real)
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     moved = run(steps=6, validation=None, run_dir=directory, checkpoint_every=5)
     directory.close()
     assert moved.steps == 6
@@ -165,7 +170,7 @@ def test_hardware_that_reached_no_checkpoint_is_named_too(tmp_path, monkeypatch)
 def test_moving_a_run_to_other_hardware_is_named(tmp_path):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     whole = run(steps=6, validation=None)
-    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
+    directory = RunDirectory(tmp_path / "run", {}, RootKey.from_seed(0))
     first = run(steps=6, validation=None, run_dir=directory, mesh=one, checkpoint_every=3)
     assert not any("other hardware" in c for c in first.guarantee.caveats)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
@@ -204,28 +209,28 @@ def test_bad_arguments_are_one_sentence(change, message):
 
 
 def test_two_processes_do_not_share_a_run_directory(tmp_path):
-    first = RunDirectory(tmp_path / "run", {}, "f", None)
+    first = RunDirectory(tmp_path / "run", {}, None)
     with pytest.raises(BadInputError, match="another process"):
-        RunDirectory(tmp_path / "run", {}, "f", None)
+        RunDirectory(tmp_path / "run", {}, None)
     first.close()
-    RunDirectory(tmp_path / "run", {}, "f", None).close()
+    RunDirectory(tmp_path / "run", {}, None).close()
 
 
 def test_a_run_goes_on_only_with_the_data_and_noise_it_began_with(tmp_path):
     facts = {"data": "a", "noise_multiplier": 1.5}
-    RunDirectory(tmp_path / "run", {}, "f", None, facts).close()
-    again = RunDirectory(tmp_path / "run", {}, "f", None, facts | {"noise_multiplier": 1.4})
+    RunDirectory(tmp_path / "run", {}, None, facts).close()
+    again = RunDirectory(tmp_path / "run", {}, None, facts | {"noise_multiplier": 1.4})
     assert again.facts["noise_multiplier"] == 1.5
     again.close()
     with pytest.raises(BadInputError, match="training data are not those"):
-        RunDirectory(tmp_path / "run", {}, "f", None, facts | {"data": "b"})
+        RunDirectory(tmp_path / "run", {}, None, facts | {"data": "b"})
 
 
 def test_a_lost_key_is_said_not_replaced(tmp_path):
-    RunDirectory(tmp_path / "run", {}, "f", None).close()
+    RunDirectory(tmp_path / "run", {}, None).close()
     (tmp_path / "run/private/root_key.json").unlink()
     with pytest.raises(BadInputError, match="root key"):
-        RunDirectory(tmp_path / "run", {}, "f", None)
+        RunDirectory(tmp_path / "run", {}, None)
 
 
 @pytest.mark.nightly
@@ -233,3 +238,27 @@ def test_loss_is_computed_on_the_mesh_given():
     one = run(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), steps=8)
     eight = run(steps=8)
     np.testing.assert_allclose(one.params["w"], eight.params["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_goes_on_with_the_noise_that_it_began_with(tmp_path):
+    """With the strategy of its noise, too, whatever calibration would say today."""
+    posts = [{"user": f"u{i % 20}", "text": "river stone lamp"} for i in range(40)]
+    (tmp_path / "posts.jsonl").write_text("\n".join(map(json.dumps, posts)))
+    data = {"source": "jsonl", "path": str(tmp_path / "posts.jsonl"), "seq_len": 8}
+    raw = {
+        "data": {**data, "test_fraction": 0.0},
+        "model": {"overrides": {"num_layers": 1, "embed_dim": 8, "num_heads": 1}},
+        "mechanism": {"kind": "bandmf", "bands": 2, "group_size": 2, "cohort_size": 4},
+        "privacy": {"epsilon": 8.0, "delta": 1e-2},
+        "train": {"steps": 4},
+    }
+    ready = prepare(validate_config(raw), Console(quiet=True))
+    facts = json.loads(json.dumps(ready.facts()))
+    run = types.SimpleNamespace(path=tmp_path, facts=facts)
+    assert ready.going_on(run).calibrated == ready.calibrated
+    facts["mechanism"] |= {"noise_multiplier": 30.0, "strategy": [1.0, 0.5]}
+    began = ready.going_on(run).calibrated
+    assert (began.noise_multiplier, began.mechanism.noise.strategy) == (30.0, (1.0, 0.5))
+    del facts["mechanism"]
+    with pytest.raises(BadInputError, match=r"begun by an earlier version.*start another run"):
+        ready.going_on(run)

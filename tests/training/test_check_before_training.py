@@ -41,9 +41,10 @@ def train(data, cohort=4.0, steps=1, **options):
         loss_fn=loss,
         params={"w": weights * 0.02},
         data=data,
-        mechanism=uls(group_size=GROUP, cohort_size=cohort, clip_norm=1e-2, noise_multiplier=0.5),
+        mechanism=uls(group_size=GROUP, cohort_size=cohort, clip_norm=1e-2),
         optimizer=optax.sgd(0.0),
         steps=steps,
+        noise_multiplier=0.5,
         delta=1e-3,
         microbatch_size=1,
         key=RootKey.from_seed(3),
@@ -88,8 +89,12 @@ def test_the_check_says_what_it_does_and_how_far_it_is():
     def run(params, example):
         return jnp.square(params["w"].sum() - example["x"][0])
 
-    plan = uls(group_size=2, cohort_size=2.0, clip_norm=1.0, noise_multiplier=0.5).plan(
-        users([1, 2] * 4), steps=1, delta=1e-3, execution=dpfl.Execution(group_buckets=True)
+    plan = uls(group_size=2, cohort_size=2.0, clip_norm=1.0).plan(
+        users([1, 2] * 4),
+        steps=1,
+        noise_multiplier=0.5,
+        delta=1e-3,
+        execution=dpfl.Execution(group_buckets=True),
     )
     console = Listening(file=io.StringIO())
     dpfl.fit(run, {"w": jnp.ones(2)}, plan, optax.sgd(0.0), console=console)

@@ -26,7 +26,7 @@ from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
 
 GROUP, CLIP, ROW = 2, 0.1, 16
-COMMON = {"group_size": GROUP, "clip_norm": CLIP, "noise_multiplier": 1.0}
+COMMON = {"group_size": GROUP, "clip_norm": CLIP}
 LAYOUTS = {
     f"{d}x{f}x{t}": (d, f, t)
     for d, f, t in [(8, 1, 1), (4, 2, 1), (2, 2, 2), (4, 1, 2), (1, 8, 1), (1, 2, 4)]
@@ -78,7 +78,7 @@ def buffers(pipeline, mechanism):
     """Units and mask of one row, as steps have them: 13 of 16 places are taken."""
     host = pipeline.first_units(8, group_size(mechanism))
     (bucket,) = pipeline.spread(host, [np.arange(ROW).reshape(1, ROW) % 8])
-    units = mechanism.units(bucket.arrays, bucket.example_mask)
+    units = mechanism.participation.units(bucket.arrays, bucket.example_mask)
     mask = np.zeros(bucket.unit_mask.shape, bool)
     mask[0, :13] = True
     return units, place(mask, bucket.unit_mask.sharding)

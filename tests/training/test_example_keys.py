@@ -23,8 +23,8 @@ KEY = RootKey.from_seed(5)
 COUNTS = np.random.default_rng(1).integers(1, 7, 12)
 PARAMS = {"w": np.ones((4, 2), "f4"), "b": np.zeros(2, "f4")}
 # Nothing is clipped, so that sums can be written down.
-ULS_ALL = uls(group_size=5, cohort_size=9, clip_norm=1e4, noise_multiplier=1.0)
-ELS_ALL = els(group_size=5, batch_size=20, clip_norm=1e4, noise_multiplier=1.0)
+ULS_ALL = uls(group_size=5, cohort_size=9, clip_norm=1e4)
+ELS_ALL = els(group_size=5, batch_size=20, clip_norm=1e4)
 
 
 def users(counts, seed):
@@ -95,9 +95,7 @@ def test_training_draws_and_evaluation_does_not(mechanism):
     """Two steps of plain descent, with noise too small to see; the second has other keys."""
     held_out = users([2, 3], 1)
     if mechanism.private:
-        mechanism = els(
-            group_size=5, batch_size=20, clip_norm=1e4, noise_multiplier=1e-12, arithmetic="float"
-        )
+        mechanism = els(group_size=5, batch_size=20, clip_norm=1e4, arithmetic="float")
     result = fit(
         loss_fn=dropout_loss,
         params=PARAMS,
@@ -105,6 +103,7 @@ def test_training_draws_and_evaluation_does_not(mechanism):
         mechanism=mechanism,
         optimizer=optax.sgd(1.0),
         steps=1,
+        noise_multiplier=1e-12,
         key=KEY,
         validation=held_out,
     )
@@ -133,5 +132,6 @@ def test_what_takes_a_key():
             mechanism=ULS_ALL,
             optimizer=optax.sgd(1.0),
             steps=1,
+            noise_multiplier=1.0,
             validation=STORE,
         )

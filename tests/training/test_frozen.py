@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from neighbours import removed
 
-from dpfl_jax.clipping import join, split
+from dpfl_jax.clipping import Flat, join, split
 from dpfl_jax.mechanisms import els, non_private
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings
@@ -20,6 +20,7 @@ from dpfl_jax.models.lora import is_adapter
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.state import init_state
 from dpfl_jax.training.step import make_train_step
+from tests.noised import noised
 
 LENGTH, VOCAB, CLIP = 8, 32, 0.1
 MODEL = LanguageModel(
@@ -34,7 +35,7 @@ MODEL = LanguageModel(
     )
 )
 LAYOUTS = {"data": {}, "mixed": {"data": 2, "fsdp": 2, "tensor": 2}, "fsdp": {"fsdp": 8}}
-MECHANISM = els(group_size=2, batch_size=20, clip_norm=CLIP, noise_multiplier=0.7)
+MECHANISM = els(group_size=2, batch_size=20, clip_norm=CLIP)
 
 KEYS = RootKey.from_seed(0).words("noise", 0)
 
@@ -103,7 +104,9 @@ def test_a_step_changes_adapters_alone_and_keeps_nothing_of_the_base():
     trained, frozen = parts(mesh)
     optimizer = optax.adam(1e-2)
     state = init_state(trained, optimizer, mesh)
-    step = make_train_step(MECHANISM, MODEL.loss, optimizer, mesh, trainable=is_adapter)
+    step = make_train_step(
+        noised(MECHANISM, 0.7), MODEL.loss, optimizer, mesh, trainable=is_adapter
+    )
     new, _ = step(state, *buffers(), KEYS, frozen)
     assert jax.tree.structure(new.params) == jax.tree.structure(trained)
     # Noise on every adapter: nothing is left as it was.
@@ -125,11 +128,13 @@ def test_without_privacy_the_same_leaves_are_trained():
     optimizer = optax.sgd(1.0)
     state = init_state(trained, optimizer, mesh)
     plain = non_private(batch_size=24)
-    step = make_train_step(plain, MODEL.loss, optimizer, mesh, trainable=is_adapter)
+    step = make_train_step(noised(plain, 0.0), MODEL.loss, optimizer, mesh, trainable=is_adapter)
     units, mask, used = buffers()
     new, _ = step(state, units, mask, used, KEYS, frozen)
-    unclipped = dataclasses.replace(MECHANISM, clip_norm=1e9, noise_multiplier=0.0)
-    other = make_train_step(unclipped, MODEL.loss, optimizer, mesh, trainable=is_adapter)
+    unclipped = dataclasses.replace(MECHANISM, clip=Flat(1e9))
+    other = make_train_step(
+        noised(unclipped, 0.0), MODEL.loss, optimizer, mesh, trainable=is_adapter
+    )
     again, _ = other(init_state(trained, optimizer, mesh), units, mask, used, KEYS, frozen)
     moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), new.params, trained)
     want = jax.tree.map(

@@ -69,7 +69,8 @@ def configuration(folder, columns, model, mechanism):
             "overrides": LLAMA,
             **model,
         },
-        "mechanism": {"clip_norm": 1.0, "noise_multiplier": 0.02, **mechanism},
+        "mechanism": {"clip_norm": 1.0, **mechanism},
+        "privacy": {"noise_multiplier": 0.02},
         "optimizer": {"name": "adam", "learning_rate": 0.02},
         "train": {"steps": 12, "checkpoint_every": 6, "eval_every": 6},
     }

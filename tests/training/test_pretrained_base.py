@@ -29,10 +29,10 @@ def test_a_run_goes_on_from_the_base_it_began_with(needed, tmp_path):
     first = base(tmp_path / "cafe", w=1.0)
     rounded = base(tmp_path / "cafe", w=np.nextafter(np.float32(1), np.float32(2)))
     other = base(tmp_path / "beef", w=1.0)
-    run = RunDirectory(tmp_path / "run", {}, "f", None)
+    run = RunDirectory(tmp_path / "run", {}, None)
     begin_from(first, run, needed=needed)
     run.close()
-    run = RunDirectory(tmp_path / "run", {}, "f", None)
+    run = RunDirectory(tmp_path / "run", {}, None)
     assert run.facts["base"] == first.facts
     begin_from(first, run, needed=needed)
     for wrong in (rounded, other):
@@ -71,12 +71,12 @@ def test_a_public_corpus_may_move_and_is_known_by_its_content(tmp_path):
         return prepare(validate_config(raw), Console(quiet=True))
 
     began = json.loads(json.dumps(prepared("first").facts()))
-    run = RunDirectory(tmp_path / "run", {}, "f", None, began)
-    assert prepared("moved").going_on(run).config.data.public.endswith("moved/public.txt")
+    run = RunDirectory(tmp_path / "run", {}, None, began)
+    assert prepared("moved").resume_from(run).config.data.public.endswith("moved/public.txt")
     with pytest.raises(
         BadInputError, match=r"data\.public=.*other/public\.txt is not the one that"
     ):
-        prepared("other").going_on(run)
+        prepared("other").resume_from(run)
     run.close()
 
 

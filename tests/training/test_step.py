@@ -14,6 +14,7 @@ from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.state import init_state
 from dpfl_jax.training.step import clipped_sum_over_microbatches, make_train_step
+from tests.noised import noised
 
 CLIP = 0.7
 DIM = 5
@@ -67,15 +68,11 @@ def uls_units(rng, n, group=3, scale=1.0):
 
 
 def made_els(**kwargs):
-    return els(
-        **{"group_size": 2, "batch_size": 20, "clip_norm": CLIP, "noise_multiplier": 1.0} | kwargs
-    )
+    return els(**{"group_size": 2, "batch_size": 20, "clip_norm": CLIP} | kwargs)
 
 
 def made_uls(**kwargs):
-    return uls(
-        **{"group_size": 3, "cohort_size": 20, "clip_norm": CLIP, "noise_multiplier": 1.0} | kwargs
-    )
+    return uls(**{"group_size": 3, "cohort_size": 20, "clip_norm": CLIP} | kwargs)
 
 
 def reference_sum(mechanism, params, units, n):
@@ -172,14 +169,14 @@ def test_one_unit_moves_the_sum_by_at_most_the_sensitivity(
 @pytest.mark.parametrize("clipping", ["flat", "normalized"])
 def test_step_adds_the_right_noise_and_divides_by_the_expected_size(clipping):
     """Noise on the sum has stddev sigma times the sensitivity; the divisor is not the batch."""
-    mechanism = made_els(clipping=clipping, noise_multiplier=1.7, batch_size=50)
+    mechanism = made_els(clipping=clipping, batch_size=50)
     big = {"w": jnp.zeros((300, 300)), "b": jnp.zeros(3)}
     mesh = data_parallel_mesh(jax.devices()[:1])
 
     def zero_loss(params, example):
         return 0.0 * (jnp.sum(params["w"]) + jnp.sum(params["b"])) * example["x"][0]
 
-    step = make_train_step(mechanism, zero_loss, optax.sgd(1.0), mesh)
+    step = make_train_step(noised(mechanism, 1.7), zero_loss, optax.sgd(1.0), mesh)
     state = init_state(big, optax.sgd(1.0), mesh)
     batch = pack(examples(np.random.default_rng(0), 9), 9, 2, 8)
     state, _ = step(state, *batch, RootKey.from_seed(0).words("noise", 0))
@@ -193,7 +190,7 @@ def test_step_adds_the_right_noise_and_divides_by_the_expected_size(clipping):
 
 def test_an_empty_draw_is_a_step_of_noise():
     mesh = data_parallel_mesh()
-    step = make_train_step(made_els(), loss_fn, optax.sgd(1.0), mesh)
+    step = make_train_step(noised(made_els(), 1.0), loss_fn, optax.sgd(1.0), mesh)
     state = init_state(make_params(), optax.sgd(1.0), mesh)
     before = jax.tree.map(np.asarray, state.params)
     batch = pack(examples(np.random.default_rng(0), 0), 0, 2, 8)
@@ -210,7 +207,7 @@ def run_steps(devices, mechanism=None, steps=4):
     mechanism = mechanism or made_els()
     mesh = meshes()[devices]
     optimizer = optax.adam(0.05)
-    step = make_train_step(mechanism, loss_fn, optimizer, mesh)
+    step = make_train_step(noised(mechanism, 1.0), loss_fn, optimizer, mesh)
     state = init_state(make_params(), optimizer, mesh)
     for t, n in zip(range(steps), (21, 3, 0, 32), strict=False):
         batch = pack(examples(rng, n), n, 4, 8)

@@ -26,19 +26,21 @@ from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
 from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.federation import federated_run
-from dpfl_jax.federation.accountant import whole_event
+from dpfl_jax.federation.accountant import dominating_event
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.privacy import at_one_delta
-from dpfl_jax.federation.isrl.runs import isrl_run, messages
+from dpfl_jax.federation.isrl.runs import isrl_run
 from dpfl_jax.federation.mechanisms import Records, SiloMechanism
 from dpfl_jax.mechanisms import NoNoise, non_private
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh, make_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.driver import RunResult
-from dpfl_jax.training.central import Central, train
+from dpfl_jax.run.algorithm import RunResult
+from dpfl_jax.run.driver import drive
+from dpfl_jax.training.central import Central
 from dpfl_jax.training.central_run import prepare
 from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.fitting import train
 from dpfl_jax.training.start import starting_params, trained_by_name
 
 PyTree = Any
@@ -162,12 +164,13 @@ def _central(config: RunConfig, membership: bool, console: Console) -> Attacked:
         raise BadInputError("mechanism.kind=none is not private: there is nothing to audit")
     ready, mesh = prepare(config, console), make_mesh(**config.execution.mesh.axes)
     refuse_filtered(ready.mechanism)
-    if ready.population.shared:
+    if ready.calibrated.population.shared:
         raise BadInputError(
             "people who take part or do not are attacked, but records of the data have several "
             "owners: attack the mechanism instead (dpfl audit --simulate)"
         )
-    held, trains = _parts(ready.data.train, membership)
+    held, trains = _parts(ready.train, membership)
+    assert ready.data is not None
     params, _ = starting_params(config, ready.data, ready.model, mesh, console)
     trainable = trained_by_name(config.model, ready.model)
     evaluator = Evaluator(ready.model.loss, mesh, config.eval.batch_size)
@@ -177,15 +180,19 @@ def _central(config: RunConfig, membership: bool, console: Console) -> Attacked:
     def trained(inside: np.ndarray, private: bool, key: RootKey) -> Any:
         used = trains(inside)
         # Calibrated again: there are fewer users now.
-        population, steps = config.mechanism.population(used.user_offsets), config.train.steps
-        target = (config.privacy.epsilon, ready.delta, ready.optimizer)
-        mechanism: Any = config.mechanism
-        if mechanism.noise_multiplier is None:
-            mechanism, _ = mechanism.calibrated(population, steps, *target)
+        mechanism, privacy = config.mechanism, config.privacy
         if not private:
             budget = min(mechanism.compute_budget, float(used.num_examples))
             mechanism = non_private(batch_size=budget)
-        plan = Plan(mechanism, used, steps, ready.delta, execution, mesh)
+        calibrated = mechanism.calibrate(
+            mechanism.participation.population(used.user_offsets),
+            config.train.steps,
+            epsilon=privacy.epsilon,
+            noise_multiplier=privacy.noise_multiplier,
+            delta=ready.calibrated.delta,
+            optimizer=ready.optimizer,
+        )
+        plan = Plan(calibrated, used, execution, mesh)
         run = Central(ready.model.loss, params, plan, ready.optimizer, trainable)
         result = _finished(train(run, key=key, console=console))
         gain = before - evaluator.measure(result.params, held)[0]
@@ -213,17 +220,15 @@ def _federated(config: FederatedConfig, membership: bool, console: Console) -> A
             mechanism = SiloMechanism(participation=drawn, clip=NoClip(), noise=NoNoise())
         now = config.model_copy(update={"mechanism": mechanism})
         ready = federated_run.prepare(now, console, some)
-        if not private:
-            still = ready.federation.with_noise([0.0] * len(ready.federation.silos))
-            ready = dataclasses.replace(ready, federation=still)
-        result = _finished(ready.rounds(key=key, console=console))
+        algorithm = ready.algorithm() if private else ready.without_privacy()
+        result = _finished(drive(algorithm, key=key, console=console))
         evaluator = Evaluator(ready.model.loss, data_parallel_mesh(), config.eval.batch_size)
         start = ready.model.init(jax.random.key(config.init_seed))
         before, after = (evaluator.measure(p, held)[0] for p in (start, result.params))
         claim = None
         if private:
-            epsilon = ready.guarantee(ready.federation.rounds).epsilon
-            claim = Claim(whole_event(ready.federation, ready.delta), ready.delta, epsilon)
+            epsilon = ready.guarantee(ready.steps).epsilon
+            claim = Claim(dominating_event(ready.federation, ready.delta), ready.delta, epsilon)
         return _by_user(before - after, held), claim
 
     return Attacked(held.num_users, "subjects", trained)
@@ -253,8 +258,10 @@ def _silos(config: IsrlConfig, membership: bool, console: Console) -> Attacked:
         )
         data = SiloData(examples, whole.sizes)
         ran = parameters if private else dataclasses.replace(parameters, noise=None)
-        w = messages.solve(config, ready.task, data, ran, key)
-        loss = jax.vmap(ready.task.loss, (None, 0))
+        records = dataclasses.replace(ready.records, train=data)
+        run = dataclasses.replace(ready, records=records, parameters=ran)
+        w = _finished(drive(run.algorithm(), key=key, console=console)).params
+        loss = jax.vmap(ready.loss.loss, (None, 0))
         start = jnp.zeros_like(w)
         gains = [np.asarray(loss(start, x) - loss(w, x), np.float64) for x in (first, second)]
         claim = None

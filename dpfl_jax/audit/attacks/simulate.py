@@ -34,22 +34,20 @@ from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore
 from dpfl_jax.errors import BadInputError, at_least
-from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_messages
 from dpfl_jax.federation.isrl.privacy import SiloNoise
-from dpfl_jax.federation.isrl.runs import isrl_run
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms import Calibrated, Mechanism
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import central_run
+from dpfl_jax.run.pipeline import prepare
 
 PyTree = Any
 _MOST_DIRECTIONS = 2000
@@ -89,7 +87,7 @@ def refuse_filtered(mechanism: Mechanism) -> None:
             "mechanism.clip is adaptive, which clips to another norm at each step: audit the "
             "mechanism with the clip rule normalized, which costs what this one does"
         )
-    if mechanism.own_budgets:
+    if mechanism.budget is not None:
         raise BadInputError(
             f"of mechanism.kind={mechanism.kind} a Renyi divergence is known, and no loss that an "
             "attack could be held against: audit the same without mechanism.budget at as much "
@@ -122,28 +120,27 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
     assert isinstance(config, RunConfig)
     if not config.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
-    ready = central_run.prepare(config, console)
-    given = (ready.mechanism, ready.population, config.train.steps, ready.delta, key)
+    ready: Any = prepare(config, console)
     with console.status("attacking"):
-        return [central(*given, trials=trials)]
+        return [central(ready.calibrated, key, trials=trials)]
 
 
 def _trials_of_silos(
     config: FederatedConfig, key: RootKey, console: Console, trials: int
 ) -> list[Trials]:
-    ready = federated_run.prepare(config, console)
+    ready: Any = prepare(config, console)
     federation = ready.federation
     if not federation.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
     reach = 1
-    if federation.mechanism.unit != "record":
+    if federation.mechanism.privacy_unit != "record":
         reach = min(federation.max_silos_per_subject, federation.silos_per_round)
     # Those that cost most, as in federation.accountant.worst_cases.
     members = sorted(
         (federation.silos[i] for i in federation.participants.tolist()),
         key=lambda p: (
-            -p.mechanism.participation.probability(p.facts),
-            p.mechanism.sigma,
+            -p.mechanism.participation.sampling_prob_of(p.facts),
+            p.sigma,
             -p.local_steps,
         ),
     )[:reach]
@@ -167,7 +164,8 @@ def _trials_of_silos(
 
 
 def _trials_of_messages(config: IsrlConfig, key: RootKey, console: Console, trials: int) -> Trials:
-    parameters = isrl_run.prepare(config, console).parameters
+    ready: Any = prepare(config, console)
+    parameters = ready.parameters
     if not parameters.noise:
         raise BadInputError(_NOTHING + "budget")
     worst = int(np.argmax([z.epsilon for z in parameters.noise]))
@@ -184,10 +182,7 @@ def _trials_of_messages(config: IsrlConfig, key: RootKey, console: Console, tria
 
 
 def central(
-    mechanism: Mechanism,
-    population: Population,
-    steps: int,
-    delta: float,
+    calibrated: Calibrated,
     key: RootKey,
     *,
     trials: int = 20_000,
@@ -199,10 +194,7 @@ def central(
     """Trials of a central mechanism.
 
     Args:
-      mechanism: with its noise multiplier.
-      population: which its rates follow from.
-      steps: T.
-      delta: of the claim.
+      calibrated: the mechanism with its noise, at the rates of its population.
       key: of coins, sampling and noise; no run's.
       trials: units that are in or out, at least.
       directions: units of one run; default by the sampling rate.
@@ -210,9 +202,10 @@ def central(
       mesh: default: one device.
       execution: how steps are computed.
     """
-    refuse_filtered(mechanism)
-    rate = mechanism.sampling_probability(population)
-    mechanism = mechanism.at_rates_of(population)
+    refuse_filtered(calibrated.mechanism)
+    rate, steps = calibrated.scheme.sampling_prob, calibrated.steps
+    mechanism = calibrated.at_own_rates()
+    calibrated = dataclasses.replace(calibrated, mechanism=mechanism)
     units = min(trials, directions or max(200, min(_MOST_DIRECTIONS, round(400 / rate))))
     mesh = data_parallel_mesh(jax.devices()[:1]) if mesh is None else mesh
     execution = Execution(microbatch_size=64, strategy="vmap") if execution is None else execution
@@ -235,11 +228,12 @@ def central(
             mechanism, loss, mesh, strategy=execution.strategy, **execution.cut
         )
     )
-    noise, unit = mechanism.noise_transform(), mechanism.noise_stddev / mechanism.divisor
+    noise = calibrated.noise_transform()
+    unit = calibrated.noise_stddev / mechanism.participation.divisor
 
     # The worst case of correlated noise are units whose gradients all point the same way. They sit
     # out steps, though: noise that is added twice shows in the first few as they are.
-    alone = mechanism.noise_keys == 1 and not jax.tree.leaves(noise.init(params).memory)
+    alone = mechanism.noise.keys_per_step == 1 and not jax.tree.leaves(noise.init(params).memory)
 
     @jax.jit
     def released(total: PyTree, state: Any, noise_key: Any) -> tuple[jax.Array, Any]:
@@ -249,7 +243,7 @@ def central(
     coins, seen, beside = [], [], []
     for run in range(_runs(trials, units)):
         inside = key.numpy("audit-coins", run).random(units) < 0.5
-        plan = Plan(mechanism, store(inside), steps, delta, execution, mesh)
+        plan = Plan(calibrated, store(inside), execution, mesh)
         run_key, state, rows = key.child("audit-run", run), noise.init(params), []
         for batch in plan.pipeline(plan.sampler(run_key)).iterate(0, steps):
             turn = (-1.0) ** batch.step if alone else 1.0
@@ -261,7 +255,7 @@ def central(
         coins.append(inside)
         seen.append(
             cells.audit_statistic(
-                mechanism.matrix(steps), components[:units], inside, plan.sampler(run_key)
+                calibrated.matrix, components[:units], inside, plan.sampler(run_key)
             )
         )
         more = [np.broadcast_to(components[units:], (units, steps))] if others else []
@@ -272,8 +266,8 @@ def central(
     return Trials(
         inside=np.concatenate(coins),
         seen=np.concatenate(seen),
-        event=mechanism.event(population, steps),
-        delta=delta,
+        event=calibrated.event(),
+        delta=calibrated.delta,
         beside=np.concatenate(beside) if beside else None,
         name=mechanism.kind,
         how=f"{len(coins)} simulated runs of {steps} steps with {units} canaries each",
@@ -314,7 +308,9 @@ def silos(
     first = plans[0].mechanism
     if first.participation.one_unit:  # one gradient of all records, whose sign the unit decides
         against = 1
-    prob = 1.0 if against else max(p.mechanism.participation.probability(p.facts) for p in plans)
+    prob = (
+        1.0 if against else max(p.mechanism.participation.sampling_prob_of(p.facts) for p in plans)
+    )
     units = 1 if against else max(200, min(_MOST_DIRECTIONS, round(200 / (rate or prob)), trials))
     groups, each = min(trials, 200) if against else 1, len(plans) + 1
     every = 1 if other is None else 2  # of so many units one is a trial
@@ -354,9 +350,9 @@ def silos(
         columns = []
         for i, plan in enumerate(made):
             participation = plan.mechanism.participation
-            unit = plan.mechanism.noise_stddev / participation.divisor(plan.facts)
+            unit = plan.noise_stddev / participation.divisor(plan.facts)
             mine = components[:, :, i, :, : plan.local_steps].reshape(len(inside), -1) / unit
-            columns.append(against / plan.mechanism.sigma - mine if against else mine)
+            columns.append(against / plan.sigma - mine if against else mine)
         coins.append(inside)
         seen.append(np.hstack(columns[:-1]))
         beside.append(columns[-1])
@@ -376,7 +372,7 @@ def silos(
 def _designed(plan: SiloPlan, against: int) -> SiloPlan:
     """The silo with its public rate as a constant, whatever it holds now."""
     mechanism, drawn = plan.mechanism, plan.mechanism.participation
-    fixed = drawn.at_rate(1.0 if against else drawn.probability(plan.facts))
+    fixed = drawn.at_sampling_prob(1.0 if against else drawn.sampling_prob_of(plan.facts))
     return dataclasses.replace(plan, mechanism=dataclasses.replace(mechanism, participation=fixed))
 
 
@@ -384,7 +380,7 @@ def _event(plan: SiloPlan, rounds: int, rate: float | None) -> Any:
     drawn: Any = plan.mechanism.participation
     if rate is not None:
         return drawn.setting.event(rate, rounds)
-    return plan.mechanism.event(plan.facts, plan.local_steps * rounds)
+    return plan.event(rounds)
 
 
 def _records(
@@ -396,7 +392,7 @@ def _records(
     for g in range(groups):
         for i, plan in enumerate(plans):
             drawn = plan.mechanism.participation
-            many = 1 if plan.mechanism.unit == "record" else drawn.max_items_per_subject
+            many = 1 if plan.mechanism.privacy_unit == "record" else drawn.max_items_per_subject
             who = np.flatnonzero(inside[g]) if i < len(plans) - 1 else np.zeros(0, np.int64)
             rows = np.repeat(who, many)
             owner.append(g * (units + against) + rows)

@@ -19,7 +19,7 @@ from dpfl_jax.accounting.calibrate import noise_ahead
 from dpfl_jax.accounting.cells import Everyone, NoisedSums, OnePass
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import Sampling
-from dpfl_jax.mechanisms.mechanism import check_noise_multiplier
+from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 from dpfl_jax.sampling import Poisson
 
 # What a batch is drawn with has 23 random bits: what is compared with it is rounded up to that.
@@ -39,7 +39,6 @@ class Budget:
     delta: float
 
     def __post_init__(self) -> None:
-        """Validates."""
         if not (math.isfinite(self.epsilon) and self.epsilon > 0):
             raise BadInputError(f"epsilon is {self.epsilon}, but it must be finite and above 0")
         if not 0 < self.delta < 1:

@@ -46,7 +46,6 @@ class Problem:
     gap: float = 0.0
 
     def __post_init__(self) -> None:
-        """Validates."""
         for name in ("lipschitz", "diameter", "dim", "silo_size", "cohort", "smoothness"):
             if not getattr(self, name) > 0:
                 raise BadInputError(f"{name} is {getattr(self, name)}, but it must be above 0")

@@ -8,7 +8,8 @@
 
 Clip rules and noise are those of central mechanisms. The value is another one, because it is asked
 of other numbers (``SiloFacts``, which differ from silo to silo), and because what it guarantees is
-known only of all silos together (``federation.accountant``). Silos may differ in every number;
+known only of all silos together (``federation.accountant``). So the noise of a silo is its plan's
+(``federation.SiloPlan``). Silos may differ in every number;
 what must be equal is ``layout``: then one compiled program serves them all. ``presets`` has the
 mechanisms that have names.
 """
@@ -16,50 +17,53 @@ mechanisms that have names.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-import dp_accounting
 import jax
 
-from dpfl_jax.accounting.cells import NoisedSums
 from dpfl_jax.clipping import ClippedGradResult, Flat, NoClip, Rule, clipped_grad
-from dpfl_jax.config.kinds import CLIPS, NOISES, SILO_PARTICIPATIONS, SILOS, Kinds
-from dpfl_jax.config.kinds import check_types as check_field_types
+from dpfl_jax.clipping.unclipped import unclipped_sum
+from dpfl_jax.config.kinds import (
+    CLIPS,
+    NOISES,
+    SILO_PARTICIPATIONS,
+    SILOS,
+    Composed,
+    Kinds,
+    check_types,
+    fields_of,
+)
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.mechanisms.participation import (
     PersonalRecords,
     Records,
-    SiloFacts,
     SiloParticipation,
     Subjects,
     WholeBatch,
 )
-from dpfl_jax.mechanisms.mechanism import check_bounded, check_noise_multiplier
+from dpfl_jax.mechanisms.mechanism import check_bounded
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy, NoNoise
-from dpfl_jax.mechanisms.unclipped import unclipped_sum
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, pieces_of_user
 
 SumFn = Callable[..., ClippedGradResult]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SiloMechanism:
+class SiloMechanism(Composed):
     """A silo's local step.
 
     Attributes:
       participation: which of its records a step draws, and how much of each.
       clip: bounds what a unit contributes.
       noise: ``Independent(...)`` or ``NoNoise()``.
-      noise_multiplier: sigma; the noise on the sum has stddev sigma times the largest contribution.
-        None until calibrated.
     """
 
     participation: Annotated[SiloParticipation, SILO_PARTICIPATIONS]
     clip: Annotated[Rule, CLIPS] = Flat(1.0)
     noise: Annotated[NoiseStrategy, NOISES] = Independent()
-    noise_multiplier: float | None = None
+
+    kinds: ClassVar[Kinds] = SILOS
 
     def __post_init__(self) -> None:
         """Checks that the parts go together.
@@ -67,8 +71,7 @@ class SiloMechanism:
         Raises:
           BadInputError: they do not.
         """
-        check_field_types(self)
-        check_noise_multiplier(self.noise_multiplier)
+        check_types(self)
         if not isinstance(self.noise, Independent | NoNoise):
             raise BadInputError(
                 f"mechanism.noise is {self.noise.kind}, but silos have independent noise, or none"
@@ -81,24 +84,17 @@ class SiloMechanism:
         if self.private:
             check_bounded(self.clip)
 
-    # ---- as a section of a configuration ---------------------------------------------------
+    def preset_options(self) -> dict[str, Any]:
+        drawn = self.participation
+        values = {"order": getattr(drawn, "average", None) or "clip_then_average"}
+        values |= fields_of(drawn, self.noise, self.clip)
+        return values | {"max_items_per_subject": drawn.max_items_per_subject}
 
-    def to_section(self) -> dict[str, Any]:
-        """What describes it in a configuration: a preset with its options, or the parts."""
-        from dpfl_jax.federation.mechanisms.presets import as_preset  # which makes mechanisms
-
-        preset = as_preset(self)
-        if preset is not None:
-            return preset
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: Kinds.dump(value) for name, value in fields.items()}
-
-    to_json = to_section
-
-    @functools.cached_property
-    def kind(self) -> str:
-        """The name of the preset that it is; "custom" of other combinations."""
-        return str(self.to_section().get("kind", "custom"))
+    def without_derived(self) -> SiloMechanism:
+        fields = dataclasses.fields(self.participation)
+        derived = {f.name: f.default for f in fields if f.metadata.get("derived")}
+        drawn = dataclasses.replace(self.participation, **derived)
+        return dataclasses.replace(self, participation=drawn)
 
     @property
     def bounds(self) -> dict[str, Any]:
@@ -116,8 +112,8 @@ class SiloMechanism:
         return self.noise.is_private
 
     @property
-    def unit(self) -> str:
-        """Whom it protects."""
+    def privacy_unit(self) -> str:
+        """Whom it protects, what adjacency adds or removes."""
         return self.participation.unit if self.private else "none"
 
     @property
@@ -169,37 +165,6 @@ class SiloMechanism:
             return bounded(params, units, mask=mask, weight=weight)
 
         return summed
-
-    @property
-    def sigma(self) -> float:
-        """The noise multiplier; raises BadInputError before calibration."""
-        if not self.private:
-            return 0.0
-        if self.noise_multiplier is None:
-            raise BadInputError(
-                f"this {self.kind} mechanism has no noise multiplier: set noise_multiplier, or "
-                "calibrate the federation"
-            )
-        return self.noise_multiplier
-
-    @property
-    def noise_stddev(self) -> float:
-        """Standard deviation of the noise on the clipped sum."""
-        return self.sigma * self.clip.sensitivity if self.private else 0.0
-
-    # ---- what is accounted -----------------------------------------------------------------
-
-    def noised_sums(self, facts: SiloFacts, steps: int, unit: str) -> NoisedSums:
-        """What is accounted of ``steps`` local steps for one record, or one subject."""
-        scheme, units = self.participation.scheme(facts, unit), self.participation.num_units(facts)
-        of = self.participation.contribution(unit)
-        return NoisedSums(scheme, self.sigma, steps, units, contribution=of)
-
-    def event(self, facts: SiloFacts, steps: int, unit: str | None = None) -> Any:
-        """The event of ``steps`` local steps for one unit of this silo; None: its own."""
-        if not self.private:
-            return dp_accounting.NonPrivateDpEvent()
-        return self.noised_sums(facts, steps, unit or self.unit).event()
 
 
 SILOS.without_kind = SiloMechanism

@@ -17,7 +17,7 @@ import numpy as np
 from dpfl_jax.accounting.cells import Contribution, Everyone
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.kinds import DERIVED, SILO_PARTICIPATIONS, Named
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, probability
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.mechanisms.participation import require_positive
 from dpfl_jax.mechanisms.unit_losses import LossFn, mean_of_examples
@@ -103,15 +103,15 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     @property
     @abc.abstractmethod
-    def has_fixed_rate(self) -> bool:
-        """Whether the rate is a constant, whatever the silo holds."""
+    def has_fixed_sampling_prob(self) -> bool:
+        """Whether the sampling probability is a constant, whatever the silo holds."""
 
     @abc.abstractmethod
-    def probability(self, facts: SiloFacts) -> float:
+    def sampling_prob_of(self, facts: SiloFacts) -> float:
         """Of each unit that may be drawn, at most."""
 
     @abc.abstractmethod
-    def at_rate(self: Self, prob: float, cap: int | None = None) -> Self:
+    def at_sampling_prob(self: Self, sampling_prob: float, cap: int | None = None) -> Self:
         """A copy that draws each unit with this probability, and takes ``cap`` for K."""
 
     @abc.abstractmethod
@@ -122,12 +122,14 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
     def contribution(self, unit: str) -> Contribution | None:
         """What one record, or one subject, has in a draw; None: it is what is drawn."""
 
-    def check_run(self, local_steps: int, prob: float, noise_multiplier: float) -> None:
+    def check_run(
+        self, local_steps: int, participation_prob: float, noise_multiplier: float
+    ) -> None:
         """Raises BadInputError unless this is what is accounted.
 
         Args:
           local_steps: of a round.
-          prob: with which the silo takes part in a round.
+          participation_prob: with which the silo takes part in a round.
           noise_multiplier: of every local step.
         """
 
@@ -180,11 +182,11 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     def expected_records(self, facts: SiloFacts) -> float:
         """Expected records of a local step, for estimates of cost."""
-        return self.probability(facts) * facts.num_records
+        return self.sampling_prob_of(facts) * facts.num_records
 
     def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
         """A number of units, public, that draws of a silo with these facts seldom exceed."""
-        return binomial_bound(self.num_units(facts), self.probability(facts), tail)
+        return binomial_bound(self.num_units(facts), self.sampling_prob_of(facts), tail)
 
     def most_units(self, facts: SiloFacts) -> int:
         """A public number, no smaller than ``size_bound`` of any silo with these facts."""
@@ -218,46 +220,43 @@ class _AtOneRate(SiloParticipation, abc.ABC, kinds=SILO_PARTICIPATIONS):
             )
         if self.batch_size is not None:
             require_positive("batch_size", self.batch_size)
-        if self.sampling_prob is not None and not 0.0 < self.sampling_prob <= 1.0:
-            raise BadInputError(
-                f"sampling_prob is {self.sampling_prob}, but it must be above 0 and at most 1"
-            )
-        _at_least_1(self, "max_items_per_subject")
+        probability("sampling_prob", self.sampling_prob, zero=False)
+        at_least("max_items_per_subject", self.max_items_per_subject, 1)
 
     @property
     def unit(self) -> Protected:
         return "subject"
 
     @property
-    def has_fixed_rate(self) -> bool:
+    def has_fixed_sampling_prob(self) -> bool:
         return self.sampling_prob is not None
 
-    def probability(self, facts: SiloFacts) -> float:
+    def sampling_prob_of(self, facts: SiloFacts) -> float:
         """Of each record; a silo smaller than its batch takes all its records at every step."""
         if self.sampling_prob is not None:
             return self.sampling_prob
         assert self.batch_size is not None
         return min(1.0, self.batch_size / max(facts.num_records, 1))
 
-    def at_rate(self: Self, prob: float, cap: int | None = None) -> Self:
-        changes: dict[str, Any] = {"batch_size": None, "sampling_prob": prob}
+    def at_sampling_prob(self: Self, sampling_prob: float, cap: int | None = None) -> Self:
+        changes: dict[str, Any] = {"batch_size": None, "sampling_prob": sampling_prob}
         changes |= {} if cap is None else {"max_items_per_subject": cap}
         return dataclasses.replace(self, **changes)
 
     def scheme(self, facts: SiloFacts, unit: str) -> Any:
-        return Poisson(self.probability(facts))
+        return Poisson(self.sampling_prob_of(facts))
 
     def divisor(self, facts: SiloFacts) -> float:
         # proof: divisor-1
-        return max(self.probability(facts) * self.num_units(facts), 1.0)
+        return max(self.sampling_prob_of(facts) * self.num_units(facts), 1.0)
 
     def select(self, silo: Silo, key: RootKey, step: int) -> np.ndarray:
         facts = SiloFacts.of(silo)
-        prob, units = self.probability(facts), self.num_units(facts)
+        sampling_prob, units = self.sampling_prob_of(facts), self.num_units(facts)
         if units == 0:
             return np.zeros(0, np.int64)
         # proof: records-1
-        return Poisson(prob).indices(key, step, units)
+        return Poisson(sampling_prob).indices(key, step, units)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,8 +279,7 @@ class Records(_AtOneRate):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_cap is not None:
-            _at_least_1(self, "batch_cap")
+        at_least("batch_cap", self.batch_cap, 1)
         if (self.unit == "record") + (self.batch_cap is not None) + (self.average is not None) > 1:
             raise BadInputError(
                 "mechanism: unit=record, batch_cap and average are given together, of which "
@@ -349,9 +347,9 @@ class Subjects(_AtOneRate):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least_1(self, "group_size")
+        at_least("group_size", self.group_size, 1)
 
-    def probability(self, facts: SiloFacts) -> float:
+    def sampling_prob_of(self, facts: SiloFacts) -> float:
         """Of each subject."""
         if self.sampling_prob is not None:
             return self.sampling_prob
@@ -450,14 +448,14 @@ class PersonalRecords(SiloParticipation):
         return 1
 
     @property
-    def has_fixed_rate(self) -> bool:
+    def has_fixed_sampling_prob(self) -> bool:
         return True
 
-    def probability(self, facts: SiloFacts) -> float:
+    def sampling_prob_of(self, facts: SiloFacts) -> float:
         """1, the public bound of the rates."""
         return 1.0
 
-    def at_rate(self: Self, prob: float, cap: int | None = None) -> Self:
+    def at_sampling_prob(self: Self, sampling_prob: float, cap: int | None = None) -> Self:
         """Itself: rates are the silo's."""
         return self
 
@@ -476,8 +474,11 @@ class PersonalRecords(SiloParticipation):
     def contribution(self, unit: str) -> None:
         """Records are drawn, and a subject has one in a silo."""
 
-    def check_run(self, local_steps: int, prob: float, noise_multiplier: float) -> None:
-        setting, run = self.setting, (local_steps, prob, noise_multiplier)
+    def check_run(
+        self, local_steps: int, participation_prob: float, noise_multiplier: float
+    ) -> None:
+        run = (local_steps, participation_prob, noise_multiplier)
+        setting = self.setting
         if setting is None:
             return
         said = (setting.local_steps, setting.participation_prob, setting.noise_multiplier)
@@ -509,8 +510,8 @@ class PersonalRecords(SiloParticipation):
 
     def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
         """By the public expected batch; the rates are the silo's own."""
-        rate = min(1.0, self.divisor(facts) / max(facts.num_records, 1))
-        return binomial_bound(facts.num_records, rate, tail)
+        share = min(1.0, self.divisor(facts) / max(facts.num_records, 1))
+        return binomial_bound(facts.num_records, share, tail)
 
     def most_units(self, facts: SiloFacts) -> int:
         """All records: what the silo's own rates allow is nobody else's to know."""
@@ -534,8 +535,3 @@ def _runs_of(subjects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Starts and lengths of the runs of equal values in a sorted array."""
     starts = np.flatnonzero(np.diff(subjects, prepend=-1))
     return starts, np.diff(np.concatenate([starts, [len(subjects)]]))
-
-
-def _at_least_1(participation: SiloParticipation, name: str) -> None:
-    if (value := getattr(participation, name)) < 1:
-        raise BadInputError(f"{name} is {value}, but it must be at least 1")

@@ -7,14 +7,13 @@ Sources: "text A" is Marathe et al., "Subject Granular Differential Privacy in F
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Flat, NoClip
-from dpfl_jax.config.kinds import SILOS, Kinds
+from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.mechanisms.mechanism import SiloMechanism
 from dpfl_jax.federation.mechanisms.participation import (
@@ -38,7 +37,6 @@ class SiloOptions(TypedDict, total=False):
       sampling_prob: q, probability of each unit in each local step.
       max_items_per_subject: K, most records of a subject in a silo.
       clip_norm: C, the largest norm of one unit's gradient.
-      noise_multiplier: sigma; None: calibrated to a target epsilon.
       arithmetic: of the noise, ``"exact"`` or ``"float"``.
     """
 
@@ -46,7 +44,6 @@ class SiloOptions(TypedDict, total=False):
     sampling_prob: float | None
     max_items_per_subject: int
     clip_norm: float
-    noise_multiplier: float | None
     arithmetic: accounting.NoiseLaw
 
 
@@ -54,7 +51,6 @@ def _mechanism(
     participation: Callable[..., SiloParticipation],
     *,
     clip_norm: float = 1.0,
-    noise_multiplier: float | None = None,
     arithmetic: accounting.NoiseLaw = "exact",
     **drawn: Any,
 ) -> SiloMechanism:
@@ -62,7 +58,6 @@ def _mechanism(
         participation=participation(**drawn),
         clip=Flat(clip_norm),
         noise=Independent(arithmetic=arithmetic),
-        noise_multiplier=noise_multiplier,
     )
 
 
@@ -162,7 +157,6 @@ def rpdp(
     expected_batch: float | None = None,
     max_items_per_subject: int = 1,
     clip_norm: float = 1.0,
-    noise_multiplier: float | None = None,
     arithmetic: accounting.NoiseLaw = "exact",
 ) -> SiloMechanism:
     """rPDP-FL: DP-SGD inside each silo in which every record has a sampling rate of its own.
@@ -185,7 +179,6 @@ def rpdp(
         PersonalRecords,
         expected_batch=expected_batch,
         clip_norm=clip_norm,
-        noise_multiplier=noise_multiplier,
         arithmetic=arithmetic,
     )
 
@@ -198,46 +191,18 @@ for _name, _preset in PRESETS.items():
     SILOS.register(_preset, _name)
 
 
-@functools.lru_cache(maxsize=256)
-def _preset_of(mechanism: SiloMechanism) -> tuple[str, dict[str, Any]] | None:
-    participation, clip = mechanism.participation, mechanism.clip
-    values: dict[str, Any] = {}
-    for part in (participation, mechanism.noise, clip, mechanism):
-        values |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    values["max_items_per_subject"] = participation.max_items_per_subject
-    if isinstance(participation, Records) and participation.average is not None:
-        values["order"] = participation.average
-    return SILOS.section_of(mechanism, values)
-
-
-def as_preset(mechanism: SiloMechanism) -> dict[str, Any] | None:
-    """The section by which a preset makes this mechanism; None if none does."""
-    derived = {
-        f.name: f.default
-        for f in dataclasses.fields(mechanism.participation)
-        if f.metadata.get("derived")
-    }
-    told = dataclasses.replace(mechanism.participation, **derived)
-    # Silos that differ in nothing but their noise are looked up once.
-    found = _preset_of(dataclasses.replace(mechanism, participation=told, noise_multiplier=None))
-    if found is None:
-        return None
-    kind, given = found
-    section = {"kind": kind} | {name: Kinds.dump(value) for name, value in given.items()}
-    if "noise_multiplier" in section:
-        section["noise_multiplier"] = mechanism.noise_multiplier
-    return section
-
-
 def is_earlier(section: dict[str, Any]) -> bool:
     """Whether an earlier version of this package wrote a section."""
     return isinstance(section.get("noise"), str)
 
 
-def parse_known(section: dict[str, Any]) -> SiloMechanism:
-    """The mechanism of a section that somebody else wrote, an earlier version of this package too.
+def parse_known(section: dict[str, Any]) -> tuple[SiloMechanism, float | None]:
+    """What somebody else says a silo did, with an earlier version of this package too.
 
     There ``arithmetic`` was ``noise``.
+
+    Args:
+      section: of the mechanism, with its noise multiplier.
 
     Raises:
       BadInputError: no mechanism has it.
@@ -245,5 +210,6 @@ def parse_known(section: dict[str, Any]) -> SiloMechanism:
     if is_earlier(section):
         section = {k: v for k, v in section.items() if k not in _ONCE or v != _ONCE[k]}
         section["arithmetic"] = section.pop("noise")
-    mechanism: SiloMechanism = SILOS.parse_known(section)
-    return mechanism
+    bare = {name: value for name, value in section.items() if name != "noise_multiplier"}
+    mechanism: SiloMechanism = SILOS.parse_known(bare)
+    return mechanism, section.get("noise_multiplier")

@@ -39,7 +39,6 @@ class ThreeLevels:
     shares: tuple[float, ...] = (0.7, 0.2, 0.1)
 
     def __post_init__(self) -> None:
-        """Validates."""
         check_shares(self.levels, self.shares)
 
     def quantiles(self, u: np.ndarray) -> np.ndarray:
@@ -64,7 +63,6 @@ class BoundedMixGauss:
     bounds: tuple[float, float] = (0.1, 10.0)
 
     def __post_init__(self) -> None:
-        """Validates."""
         check_shares(self.means, self.shares)
         if len(self.stds) != len(self.means) or min(self.stds) < 0:
             raise BadInputError("a mixture of normals needs one standard deviation >= 0 per mean")
@@ -93,7 +91,6 @@ class BoundedPareto:
     bounds: tuple[float, float] = (0.1, 10.0)
 
     def __post_init__(self) -> None:
-        """Validates."""
         if not self.shape > 0:
             raise BadInputError(f"the shape of a Pareto is {self.shape}, but it must be above 0")
         check_bounds(self.bounds)

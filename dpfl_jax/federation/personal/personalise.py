@@ -122,7 +122,7 @@ def public_setting(
       noise: noise multiplier of a run that is resumed.
     """
     tau, rounds, lam = config.federation.local_steps, federation.rounds, federation.participation
-    sigma = noise if noise is not None else config.mechanism.noise_multiplier
+    sigma = noise if noise is not None else config.privacy.noise_multiplier
     if sigma is None:
         assert config.privacy.epsilon is not None
         sigma = accounting.calibrate_noise_multiplier(
@@ -183,9 +183,9 @@ def with_setting(
         mechanism = dataclasses.replace(
             plan.mechanism,
             participation=dataclasses.replace(drawn, setting=setting, expected_batch=float(batch)),
-            noise_multiplier=setting.noise_multiplier,
         )
-        plans.append(dataclasses.replace(plan, mechanism=mechanism))
+        sigma = setting.noise_multiplier
+        plans.append(dataclasses.replace(plan, mechanism=mechanism, noise_multiplier=sigma))
     return dataclasses.replace(federation, silos=tuple(plans))
 
 
@@ -202,7 +202,7 @@ def personalise(
 
     Args:
       config: its ``privacy.epsilon`` is the public cap: a record with that budget is always
-        sampled. ``mechanism.noise_multiplier`` replaces it.
+        sampled. ``privacy.noise_multiplier`` replaces it.
       federation: of mechanisms whose records have rates of their own, not yet calibrated.
       data: what the silos hold.
       store: where the records come from.

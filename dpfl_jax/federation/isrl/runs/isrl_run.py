@@ -1,14 +1,15 @@
-"""An ISRL-DP configuration made into a run: data, parameters, noise, rounds, report."""
+"""Learning without a trusted server from a configuration: data, numbers, noise, and the words."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import dp_accounting
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -23,7 +24,7 @@ from dpfl_jax.federation.isrl.privacy import (
     worst_guarantee,
 )
 from dpfl_jax.federation.isrl.relations import relations
-from dpfl_jax.federation.isrl.runs.messages import make_scores, run_rounds
+from dpfl_jax.federation.isrl.runs.messages import Messages, make_scores
 from dpfl_jax.federation.isrl.runs.parameters import (
     Parameters,
     check_noise,
@@ -34,16 +35,17 @@ from dpfl_jax.federation.isrl.runs.parameters import (
 from dpfl_jax.federation.isrl.runs.silos import SiloRecords, load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
 from dpfl_jax.federation.silo_statement import isrl_statement
-from dpfl_jax.run.balance import Balance, Knobs, advice, doubled
-from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
+from dpfl_jax.mesh import data_parallel_mesh
+from dpfl_jax.run import processes
+from dpfl_jax.run.algorithm import RunResult
+from dpfl_jax.run.balance import Balance, Knob, doubled, knob
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.driver import RunResult
-from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
+from dpfl_jax.run.driver import Evaluate, LoopConfig
+from dpfl_jax.run.pipeline import Charge, Run
 from dpfl_jax.run.public_inputs import public_inputs
-from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.task import Task as DataTask
 
-_EVALUATION_CAVEAT = (
+EVALUATION_CAVEAT = (
     "held-out figures are computed without noise on other records of the same silos: the guarantee "
     "does not cover them; do not publish them"
 )
@@ -57,63 +59,136 @@ _OWNERS_CAVEAT = (
 _SILOS_CAVEAT = "the silos are cut from one data set: who holds which record is taken as given"
 
 
-@dataclasses.dataclass(frozen=True)
-class IsrlRun(Prepared):
-    """Everything a run needs, checked, before anything is written."""
+class IsrlStudy(Run, abc.ABC):
+    """What holds of a study whether its silos are here or elsewhere: it follows from their sizes.
+
+    Attributes:
+      config: the configuration.
+      loss: the loss of single records, with its constants.
+      parameters: every number of the algorithm, noise included.
+      sizes: int [N], records of each silo.
+    """
+
+    config: IsrlConfig
+    loss: Task
+    parameters: Parameters
+    sizes: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        return self.parameters.rounds
+
+    @property
+    def private(self) -> bool:
+        return self.parameters.noise is not None
+
+    @property
+    def loop(self) -> LoopConfig:
+        return LoopConfig.of(self.config, self.config.execution.rounds_per_block)
+
+    def noise(self, rounds: int) -> list[SiloNoise]:
+        """Every silo's noise in the first ``rounds`` rounds; none without privacy."""
+        law, rounds = self.config.isrl.noise, max(rounds, 1)
+        return [
+            dataclasses.replace(z, rounds=min(z.rounds, rounds), noise=law)
+            for z in self.parameters.noise or []
+        ]
+
+    def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
+        """One guarantee that all silos give.
+
+        Silos may differ in delta: it is stated at the largest, with the largest epsilon there.
+        """
+        if self.private:
+            return worst_guarantee(self.noise(steps), caveats)
+        return Guarantee(
+            unit="none",
+            adjacency="none",
+            trust="silo-local",
+            epsilon=math.inf,
+            delta=1.0,
+            noise_multiplier=0.0,
+            accountant="none",
+            sampling=self.config.isrl.sampling,
+            caveats=("this run is not private: it is a baseline", *caveats),
+            steps=steps,
+            released="every message of every silo",
+        )
+
+    def statement(self, steps: int, guarantee: Guarantee) -> Statement:
+        return isrl_statement(self.noise(steps), guarantee)
+
+    @property
+    def mechanism_facts(self) -> dict[str, Any]:
+        section = self.config.isrl
+        return {
+            "kind": f"isrl/{section.algorithm}",
+            "sampling": section.sampling,
+            "clip_norm": float(self.parameters.clip_norms[0]),
+        }
+
+    def balance(self, config: Any = None) -> Balance:
+        if config is None:
+            return balance_of_messages(self.config, self.loss, self.parameters)
+        return balance_of_messages(config, self.loss, choose(config, self.loss, self.sizes))
+
+    def knobs(self) -> Iterator[Knob]:
+        config, epsilon = self.config, self.config.privacy.epsilon
+        share = self.parameters.sources["batch_fraction"][0]
+        yield knob(config, "isrl.batch_fraction", [] if share >= 1.0 else doubled(share, 1.0))
+        if isinstance(epsilon, float):
+            yield knob(config, "privacy.epsilon", doubled(epsilon, math.inf, 4))
+        if config.isrl.sampling != "disjoint":
+            yield knob(config, "isrl.rounds", [int(r) for r in doubled(self.steps, 1e5, 3)])
+
+
+@dataclasses.dataclass
+class IsrlRun(IsrlStudy):
+    """A study with all silos here, ready to run."""
 
     config: IsrlConfig
     records: SiloRecords
-    task: Task
+    loss: Task
     parameters: Parameters
 
+    def __post_init__(self) -> None:
+        self.task, self.evaluation_caveat = self.records.learned, EVALUATION_CAVEAT
+        self.sizes = np.asarray(self.records.train.sizes)
+
+    def algorithm(
+        self, directory: RunDirectory | None = None, console: Console | None = None
+    ) -> Messages:
+        del directory, console
+        check_noise(self.config, self.sizes, self.parameters)
+        mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
+        return Messages(self.config, self.loss, self.records.train, self.parameters, mesh)
+
+    def without_privacy(self, algorithm: Any = None) -> Messages:
+        """The same algorithm with what theory gives it where nobody asks for privacy."""
+        del algorithm
+        privacy = self.config.privacy.model_copy(update={"epsilon": None, "delta": None})
+        config = self.config.model_copy(update={"privacy": privacy})
+        parameters = choose(config, self.loss, self.sizes)
+        return dataclasses.replace(self, config=config, parameters=parameters).algorithm()
+
+    def evaluator(self) -> Evaluate:
+        return make_scores(self.loss, self.records.test)
+
     def facts(self) -> dict[str, Any]:
-        """Data and noise."""
         noise = self.parameters.noise
         return {
             "data": self.records.fingerprint,
             "noise": None if noise is None else [float(z.noise_multiplier) for z in noise],
         }
 
-    def going_on(self, directory: RunDirectory) -> IsrlRun:
-        """With the noise that the run began with."""
-        if self.parameters.noise is None:
-            return self
-        began = [
-            dataclasses.replace(z, noise_multiplier=m)
-            for z, m in zip(self.parameters.noise, directory.facts["noise"], strict=True)
-        ]
-        parameters = dataclasses.replace(self.parameters, noise=began)
+    def resume_from(self, directory: RunDirectory) -> IsrlRun:
+        parameters = self.parameters.with_noise(directory.facts["noise"])
         return dataclasses.replace(self, parameters=parameters)
 
-    @property
-    def unit_key(self) -> str:
-        """What makes a record."""
-        return self.records.unit_key
-
-    @property
-    def public_inputs(self) -> tuple[str, ...]:
-        """Columns, bounds, counts."""
-        if self.parameters.noise is None:
-            return ()
-        counts = f"{self.config.data.silos} silos, and the records of each"
-        return isrl_inputs(self.config, self.records.learned, counts)
-
-    def advice(self) -> list[str]:
-        """Noise beside signal (``guidance``)."""
-        if self.parameters.noise is None:
-            return []
-        sizes = np.asarray(self.records.train.sizes)
-        return advice_for(self.config, self.task, self.parameters, sizes)
-
-    def headline(self) -> list[str]:
-        """Data, algorithm."""
-        return [
-            self.records.description,
-            f"{self.config.isrl.algorithm}, {self.parameters.rounds} rounds, "
-            f"{self.config.isrl.sampling} batches; {self.task.kind} loss, {self.task.dim} "
-            "parameters",
-            *self.advice(),
-        ]
+    def own_caveats(self) -> tuple[str, ...]:
+        public = (_PUBLIC_CAVEAT,) if self.records.public else ()
+        owners = (_OWNERS_CAVEAT,) if self.records.owners else ()
+        return (_SILOS_CAVEAT, *public, *owners)
 
     def charge(self) -> Charge:
         """All rounds, to the records of the silo that costs most, or of one worse than all."""
@@ -130,45 +205,87 @@ class IsrlRun(Prepared):
         )
         return Charge(worst.event, max(z.budget.delta for z in noise), "row", unit, adjacency)
 
-    def train(
-        self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
-    ) -> tuple[RunResult, MakeReport]:
-        """Runs the rounds."""
-        check_noise(self.config, np.asarray(self.records.train.sizes), self.parameters)
-        evaluate = make_scores(self.task, self.records.test)
-        result = self.rounds(evaluate, run_dir=directory, charge=charge, console=console)
-        baseline = None
-        if self.config.eval.baseline and self.parameters.noise and result.last is not None:
-            key = directory.root_key.child("baseline")
-            baseline = without_privacy(
-                lambda: self.without_privacy().rounds(evaluate, key=key, console=console), console
-            )
+    @property
+    def unit_key(self) -> str:
+        return self.records.unit_key
 
-        def report() -> tuple[dict[str, Any], Statement]:
-            made, stated = _report(self, result)
-            show_beside(made, baseline)
-            return made, stated
+    @property
+    def public_inputs(self) -> tuple[str, ...]:
+        if not self.private:
+            return ()
+        counts = f"{self.config.data.silos} silos, and the records of each"
+        return isrl_inputs(self.config, self.records.learned, counts)
 
-        return result, report
+    def headline(self) -> list[str]:
+        section = self.config.isrl
+        return [
+            self.records.description,
+            f"{section.algorithm}, {self.steps} rounds, {section.sampling} batches; "
+            f"{self.loss.kind} loss, {self.loss.dim} parameters",
+        ]
 
-    def rounds(self, evaluate: Callable[[Any], dict[str, Any]], **options: Any) -> RunResult:
-        """Runs the rounds alone; ``options`` are those of ``run.driver.drive``."""
-        return run_rounds(
-            self.config,
-            self.task,
-            self.records.train,
-            self.parameters,
-            evaluate=evaluate,
-            **options,
-        )
+    def price(self) -> dict[str, Any]:
+        return {
+            "population": {
+                "silos": self.config.data.silos,
+                "records": int(self.sizes.sum()),
+                "source": self.records.description,
+            },
+            "rounds": self.steps,
+            **self._tables(self.noise(self.steps)),
+        }
 
-    def without_privacy(self) -> IsrlRun:
-        """The same algorithm with what theory gives it where nobody asks for privacy."""
-        open_to_all = self.config.privacy.model_copy(update={"epsilon": None, "delta": None})
-        last = self.config.train.model_copy(update={"keep_best": False, "patience": None})
-        config = self.config.model_copy(update={"privacy": open_to_all, "train": last})
-        parameters = choose(config, self.task, np.asarray(self.records.train.sizes))
-        return dataclasses.replace(self, config=config, parameters=parameters)
+    def report(
+        self, directory: RunDirectory, result: RunResult, guarantee: Guarantee
+    ) -> dict[str, Any]:
+        del directory, guarantee
+        data = self.config.data
+        return {
+            **self._tables(self.noise(result.accounted)),
+            "model": {"kind": self.loss.kind, "parameters": self.loss.dim},
+            "inputs": self.records.inputs,
+            "data": {
+                "description": self.records.description,
+                "held_out": f"data.test_fraction={data.test_fraction:g} of each silo's records, "
+                f"chosen by a hash of their owner's id; data.split_seed={data.split_seed}",
+                "silos": data.silos,
+                "records": int(self.sizes.sum()),
+            },
+        }
+
+    def _tables(self, noise: list[SiloNoise]) -> dict[str, Any]:
+        config = self.config
+        return {
+            "relations": _plain(_relations(config, noise)),
+            "silos": self._silo_rows(noise),
+            "participation": {
+                "silos": config.data.silos,
+                "available": config.isrl.available or config.data.silos,
+                "effective": effective_silos(config.isrl.available, config.data.silos),
+            },
+            "possible_risk": possible_risk(self.parameters),
+            "parameters": {
+                name: {"value": value, "from": source}
+                for name, (value, source) in self.parameters.sources.items()
+            },
+        }
+
+    def _silo_rows(self, noise: list[SiloNoise]) -> list[dict[str, Any]]:
+        prices = {z: silo_guarantee(z).epsilon for z in set(noise)}
+        rows = []
+        sizes, batches = self.sizes.tolist(), self.parameters.batches.tolist()
+        for i, (size, batch) in enumerate(zip(sizes, batches, strict=True)):
+            row: dict[str, Any] = {"silo": i, "records": size, "batch": batch}
+            if noise:
+                epsilon = prices[noise[i]]
+                row |= {
+                    "noise_multiplier": noise[i].noise_multiplier,
+                    "target_epsilon": noise[i].budget.epsilon,
+                    "epsilon": epsilon if math.isfinite(epsilon) else "inf",
+                    "delta": noise[i].budget.delta,
+                }
+            rows.append(row)
+        return rows
 
 
 def isrl_inputs(
@@ -197,36 +314,6 @@ def balance_of_messages(config: IsrlConfig, task: Task, parameters: Parameters) 
     return Balance(noise, float((shares * parameters.clip_norms).sum()), parameters.rounds)
 
 
-def advice_for(
-    config: IsrlConfig, task: Task, parameters: Parameters, sizes: np.ndarray
-) -> list[str]:
-    """Noise beside signal (``guidance``), for silos with so many records."""
-    balance = balance_of_messages(config, task, parameters)
-    return advice(balance, _knobs(config, task, parameters, sizes))
-
-
-def _knobs(config: IsrlConfig, task: Task, parameters: Parameters, sizes: np.ndarray) -> Knobs:
-    """What may be changed where noise swamps signal, and what it would do."""
-
-    def would(section: str, key: str, value: Any) -> Callable[[], Balance]:
-        def ask() -> Balance:
-            changed = getattr(config, section).model_copy(update={key: value})
-            new = config.model_copy(update={section: changed})
-            return balance_of_messages(new, task, choose(new, task, sizes))
-
-        return ask
-
-    share = parameters.sources["batch_fraction"][0]
-    values = [] if share >= 1.0 else doubled(share, 1.0)
-    yield "isrl.batch_fraction", [(v, would("isrl", "batch_fraction", v)) for v in values]
-    if isinstance(config.privacy.epsilon, float):
-        values = doubled(config.privacy.epsilon, math.inf, 4)
-        yield "privacy.epsilon", [(v, would("privacy", "epsilon", v)) for v in values]
-    if config.isrl.sampling != "disjoint":
-        rounds = [int(r) for r in doubled(parameters.rounds, 1e5, 3)]
-        yield "isrl.rounds", [(v, would("isrl", "rounds", v)) for v in rounds]
-
-
 def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
     """Reads the data, fills in what theory gives, calibrates.
 
@@ -253,55 +340,6 @@ def dataset_task(config: IsrlConfig, sizes: np.ndarray, features: int, classes: 
     return make_task(config.model, features, classes, bound, config.data.max_target, beta)
 
 
-def run_experiment(
-    config: IsrlConfig, run_dir: str | os.PathLike[str], console: Console
-) -> dict[str, Any]:
-    """Runs (or resumes) an ISRL-DP configuration and returns its report.
-
-    Raises:
-      BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
-    """
-    return run_prepared(config, run_dir, console, lambda: prepare(config, console))
-
-
-def guarantee_of(
-    prepared: IsrlRun, rounds: int, caveats: tuple[str, ...] = ()
-) -> tuple[Guarantee, list[SiloNoise]]:
-    """One guarantee that all silos give, and every silo's noise, after ``rounds``.
-
-    Silos may differ in delta: it is stated at the largest, with the largest epsilon there.
-    """
-    noise = prepared.parameters.noise
-    config = prepared.config
-    outside = [_EVALUATION_CAVEAT, _SILOS_CAVEAT]
-    outside += [*config.data.caveats(), *config.metrics.caveats()]
-    if prepared.records.public:
-        outside.append(_PUBLIC_CAVEAT)
-    if prepared.records.owners:
-        outside.append(_OWNERS_CAVEAT)
-    if noise is None:
-        none = Guarantee(
-            unit="none",
-            adjacency="none",
-            trust="silo-local",
-            epsilon=math.inf,
-            delta=1.0,
-            noise_multiplier=0.0,
-            accountant="none",
-            sampling=prepared.config.isrl.sampling,
-            caveats=("this run is not private: it is a baseline", *outside),
-            steps=rounds,
-            released="every message of every silo",
-        )
-        return none, []
-    law = prepared.config.isrl.noise
-    taken = [dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1)), noise=law) for z in noise]
-    if config.eval.baseline:
-        outside.append(BASELINE_CAVEAT)
-    more = (PRIVATE_METRICS_CAVEAT, *outside, TUNING_CAVEAT, *caveats)
-    return worst_guarantee(taken, more), taken
-
-
 def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
     """Excess risk that the theorems allow (constants 1, no logarithms): known before training."""
     if parameters.noise is None:
@@ -319,46 +357,11 @@ def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
     ]
 
 
-def _silo_rows(prepared: IsrlRun, taken: list[SiloNoise]) -> list[dict[str, Any]]:
-    sizes, batches = np.asarray(prepared.records.train.sizes), prepared.parameters.batches
-    prices = {z: silo_guarantee(z).epsilon for z in set(taken)}
-    rows = []
-    for i, (size, batch) in enumerate(zip(sizes.tolist(), batches.tolist(), strict=True)):
-        row: dict[str, Any] = {"silo": i, "records": size, "batch": batch}
-        if taken:
-            epsilon = prices[taken[i]]
-            row |= {
-                "noise_multiplier": taken[i].noise_multiplier,
-                "target_epsilon": taken[i].budget.epsilon,
-                "epsilon": epsilon if math.isfinite(epsilon) else "inf",
-                "delta": taken[i].budget.delta,
-            }
-        rows.append(row)
-    return rows
-
-
-def _facts(prepared: IsrlRun, guarantee: Guarantee, taken: list[SiloNoise]) -> dict[str, Any]:
-    config = prepared.config
-    private = bool(taken) and guarantee.private
-    return {
-        "relations": _plain(_relations(config, taken)) if private else [],
-        "silos": _silo_rows(prepared, taken),
-        "participation": {
-            "silos": config.data.silos,
-            "available": config.isrl.available or config.data.silos,
-            "effective": effective_silos(config.isrl.available, config.data.silos),
-        },
-        "possible_risk": possible_risk(prepared.parameters),
-        "parameters": {
-            name: {"value": value, "from": source}
-            for name, (value, source) in prepared.parameters.sources.items()
-        },
-    }
-
-
-def _relations(config: IsrlConfig, taken: list[SiloNoise]) -> list[dict[str, Any]]:
-    """Each notion for the silo for which it promises least."""
-    distinct = list(dict.fromkeys(at_one_delta(taken)))
+def _relations(config: IsrlConfig, noise: list[SiloNoise]) -> list[dict[str, Any]]:
+    """Each notion for the silo for which it promises least; none where there is no promise."""
+    distinct = list(dict.fromkeys(at_one_delta(noise))) if noise else []
+    if not all(math.isfinite(z.epsilon) for z in distinct):
+        return []
     available = config.isrl.available
     alike = len(distinct) == 1 and available in (None, config.data.silos)
     tables = [relations(z, config.data.silos, shuffled=alike) for z in distinct]
@@ -374,57 +377,3 @@ def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {k: "inf" if isinstance(v, float) and math.isinf(v) else v for k, v in row.items()}
         for row in rows
     ]
-
-
-def _report(prepared: IsrlRun, result: RunResult) -> tuple[dict[str, Any], Statement]:
-    config = prepared.config
-    guarantee, taken = guarantee_of(prepared, result.accounted, result.caveats)
-    report = build_report(
-        config.name,
-        result,
-        guarantee,
-        **_facts(prepared, guarantee, taken),
-        model={"kind": prepared.task.kind, "parameters": prepared.task.dim},
-        task=dataclasses.asdict(prepared.records.learned),
-        inputs=prepared.records.inputs,
-        data={
-            "description": prepared.records.description,
-            "held_out": f"data.test_fraction={config.data.test_fraction:g} of each silo's records, "
-            f"chosen by a hash of their owner's id; data.split_seed={config.data.split_seed}",
-            "silos": config.data.silos,
-            "records": int(np.asarray(prepared.records.train.sizes).sum()),
-        },
-        mechanism={
-            "kind": f"isrl/{config.isrl.algorithm}",
-            "sampling": config.isrl.sampling,
-            "clip_norm": float(prepared.parameters.clip_norms[0]),
-        },
-    )
-    return report, isrl_statement(taken, guarantee)
-
-
-def dry_run(config: IsrlConfig, console: Console) -> dict[str, Any]:
-    """Validates and prices a configuration: parameters, noise, epsilon, possible risk."""
-    prepared = prepare(config, console)
-    guarantee, taken = guarantee_of(prepared, prepared.parameters.rounds)
-    guarantee = prepared.about(guarantee)
-    for line in prepared.advice():
-        console.print(line, highlight=False)
-    balance = balance_of_messages(config, prepared.task, prepared.parameters)
-    return {
-        "status": "dry-run",
-        "name": config.name,
-        "population": {
-            "silos": config.data.silos,
-            "records": int(np.asarray(prepared.records.train.sizes).sum()),
-            "source": prepared.records.description,
-        },
-        "rounds": prepared.parameters.rounds,
-        "noise_over_signal": balance.to_json(),
-        "epsilon": guarantee.epsilon if guarantee.private else None,
-        "delta": guarantee.delta,
-        "privacy": guarantee.to_json(),
-        "guarantee": str(guarantee),
-        "meaning": isrl_statement(taken, guarantee).in_words(),
-        **_facts(prepared, guarantee, taken),
-    }

@@ -23,7 +23,7 @@ from dpfl_jax.federation.isrl.message import (
     make_messages,
     mean_message,
 )
-from dpfl_jax.federation.isrl.method import Method, Oracle
+from dpfl_jax.federation.isrl.method import Method
 from dpfl_jax.federation.isrl.minibatch_sgd import (
     ball,
     last_weights,
@@ -36,13 +36,11 @@ from dpfl_jax.federation.isrl.privacy import at_one_delta
 from dpfl_jax.federation.isrl.runs.parameters import Parameters
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import make_schedule
-from dpfl_jax.mesh import DATA_AXIS, data_parallel_mesh, place, replicated
+from dpfl_jax.mesh import DATA_AXIS, place, replicated
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run import processes
-from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
-from dpfl_jax.run.driver import Pace, RunResult, drive
+from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
 from dpfl_jax.run.state import TrainState
-from dpfl_jax.run.terms import Terms, begin, value_digest
+from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.training.evaluate import auc_of
 
 
@@ -80,39 +78,11 @@ def schedule_of(config: IsrlConfig, parameters: Parameters, sizes: np.ndarray, k
     )
 
 
-def objective_messages(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
-) -> Callable[[jax.Array, Any], jax.Array]:
-    """``(w, round) -> [N, ...]``, the messages of all silos.
-
-    To be made inside ``jit``, of arguments: captured records would be written into the program, and
-    with it wherever compiled programs are kept.
-    """
-    section = config.isrl
-    return make_messages(
-        task.train_loss,
-        MessageSpec(section.sampling, section.noise),
-        data,
-        batch=jnp.asarray(parameters.batches, jnp.float32),
-        clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
-        stddev=jnp.asarray(parameters.stddevs, jnp.float32),
-        rank=rank,
-    )
-
-
 def objective_mean(config: IsrlConfig, w: jax.Array, sent: jax.Array, row: Any) -> jax.Array:
     """Mean of the messages, plus the regulariser's gradient, which depends on no record."""
     weights = config.isrl.silo_weights
     shares = None if weights is None else jnp.asarray(weights, jnp.float32)
     return mean_message(sent, row["present"], shares) + config.model.regularization * w
-
-
-def objective_oracle(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
-) -> Oracle:
-    """Both together; to be made inside ``jit``, too."""
-    messages = objective_messages(config, task, data, parameters, rank)
-    return lambda w, row: objective_mean(config, w, messages(w, row), row)
 
 
 class Round:
@@ -138,7 +108,17 @@ class Round:
             return asked[0]
 
         def messages(w: jax.Array, row: Any, data: SiloData, rank: jax.Array) -> jax.Array:
-            return objective_messages(config, task, data, parameters, rank)(w, row)
+            # Of arguments: captured records would be written into the program, and with it
+            # wherever compiled programs are kept.
+            return make_messages(
+                task.train_loss,
+                MessageSpec(config.isrl.sampling, config.isrl.noise),
+                data,
+                batch=jnp.asarray(parameters.batches, jnp.float32),
+                clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
+                stddev=jnp.asarray(parameters.stddevs, jnp.float32),
+                rank=rank,
+            )(w, row)
 
         def server(state: Any, values: Any, w: jax.Array, sent: jax.Array, row: Any) -> Any:
             mean = objective_mean(config, w, sent, row)
@@ -146,33 +126,6 @@ class Round:
 
         self.where, self.messages = jax.jit(where), jax.jit(messages)
         self.server = jax.jit(server)
-
-
-def solve(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, key: RootKey
-) -> jax.Array:
-    """All rounds at once, without a run directory; returns the algorithm's output."""
-    algorithm = make_method(config, parameters)
-    terms = _terms(config, task, data, parameters, algorithm)
-    key, _ = begin(terms, key, None, "", None, str)
-    schedule = schedule_of(config, parameters, np.asarray(data.sizes), key)
-    block = _block(config, task, parameters, algorithm)
-    start = algorithm.start(jnp.zeros(task.shape))
-    state = block(start, schedule.rows(), algorithm.values, data, schedule.rank)
-    return algorithm.output(state, parameters.rounds)
-
-
-def _block(
-    config: IsrlConfig, task: Task, parameters: Parameters, algorithm: Method
-) -> Callable[..., Any]:
-    """``(state, rows, values, data, rank) -> state`` after these rounds, compiled."""
-
-    @jax.jit
-    def block(state: Any, rows: Any, values: Any, data: SiloData, rank: jax.Array) -> Any:
-        oracle = objective_oracle(config, task, data, parameters, rank)
-        return algorithm.scan(oracle, state, rows, values)
-
-    return block
 
 
 def _terms(
@@ -207,8 +160,8 @@ class Messages(Algorithm):
 
     word = "rounds"
     # Records' turns are drawn once for the whole run: it cannot go on as another computation.
-    movable = False
-    smaller = "spread the silos over more devices"
+    can_reshard_on_resume = False
+    memory_hint = "spread the silos over more devices"
 
     def __init__(
         self, config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
@@ -216,7 +169,7 @@ class Messages(Algorithm):
         """See ``run_rounds``."""
         self.config, self.task, self.data, self.parameters = config, task, data, parameters
         self.mesh, self.method = mesh, make_method(config, parameters)
-        self.layout = [self.hardware, config.execution.model_dump()]
+        self.layout_fingerprint = [self.hardware, config.execution.model_dump()]
         self.steps, self.private = parameters.rounds, parameters.noise is not None
         self.delta = max((z.budget.delta for z in parameters.noise or []), default=1.0)
 
@@ -239,11 +192,9 @@ class Messages(Algorithm):
         return TrainState(self.method.output(state, done), {"state": state}, step)
 
     def params(self, state: TrainState) -> jax.Array:
-        """The algorithm's output."""
         return state.params
 
     def row(self, stats: tuple[int, float]) -> dict[str, Any]:
-        """A block's metrics."""
         messages, loss = stats
         return {"messages": messages, "outside_guarantee": {"train_loss": loss}}
 
@@ -264,7 +215,6 @@ class Messages(Algorithm):
         return np.max(curves, axis=0).tolist()
 
     def begin(self, key: RootKey, start: int) -> MessageSteps:
-        """The rounds after the first ``start``."""
         return MessageSteps(self, key, start)
 
 
@@ -289,13 +239,11 @@ class MessageSteps(Steps):
         self.train_loss = lambda w: float(evaluate(w)["loss_by_silo"])
 
     def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Spans of rounds."""
         size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
         for begin_at in range(self.start, rounds, size):
             yield min(begin_at + size, rounds), (begin_at, min(begin_at + size, rounds))
 
-    def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, Taken]:
-        """A block."""
+    def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, StepOutput]:
         run, (begin_at, end) = self.run, inputs
         now, rows = state.opt_state["state"], self.schedule.rows()
         for r in range(begin_at, end):
@@ -306,31 +254,7 @@ class MessageSteps(Steps):
         state = run.packed(now, end)
         answered = int(self.present[begin_at:end].sum())
         stats = (answered, self.train_loss(state.params))
-        return state, Taken(stats, round(answered * self.batch))
-
-
-def run_rounds(
-    config: IsrlConfig,
-    task: Task,
-    data: SiloData,
-    parameters: Parameters,
-    **options: Any,
-) -> RunResult:
-    """Runs (or goes on with) a prepared configuration.
-
-    Args:
-      config: the configuration.
-      task: its loss.
-      data: training records.
-      parameters: its numbers, noise included.
-      **options: of ``run.driver.drive`` (key, run_dir, evaluate, charge, console, ...).
-    """
-    mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
-    return drive(
-        Messages(config, task, data, parameters, mesh),
-        pace=Pace.of(config, config.execution.rounds_per_block),
-        **options,
-    )
+        return state, StepOutput(stats, round(answered * self.batch))
 
 
 def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import theory
@@ -54,6 +56,23 @@ class Parameters:
         if self.noise is None:
             return np.zeros(len(self.clip_norms))
         return np.array([z.noise_multiplier for z in self.noise]) * self.clip_norms
+
+    def with_noise(
+        self, multipliers: Sequence[float] | None, law: NoiseLaw | None = None
+    ) -> Parameters:
+        """The same with these noise multipliers, one per silo; None: as it is.
+
+        Args:
+          multipliers: of a run that resumes, or of a plan.
+          law: of the noise; None: as it is.
+        """
+        if self.noise is None or multipliers is None:
+            return self
+        noise = [
+            dataclasses.replace(z, noise_multiplier=float(m), noise=law or z.noise)
+            for z, m in zip(self.noise, multipliers, strict=True)
+        ]
+        return dataclasses.replace(self, noise=noise)
 
 
 def effective_silos(available: int | dict[int, float] | None, silos: int) -> float:

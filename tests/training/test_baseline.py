@@ -14,10 +14,10 @@ import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.beside import BASELINE_CAVEAT, WITHOUT_PRIVACY, without_privacy
-from dpfl_jax.run.driver import Pace
-from dpfl_jax.training.beside import plain
-from dpfl_jax.training.central import Central, algorithm_of
+from dpfl_jax.run.baseline import BASELINE_CAVEAT, WITHOUT_PRIVACY, train_baseline
+from dpfl_jax.run.driver import LoopConfig, drive
+from dpfl_jax.training.central import Central
+from dpfl_jax.training.fitting import algorithm_of
 
 QUIET = Console(quiet=True)
 
@@ -71,8 +71,8 @@ def test_it_is_plain_descent_from_where_the_private_run_starts():
         return 0.5 * ((example["x"] - params["w"]) ** 2).sum()
 
     params = {"w": np.full(3, 4.0, "f4")}
-    plan = dpfl.uls(group_size=2, cohort_size=8, clip_norm=0.1, noise_multiplier=3.0).plan(
-        data, steps=5, delta=1e-3
+    plan = dpfl.uls(group_size=2, cohort_size=8, clip_norm=0.1).plan(
+        data, steps=5, noise_multiplier=3.0, delta=1e-3
     )
     seen = []
 
@@ -80,9 +80,9 @@ def test_it_is_plain_descent_from_where_the_private_run_starts():
         seen.append(np.asarray(trained["w"]))
         return {"loss": 1.0, "loss_by_user": 1.0, "examples": 1, "users": 1}
 
-    beside, key = Central(loss, params, plan, optax.sgd(0.5)), RootKey.from_seed(0)
-    pace = Pace(eval_every=1, keep_best=True, patience=1)  # two are the private run's
-    rows = without_privacy(lambda: plain(beside, key, evaluate, pace, QUIET), QUIET)
+    private, key = Central(loss, params, plan, optax.sgd(0.5)), RootKey.from_seed(0)
+    loop = LoopConfig(eval_every=1, keep_best=True, patience=1)  # two are the private run's
+    rows = train_baseline(private.without_privacy, key, evaluate, loop, QUIET)
     assert [row["step"] for row in rows] == list(range(6))
     mean = np.concatenate([held["x"] for _, held in users]).mean(0)
     for step, found in enumerate(seen):
@@ -92,7 +92,7 @@ def test_it_is_plain_descent_from_where_the_private_run_starts():
         raise BadInputError("no memory left")
 
     said = Console(file=io.StringIO())  # the private run is reported all the same
-    assert without_privacy(lambda: plain(beside, key, fails, Pace(), said), said) is None
+    assert train_baseline(private.without_privacy, key, fails, LoopConfig(), said) is None
     assert "there is no comparison: no memory left" in said.file.getvalue()
 
 
@@ -154,11 +154,10 @@ def test_beside_users_with_budgets_of_their_own_nobody_leaves():
     def loss(params, example):
         return 0.5 * ((example["x"] - params["w"]) ** 2).sum()
 
-    mechanism = dpfl.individual(
-        group_size=1, cohort_size=4, clip_norm=9.0, noise_multiplier=1.0, local_learning_rate=0.5
+    mechanism = dpfl.individual(group_size=1, cohort_size=4, clip_norm=9.0, local_learning_rate=0.5)
+    plan = mechanism.plan(
+        dpfl.ArrayStore.from_users(users), steps=6, noise_multiplier=1.0, delta=1e-3
     )
-    plan = mechanism.plan(dpfl.ArrayStore.from_users(users), steps=6, delta=1e-3)
     run = algorithm_of(loss, {"w": np.zeros(3, "f4")}, plan, optax.sgd(1.0))
-    told = {"loss": 1.0, "loss_by_user": 1.0, "examples": 1, "users": 1}
-    found = plain(run, RootKey.from_seed(0), lambda _: told, Pace(), QUIET)
+    found = drive(run.without_privacy(), key=RootKey.from_seed(0))
     np.testing.assert_allclose(found.params["w"], 1.5 * (1 - 0.5**6), rtol=1e-5)

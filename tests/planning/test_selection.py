@@ -24,9 +24,9 @@ from dpfl_jax.accounting.event_types import ApproximateDpEvent, OneOfDpEvent, fr
 from dpfl_jax.accounting.renyi import ORDERS, renyi_divergences
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Independent, Population, allocation, bandmf, els, uls
-from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained, restate
 from dpfl_jax.noise.exact import draw_integer
 from dpfl_jax.noise.table import STDDEV
+from dpfl_jax.planning.selection import RunCount, Selection, restate
 from dpfl_jax.randomness import RootKey
 
 DELTA = 1e-5
@@ -34,8 +34,12 @@ PEOPLE = Population(num_users=400, num_examples=2000, num_units=400)
 SHAPES = [0.0, 0.5, 1.0]
 
 
+def run_of(mechanism, population, steps):
+    return mechanism.calibrate(population, steps, noise_multiplier=1.0, delta=DELTA)
+
+
 def of_users(cohort=20, steps=30):
-    return Trained(uls(group_size=3, cohort_size=cohort, noise_multiplier=1.0), PEOPLE, steps)
+    return run_of(uls(group_size=3, cohort_size=cohort), PEOPLE, steps)
 
 
 def selection(*cells, runs=None, epsilon=4.0, delta=DELTA, bound=3.0, held_out=50):
@@ -177,8 +181,8 @@ def test_of_several_cells_the_largest_divergence_counts_order_by_order():
 def test_noise_is_found_for_the_whole():
     bands = bandmf(group_size=3, cohort_size=10, bands=2, strategy=(0.8, 0.6))
     limited = Population(num_users=400, num_examples=2000, num_units=1200)
-    examples = Trained(els(group_size=4, batch_size=30), limited, 30)
-    made = selection(of_users(), of_users(cohort=60), Trained(bands, PEOPLE, 60), examples)
+    examples = run_of(els(group_size=4, batch_size=30), limited, 30)
+    made = selection(of_users(), of_users(cohort=60), run_of(bands, PEOPLE, 60), examples)
     assert 0.999 * 4.0 < made.epsilon <= 4.0
     assert made.epsilon == epsilon(made.event, DELTA, accountant="rdp")
 
@@ -194,12 +198,12 @@ def test_noise_is_found_for_the_whole():
     assert score > 3.0
     for cell in made.cells:
         assert epsilon(cell.event(), DELTA) < 2.8  # a run costs less than the best of many
-        assert made.noised(cell) == cell.mechanism
+        assert made.noised(cell) == cell
     # Where all cells cost alike none of them pays for another.
     same = selection(of_users(), epsilon=2.0)
     assert best(same.cells[0].event()) > 0.999 * 2.0
     with pytest.raises(BadInputError, match=r"kind=allocation no Renyi.*kind=uls, els or bandmf"):
-        selection(Trained(allocation(group_size=3, cohort_size=20), PEOPLE, 30))
+        selection(run_of(allocation(group_size=3, cohort_size=20), PEOPLE, 30))
 
 
 def test_the_statement_holds_and_says_what_it_rests_on():

@@ -10,9 +10,10 @@ from rich.console import Console
 from dpfl_jax.config import validate_config
 from dpfl_jax.mechanisms import blt, els, uls
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.central_balance import balance_of_steps
-from dpfl_jax.training.central_run import dry_run
+from dpfl_jax.run.pipeline import dry_run
+from dpfl_jax.training.central_run import balance_of_steps
 from tests.flower.studies import QUIET, write_tables
+from tests.noised import noised
 
 SWAMPED = {
     "name": "swamped",
@@ -32,14 +33,13 @@ MECHANISMS = {
 @pytest.mark.parametrize("clipping", ["flat", "normalized"])
 def test_the_noise_of_a_step_is_as_large_as_it_is_said_to_be(clipping):
     """4,000 Gaussians: their norm is within 6 % (5 standard deviations) of what is expected."""
-    mechanism = uls(
-        cohort_size=8, group_size=2, clip_norm=0.5, clipping=clipping, noise_multiplier=1.5
-    )
-    noise, zeros = mechanism.noise_transform(), jnp.zeros(4000)
+    mechanism = uls(cohort_size=8, group_size=2, clip_norm=0.5, clipping=clipping)
+    made = noised(mechanism, 1.5)
+    noise, zeros = made.noise_transform(), jnp.zeros(4000)
     state = noise.init(zeros)
     words = RootKey.from_seed(3).numpy("noise").integers(0, 2**32, 8, dtype=np.uint32)
     got, _ = noise.update(zeros, state, noise_key=jnp.asarray(words))
-    balance = balance_of_steps(mechanism, 9, 4000)
+    balance = balance_of_steps(made, 4000)
     assert float(jnp.linalg.norm(got)) == pytest.approx(balance.noise, rel=0.06)
     assert balance.signal == mechanism.rule.sensitivity
     assert balance.ratio == pytest.approx(balance.noise / balance.signal / 3)
@@ -47,9 +47,9 @@ def test_the_noise_of_a_step_is_as_large_as_it_is_said_to_be(clipping):
 
 
 def test_noise_that_is_taken_back_is_not_judged():
-    taken_back = blt(cohort_size=8, group_size=2, noise_multiplier=1.5)
-    assert balance_of_steps(taken_back, 9, 4000) is None
-    assert balance_of_steps(els(batch_size=8, group_size=2, noise_multiplier=1.0), 9, 10)
+    taken_back = blt(cohort_size=8, group_size=2)
+    assert balance_of_steps(noised(taken_back, 1.5), 4000) is None
+    assert balance_of_steps(noised(els(batch_size=8, group_size=2), 1.0), 10)
 
 
 @pytest.mark.parametrize("kind", MECHANISMS)

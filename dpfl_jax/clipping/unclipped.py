@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping import ClippedGradResult, Trainable, join, split
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
+
+PyTree = Any
+LossFn = Callable[..., jax.Array]
 
 
 def unclipped_sum(loss_fn: LossFn, trainable: Trainable = None) -> Callable[..., ClippedGradResult]:

@@ -13,7 +13,7 @@ from silo_configs import SILOS
 from dpfl_jax.accounting import Account, Ledger, events
 from dpfl_jax.cli.main import main
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.prepared import Charge, _Bill
+from dpfl_jax.run.pipeline import Charge, _Bill
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("sklearn")
@@ -77,7 +77,7 @@ def test_what_is_to_be_known_of_an_account_is_printed(tmp_path):
             config=types.SimpleNamespace(privacy=types.SimpleNamespace(**privacy)),
             charge=lambda: Charge(event, 1e-6, "column patient"),
         )
-        _Bill(prepared, types.SimpleNamespace(run_id=run), Console(file=said))("draws")
+        _Bill(prepared, types.SimpleNamespace(run_id=run), Console(file=said)).pay("draws")
     lines = said.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == [
         "a",
@@ -101,7 +101,7 @@ def test_no_delta_or_epsilon_is_printed_below_what_it_is(tmp_path):
         config=types.SimpleNamespace(privacy=types.SimpleNamespace(**privacy)),
         charge=lambda: Charge(event, 1.0004e-6, "column patient"),
     )
-    _Bill(prepared, types.SimpleNamespace(run_id="a"), Console(file=said))("draws")
+    _Bill(prepared, types.SimpleNamespace(run_id="a"), Console(file=said)).pay("draws")
     assert "(delta 1.01e-06)" in said.getvalue()
     assert ", 0.0001234 left" in said.getvalue()  # down: 0.0001235 are not
     ledger = Ledger(tmp_path / "spent")

@@ -1,14 +1,17 @@
-"""What a run is shown beside: the same run without privacy."""
+"""The baseline of a run: the same without privacy, trained after it and shown beside it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.run.driver import RunResult
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.algorithm import Algorithm
+from dpfl_jax.run.driver import Evaluate, LoopConfig, drive
 
 WITHOUT_PRIVACY = "the same without privacy, for comparison only"
 BASELINE_CAVEAT = (
@@ -20,19 +23,29 @@ BASELINE_CAVEAT = (
 Evaluations = list[dict[str, Any]]
 
 
-def without_privacy(train: Callable[[], RunResult], console: Console) -> Evaluations | None:
+def train_baseline(
+    algorithm: Callable[[], Algorithm],
+    key: RootKey,
+    evaluate: Evaluate,
+    loop: LoopConfig,
+    console: Console,
+) -> Evaluations | None:
     """Trains for comparison, and keeps no model.
 
     Args:
-      train: the run without privacy, which evaluates as the private one does.
+      algorithm: makes the one without privacy.
+      key: of its draws alone.
+      evaluate: as of the private run.
+      loop: likewise; it chooses no checkpoint, and is not profiled.
       console: for people.
 
     Returns:
       Evaluations, each with its ``step``, the first and the last included; None if it did not end.
     """
     console.print("the same without privacy, for comparison", highlight=False)
+    loop = dataclasses.replace(loop, keep_best=False, patience=None, profile=0)
     try:
-        result = train()
+        result = drive(algorithm(), key=key, evaluate=evaluate, loop=loop, console=console)
     except BadInputError as error:  # the private run is finished, and must be reported
         console.print(f"warning: there is no comparison: {error}")
         return None
@@ -41,12 +54,12 @@ def without_privacy(train: Callable[[], RunResult], console: Console) -> Evaluat
     return [{"step": row["step"], **row["eval"]} for row in result.metrics if "eval" in row]
 
 
-def show_beside(
+def compare_to_baseline(
     report: dict[str, Any],
     found: Evaluations | None,
-    shown: Callable[[dict[str, Any]], Mapping[str, Any]] = dict,
+    describe: Callable[[dict[str, Any]], Mapping[str, Any]],
 ) -> None:
-    """Adds to a report what ``without_privacy`` found; ``shown`` adds to its last evaluation."""
+    """Adds to a report what ``train_baseline`` found; ``describe`` adds to its last evaluation."""
     if found is not None:
         report["outside_guarantee"]["without_privacy"] = found
-        report.setdefault("baselines", {})[WITHOUT_PRIVACY] = shown(found[-1])
+        report.setdefault("baselines", {})[WITHOUT_PRIVACY] = describe(found[-1])

@@ -37,9 +37,10 @@ from dpfl_jax.accounting.leaves import AllocatedLeaf, flatten
 from dpfl_jax.accounting.renyi import renyi_divergences
 from dpfl_jax.accounting.statement import Statement, whole_number
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.mechanism import COMMON_ASSUMPTIONS, Mechanism
-from dpfl_jax.mechanisms.participation import Population, require_positive
-from dpfl_jax.mechanisms.presets import is_earlier, parse_known
+from dpfl_jax.mechanisms.calibrated import COMMON_ASSUMPTIONS, Calibrated
+from dpfl_jax.mechanisms.candidates import RENYI_KINDS
+from dpfl_jax.mechanisms.central_statement import is_earlier, parse_calibrated
+from dpfl_jax.mechanisms.participation import require_positive
 from dpfl_jax.noise.exact import draw_integer
 from dpfl_jax.noise.table import STDDEV
 from dpfl_jax.randomness import RootKey
@@ -126,42 +127,25 @@ class RunCount:
         raise AssertionError
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """What a run of a cell does to those who are trained on.
+def _event_at(cell: Calibrated, sigma: float) -> Any:
+    return dataclasses.replace(cell, noise_multiplier=sigma).event()
 
-    Attributes:
-      mechanism: with its noise.
-      population: the public numbers of the data.
-      steps: of the run.
-    """
 
-    mechanism: Mechanism
-    population: Population
-    steps: int
-
-    def event(self, noise_multiplier: float | None = None) -> Any:
-        """Of the run; with another noise, if one is given."""
-        chosen = self.mechanism
-        if noise_multiplier is not None:
-            chosen = dataclasses.replace(chosen, noise_multiplier=noise_multiplier)
-        return chosen.event(self.population, self.steps)
-
-    def check(self) -> None:
-        """Raises BadInputError unless Renyi divergences of its event are known."""
-        try:
-            event = self.event(1.0)
-            leaves = flatten(event, accounting.ADD_OR_REMOVE).leaves
-            known = not any(isinstance(leaf, AllocatedLeaf) for leaf, _ in leaves)
-            known = known and bool(np.isfinite(renyi_divergences(event, np.array([2.0]))).all())
-        except BadInputError:
-            known = False
-        if not known:
-            raise BadInputError(
-                f"of mechanism.kind={self.mechanism.kind} no Renyi divergences are known that its "
-                "sampling helps, and the best of several runs is accounted by these: use "
-                "mechanism.kind=uls, els or bandmf"
-            )
+def _check_cell(cell: Calibrated) -> None:
+    """Raises BadInputError unless Renyi divergences of its event are known."""
+    try:
+        event = cell.event()
+        leaves = flatten(event, accounting.ADD_OR_REMOVE).leaves
+        known = not any(isinstance(leaf, AllocatedLeaf) for leaf, _ in leaves)
+        known = known and bool(np.isfinite(renyi_divergences(event, np.array([2.0]))).all())
+    except BadInputError:
+        known = False
+    if not known:
+        raise BadInputError(
+            f"of mechanism.kind={cell.mechanism.kind} no Renyi divergences are known that its "
+            "sampling helps, and the best of several runs is accounted by these: use "
+            f"mechanism.kind={RENYI_KINDS}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +161,7 @@ class Selection:
       score_noise: sigma, of a score's sum over half the bound.
     """
 
-    cells: tuple[Trained, ...]
+    cells: tuple[Calibrated, ...]
     runs: RunCount
     bound: float
     held_out: int
@@ -198,7 +182,7 @@ class Selection:
     @classmethod
     def calibrated(
         cls,
-        cells: Sequence[Trained],
+        cells: Sequence[Calibrated],
         runs: RunCount,
         bound: float,
         held_out: int,
@@ -239,15 +223,15 @@ class Selection:
             return high
 
         for cell in cells:
-            cell.check()
+            cell = dataclasses.replace(cell, noise_multiplier=1.0, delta=delta)
+            _check_cell(cell)
             whole = functools.partial(made._with_cell, cell)
-            made = whole(least(cell.event, whole))
+            made = whole(least(functools.partial(_event_at, cell), whole))
         score = least(dp_accounting.GaussianDpEvent, made._with_score)
         return made._with_score(score)
 
-    def _with_cell(self, cell: Trained, sigma: float) -> Selection:
-        mechanism = dataclasses.replace(cell.mechanism, noise_multiplier=sigma)
-        more = dataclasses.replace(cell, mechanism=mechanism)
+    def _with_cell(self, cell: Calibrated, sigma: float) -> Selection:
+        more = dataclasses.replace(cell, noise_multiplier=sigma)
         return dataclasses.replace(self, cells=(*self.cells, more))
 
     def _with_score(self, sigma: float) -> Selection:
@@ -255,8 +239,8 @@ class Selection:
 
     # ---- what runs -------------------------------------------------------------------------
 
-    def noised(self, run: Trained) -> Mechanism:
-        """A cell's mechanism with the noise that was chosen for it.
+    def noised(self, run: Calibrated) -> Calibrated:
+        """A cell's run with the noise that was chosen for it.
 
         Cells of one mechanism may differ in what is sampled from: another tokenizer makes another
         number of examples of the same texts.
@@ -264,14 +248,11 @@ class Selection:
         Raises:
           BadInputError: there is no such cell.
         """
-
-        def bare(one: Trained) -> Trained:
-            quiet = dataclasses.replace(one.mechanism, noise_multiplier=None)
-            return dataclasses.replace(one, mechanism=quiet)
-
         for cell in self.cells:
-            if bare(cell) == bare(run):
-                return cell.mechanism
+            if cell == dataclasses.replace(
+                run, noise_multiplier=cell.noise_multiplier, delta=cell.delta
+            ):
+                return cell
         raise BadInputError(
             "a cell of the sweep is none of those that its noise was chosen for: its data, "
             "mechanism or steps changed; start another sweep"
@@ -337,9 +318,7 @@ class Selection:
         """What the whole sweep guarantees everybody, trained on or held out."""
         own, own_caveats = self._of_cells
         law = "logarithmic" if self.runs.shape == 0 else f"of shape {self.runs.shape:g}"
-        told = [
-            f"{c.mechanism.sampling_description(c.population)}, {c.steps} steps" for c in self.cells
-        ]
+        told = [cell.sampling_description() for cell in self.cells]
         exact = all(cell.mechanism.noise.arithmetic == "exact" for cell in self.cells)
         steps = max(cell.steps for cell in self.cells)
         noise = accounting.noise_assumptions(
@@ -354,7 +333,7 @@ class Selection:
             trust="central",
             epsilon=self.epsilon,
             delta=self.delta,
-            noise_multiplier=min(c.mechanism.sigma for c in self.cells),
+            noise_multiplier=min(cell.noise_multiplier for cell in self.cells),
             accountant="Renyi divergences of a run, best of a random number of runs (Papernot and "
             "Steinke 2022, Theorem 2)",
             sampling=f"a random number of runs ({law}, mean {self.runs.mean:g}), each of a cell of "
@@ -375,7 +354,7 @@ class Selection:
         assumed: list[str] = []
         caveats: list[str] = []
         for cell in self.cells:
-            made = cell.mechanism.guarantee(cell.population, cell.steps, self.delta)
+            made = cell.guarantee()
             if (made.unit, made.adjacency, made.trust) != (
                 "user",
                 "add-or-remove one user",
@@ -383,7 +362,7 @@ class Selection:
             ):
                 raise BadInputError(
                     f"mechanism.kind={cell.mechanism.kind} protects otherwise than a private sweep "
-                    f"does ({made.adjacency}): use mechanism.kind=uls, els or bandmf"
+                    f"does ({made.adjacency}): use mechanism.kind={RENYI_KINDS}"
                 )
             noise = accounting.noise_assumptions(
                 cell.mechanism.noise.arithmetic, made.epsilon, made.delta, cell.steps
@@ -397,7 +376,7 @@ class Selection:
         return {
             "cells": [
                 {
-                    "mechanism": cell.mechanism.to_section(),
+                    "mechanism": cell.to_section(),
                     "population": cell.population.to_json(),
                     "steps": cell.steps,
                 }
@@ -420,12 +399,11 @@ class Selection:
         """
         cells = []
         for cell in values["cells"]:
-            population = Population(**cell["population"])
-            if population.shared:
+            made = parse_calibrated(cell, values["delta"])
+            if made.population.shared:
                 raise BadInputError("records with several owners have no private sweep")
-            mechanism = parse_known(cell["mechanism"])
-            mechanism.check_population(population)
-            cells.append(Trained(mechanism, population, whole_number(cell, "steps", 1)))
+            whole_number(cell, "steps", 1)
+            cells.append(made)
         return cls(
             tuple(cells),
             RunCount(values["expected_runs"], values["shape"]),

@@ -1,0 +1,486 @@
+"""From a configuration to a run and its report: load, plan, check, run, report.
+
+The code is the same for every kind of run. What differs from kind to kind is a ``Run``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import importlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.guarantee import rounded_up
+from dpfl_jax.accounting.statement import Statement
+from dpfl_jax.config import (
+    FederatedConfig,
+    IsrlConfig,
+    RunConfig,
+    config_fingerprint,
+    config_to_dict,
+)
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import processes
+from dpfl_jax.run.algorithm import Algorithm
+from dpfl_jax.run.balance import Balance, Knobs, advice
+from dpfl_jax.run.baseline import BASELINE_CAVEAT, compare_to_baseline, train_baseline
+from dpfl_jax.run.directory import FINISHED, RunDirectory
+from dpfl_jax.run.driver import Evaluate, LoopConfig, RunResult, drive
+from dpfl_jax.run.public_inputs import about
+from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report, write_report
+from dpfl_jax.run.sinks import sink_of
+from dpfl_jax.task import Task
+
+# The module that prepares each kind, by name: this one is below them all, and a command, which
+# starts in a second, needs one of them.
+_KINDS: dict[Any, str] = {
+    RunConfig: "dpfl_jax.training.central_run",
+    FederatedConfig: "dpfl_jax.federation.federated_run",
+    IsrlConfig: "dpfl_jax.federation.isrl.runs.isrl_run",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Charge:
+    """What a whole run does to one unit, for a ledger.
+
+    Attributes:
+      event: what it may spend at most.
+      delta: at which the account is kept.
+      unit_key: what makes a unit: costs of others do not add up with it. A record is a row,
+        whoever's it is.
+      unit: whose account it is.
+      adjacency: as in ``Guarantee``.
+    """
+
+    event: Any
+    delta: float
+    unit_key: str
+    unit: str = "user"
+    adjacency: str = "add-or-remove one user"
+
+    def account(self, name: str) -> accounting.Account:
+        """The account of this name in a ledger."""
+        return accounting.Account(name, self.unit, self.adjacency, self.unit_key)
+
+
+class Run(abc.ABC):
+    """A configuration whose data are read and whose noise is set, before anything is written.
+
+    Attributes:
+      config: the configuration.
+      task: what is learned.
+      evaluation_caveat: what a reader must know of the held-out figures.
+    """
+
+    config: Any
+    task: Task | None
+    evaluation_caveat: str
+
+    # ---- what runs -------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def steps(self) -> int:
+        """How many steps, or rounds, the run has."""
+
+    @property
+    @abc.abstractmethod
+    def private(self) -> bool:
+        """Whether the run has a guarantee."""
+
+    @property
+    def loop(self) -> LoopConfig:
+        """How often the run logs, evaluates and keeps."""
+        return LoopConfig.of(self.config)
+
+    @abc.abstractmethod
+    def algorithm(self, directory: RunDirectory, console: Console) -> Algorithm:
+        """What takes the steps of the run in ``directory``; all processes call it."""
+
+    @abc.abstractmethod
+    def without_privacy(self, algorithm: Algorithm) -> Algorithm:
+        """The baseline of ``algorithm``: the same without noise."""
+
+    @abc.abstractmethod
+    def evaluator(self) -> Evaluate | None:
+        """``params -> dict``, what is logged of held-out data; None if nothing is held out."""
+
+    def after_steps(self, algorithm: Algorithm, result: RunResult) -> dict[str, Any]:
+        """What all processes do together after the steps; returns more sections of the report."""
+        del algorithm, result
+        return {}
+
+    # ---- what a run resumes with -----------------------------------------------------------
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What a resumed run must find again (``data``), or resumes with (noise, delta)."""
+
+    @abc.abstractmethod
+    def resume_from(self, directory: RunDirectory) -> Run:
+        """The run with the noise that it began with, whatever calibration would say today.
+
+        Raises:
+          BadInputError: something is not what it was; the sentence names it.
+        """
+
+    def check_directory(self, path: str | os.PathLike[str]) -> None:
+        """Raises BadInputError where a run in ``path`` began with something else, and names it."""
+        del path
+
+    # ---- what it guarantees ----------------------------------------------------------------
+
+    @abc.abstractmethod
+    def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
+        """What the first ``steps`` steps guarantee."""
+
+    @abc.abstractmethod
+    def statement(self, steps: int, guarantee: Guarantee) -> Statement:
+        """What guarantee.json says of the first ``steps`` steps."""
+
+    @abc.abstractmethod
+    def charge(self) -> Charge:
+        """What a ledger is charged before the first step."""
+
+    @property
+    @abc.abstractmethod
+    def unit_key(self) -> str:
+        """What makes a unit: the column or key of the data."""
+
+    @property
+    @abc.abstractmethod
+    def public_inputs(self) -> tuple[str, ...]:
+        """All that enters the run and is taken as public (``public_inputs.public_inputs``).
+
+        Nothing, of a run without privacy.
+        """
+
+    @property
+    def account(self) -> str | None:
+        """The account of the ledger that is charged; None if there is none."""
+        privacy = self.config.privacy
+        return None if privacy.ledger is None else privacy.account
+
+    def about(self, guarantee: Guarantee) -> Guarantee:
+        """``guarantee`` with what it is about; of a run without privacy, as it is."""
+        return about(guarantee, self.unit_key, self.public_inputs, self.account)
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether a run without privacy is shown beside this one, which has some."""
+        return self.private and self.config.eval.baseline
+
+    def own_caveats(self) -> tuple[str, ...]:
+        """Caveats of this kind of run alone."""
+        return ()
+
+    def caveats(self) -> tuple[str, ...]:
+        """What a reader of the guarantee must know of the run before it has begun."""
+        if not self.private:
+            return (self.evaluation_caveat,)
+        config = self.config
+        return (
+            PRIVATE_METRICS_CAVEAT,
+            self.evaluation_caveat,
+            TUNING_CAVEAT,
+            *self.own_caveats(),
+            *config.data.caveats(),
+            *config.metrics.caveats(),
+            *([BASELINE_CAVEAT] if self.has_baseline else []),
+        )
+
+    # ---- noise and signal ------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def balance(self, config: Any = None) -> Balance | None:
+        """Noise beside signal, None where there is no such comparison.
+
+        Args:
+          config: instead of the run's own, on the same public numbers: its noise is calibrated.
+
+        Raises:
+          BadInputError: no noise meets the target.
+        """
+
+    @abc.abstractmethod
+    def knobs(self) -> Knobs:
+        """What may be changed where noise swamps signal."""
+
+    def advice(self) -> list[str]:
+        """Sentences to print before training: noise beside signal, and what would help."""
+        balance = self.balance() if self.private else None
+        return [] if balance is None else advice(balance, self.knobs(), self.balance)
+
+    # ---- words -----------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def headline(self) -> list[str]:
+        """What is run, in a few lines for people."""
+
+    def warnings(self) -> list[str]:
+        """What people should look at before training."""
+        return []
+
+    def describe(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """An evaluation as the report shows it."""
+        return evaluation
+
+    @property
+    @abc.abstractmethod
+    def mechanism_facts(self) -> dict[str, Any]:
+        """What a report says of the mechanism: plain JSON."""
+
+    @abc.abstractmethod
+    def price(self) -> dict[str, Any]:
+        """The part of a dry run's answer that this kind of run alone has."""
+
+    @abc.abstractmethod
+    def report(
+        self, directory: RunDirectory, result: RunResult, guarantee: Guarantee
+    ) -> dict[str, Any]:
+        """The sections of report.json that this kind of run alone has (``report.build_report``)."""
+
+
+def prepare(config: Any, console: Console) -> Run:
+    """Reads the data of a configuration and sets its noise.
+
+    Raises:
+      BadInputError: anything wrong with the configuration or the data.
+    """
+    return importlib.import_module(_KINDS[type(config)]).prepare(config, console)
+
+
+def run_experiment(
+    config: Any,
+    run_dir: str | os.PathLike[str],
+    console: Console,
+    prepared: Callable[[], Run] | None = None,
+    key: RootKey | None = None,
+) -> dict[str, Any]:
+    """Runs (or resumes) a configuration and returns its report.
+
+    Args:
+      config: the configuration.
+      run_dir: where the run lives.
+      console: for people.
+      prepared: reads the data and calibrates; default ``prepare``.
+      key: root key of a new run whose configuration has no seed; None: a secret one.
+
+    Raises:
+      BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
+    """
+    content = _content(config)
+    processes.check_same({"configuration": config_fingerprint(config)})
+    processes.on_primary(lambda: RunDirectory.check(run_dir, content))
+    openers = [sink_of(name) for name in config.metrics.sinks]
+
+    def ready() -> Run:
+        run = prepare(config, console) if prepared is None else prepared()
+        run.check_directory(run_dir)
+        return run
+
+    run = processes.on_all_hosts(ready)
+    key = key if config.seed is None else RootKey.from_seed(config.seed)
+    directory = open_directory(run_dir, content, key, run.facts())
+    sinks: tuple[Any, ...] = ()
+    try:
+        run = processes.on_all_hosts(lambda: run.resume_from(directory))
+        _introduce(run, directory, console)
+        if directory.writes:
+            everything = config.metrics.not_private
+            directory.listeners = sinks = tuple(o(directory.path, everything) for o in openers)
+        return _run(run, directory, console)
+    finally:
+        for sink in sinks:
+            sink.close()
+        directory.close()
+
+
+def dry_run(config: Any, console: Console) -> dict[str, Any]:
+    """Validates and prices a configuration: parameters, noise, epsilon. Trains nothing.
+
+    With a ``population`` section no data are read.
+    """
+    if getattr(config, "population", None) is None:
+        run = prepare(config, console)
+    else:
+        run = importlib.import_module(_KINDS[type(config)]).declared(config)
+    guarantee = run.about(run.guarantee(run.steps, run.caveats()))
+    for line in [*run.warnings(), *run.advice()]:
+        console.print(line, highlight=False)
+    balance = run.balance()
+    return {
+        "status": "dry-run",
+        "name": config.name,
+        **run.price(),
+        "noise_over_signal": None if balance is None else balance.to_json(),
+        "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
+        "delta": guarantee.delta,
+        "privacy": guarantee.to_json(),
+        "guarantee": str(guarantee),
+        "meaning": run.statement(run.steps, guarantee).in_words(),
+    }
+
+
+def open_directory(
+    run_dir: str | os.PathLike[str],
+    content: Mapping[str, Any],
+    key: RootKey | None,
+    facts: Mapping[str, Any],
+) -> RunDirectory:
+    """Process 0 opens (and locks) the directory of a run, the others read the same one.
+
+    Args:
+      run_dir: where the run lives.
+      content: what the run is, as plain JSON; kept as config.yaml.
+      key: root key of a new run; None: a secret one.
+      facts: as ``RunDirectory`` takes them.
+
+    Raises:
+      BadInputError: the directory holds something else, or a run with another key.
+    """
+    mine = processes.on_primary(lambda: RunDirectory(run_dir, content, key, facts))
+    introduction = processes.broadcast(None if mine is None else mine.introduction())
+    return processes.on_all_hosts(lambda: mine or RunDirectory.join(introduction, facts))
+
+
+def leave_report(
+    directory: RunDirectory,
+    name: str,
+    result: RunResult,
+    statement: Statement,
+    describe: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    baseline: list[dict[str, Any]] | None = None,
+    **sections: Any,
+) -> dict[str, Any]:
+    """Writes all that a run leaves for people, and returns the content of report.json.
+
+    Args:
+      directory: of the run.
+      name: of the run.
+      result: of the driver.
+      statement: of the steps that are accounted.
+      describe: adds to an evaluation.
+      baseline: evaluations of the run without privacy.
+      **sections: of ``report.build_report``.
+    """
+    report = build_report(name, result, statement.privacy, **sections)
+    report["run_dir"] = str(directory.path)
+    report["data"]["keyed_digest"] = directory.facts["data"]
+    report["eval"] = {name: describe(value) for name, value in report["eval"].items()}
+    compare_to_baseline(report, baseline, describe)
+    if result.audit is not None:
+        report["audit"] = result.audit.write(directory.path, statement)
+    write_report(directory.path, report, statement, result.metrics)
+    return report
+
+
+def _content(config: Any) -> dict[str, Any]:
+    """What the run directory keeps of a configuration."""
+    ledger = config.privacy.ledger
+    if ledger is not None and not os.path.isabs(ledger):  # load_config makes it absolute
+        raise BadInputError(
+            f"privacy.ledger is the relative path {ledger!r}, but this configuration was read "
+            "from no file that it could be relative to: give the full path"
+        )
+    content = config_to_dict(config)
+    content.pop("processes")  # where a run computes is no part of it
+    return content
+
+
+def _introduce(run: Run, directory: RunDirectory, console: Console) -> None:
+    """Says what is run, and what is assumed."""
+    verb = "resuming" if directory.resumed else "starting"
+    console.print(f"{verb} {run.config.name} in {directory.path}")
+    for line in [*run.headline(), *run.warnings(), *run.advice()]:
+        console.print(line)
+    if inputs := run.public_inputs:
+        listed = "; ".join(inputs)
+        console.print(f"assumed to be public, and not protected: {listed}", markup=False)
+
+
+def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, Any]:
+    """Takes the steps, and reports them."""
+    bill, loop, evaluate = _Bill(run, directory, console), run.loop, run.evaluator()
+    algorithm = run.algorithm(directory, console)
+    result = drive(
+        algorithm,
+        run_dir=directory,
+        evaluate=evaluate,
+        loop=loop,
+        charge=bill.pay,
+        console=console,
+    )
+    more = run.after_steps(algorithm, result)
+    baseline = None
+    if run.has_baseline and evaluate is not None and result.last is not None:
+        key = directory.root_key.child("baseline")
+        baseline = train_baseline(
+            lambda: run.without_privacy(algorithm), key, evaluate, loop, console
+        )
+    if not directory.writes:
+        status = FINISHED if result.interrupted is None else "interrupted"
+        return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
+    caveats = (*run.caveats(), *result.caveats)
+    guarantee = run.about(run.guarantee(result.accounted, caveats))
+    sections = run.report(directory, result, guarantee)
+    if result.interrupted is None:
+        bill.commit()
+    return leave_report(
+        directory,
+        run.config.name,
+        result,
+        run.statement(result.accounted, guarantee),
+        run.describe,
+        baseline,
+        task=None if run.task is None else dataclasses.asdict(run.task),
+        mechanism=run.mechanism_facts,
+        **sections,
+        **more,
+    )
+
+
+class _Bill:
+    """Charges the whole run to the ledger before its first step, if the config names one."""
+
+    def __init__(self, run: Run, directory: RunDirectory, console: Console) -> None:
+        self._run, self._run_id, self._console = run, directory.run_id, console
+        path = run.config.privacy.ledger
+        self._ledger = None if path is None else accounting.Ledger(path)
+        self._paid = ""
+
+    def pay(self, draws: str) -> None:
+        """Charges the run under its own name and that of its draws."""
+        if self._ledger is None:
+            return
+        privacy, charge = self._run.config.privacy, self._run.charge()
+        account = charge.account(privacy.account)
+        self._paid = f"{self._run_id}:{draws}"
+        found = self._ledger.reserve(
+            account, self._paid, charge.event, charge.delta, privacy.budget
+        )
+        # What is left is rounded down.
+        left = "" if found.left is None else f", {-float(rounded_up(-found.left, 4)):.4g} left"
+        before, after = rounded_up(found.before, 4), rounded_up(found.after, 4)
+        delta = rounded_up(charge.delta, 3)
+        lines = [f"a new ledger was made at {self._ledger.path}"] * found.new_ledger
+        lines.append(
+            f"ledger {self._ledger.path}, account {privacy.account}: epsilon "
+            f"{before} spent before this run, {after} with it{left} (delta {delta})"
+        )
+        lines += found.notes
+        self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+    def commit(self) -> None:
+        """The run is finished."""
+        if self._ledger is not None and self._paid:
+            self._ledger.commit(self._paid)
