@@ -22,7 +22,7 @@ from benchmarks.pods import MODELS
 from dpfl_jax.clipping import PerLayer, clipped_grad, join, split
 from dpfl_jax.clipping.jaxprs import count_flops, jaxpr_flops
 from dpfl_jax.models import LanguageModel, transformer_config
-from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.models.params import is_adapter
 from dpfl_jax.noise import Noise
 from dpfl_jax.planning.bill import PEAK
 

@@ -70,14 +70,14 @@ CASES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    from dpfl_jax.cli.main import add_json_flag
+    from dpfl_jax.cli.options import Options, add_options
 
     parser.add_argument("--no-baseline", action="store_true", help="skip dp-accounting's search")
     parser.add_argument("--group-table", action="store_true", help="noise against group privacy")
     parser.add_argument("--planner", action="store_true", help="what planning takes, instead")
     parser.add_argument("--repeats", type=int, default=3, help="of ours; the median is printed")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases to run, from 0")
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

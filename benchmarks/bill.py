@@ -33,9 +33,9 @@ RUNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    from dpfl_jax.cli.main import add_json_flag
+    from dpfl_jax.cli.options import Options, add_options
 
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
     from rich.table import Table
 
-    from dpfl_jax.cli._predict import gradient_cost
     from dpfl_jax.config import load_config
     from dpfl_jax.mesh import make_mesh
     from dpfl_jax.planning.bill import expected_rows
     from dpfl_jax.planning.clock import this_machine, time_steps
     from dpfl_jax.training.central_run import read_data
+    from dpfl_jax.training.slices import gradient_cost
     from dpfl_jax.training.start import starting_params
 
     console, quiet = Console(stderr=args.json), Console(quiet=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks._clipping_models import MODELS, workload
 from dpfl_jax.accounting import NoiseLaw
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.options import Options, add_options
 from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.clipping.jaxprs import count_flops
 from dpfl_jax.errors import BadInputError
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the private variants, only those with one of these (comma between) in their name",
     )
     parser.add_argument("--seed", type=int, default=0)
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.options import Options, add_options
 from dpfl_jax.errors import BadInputError
 
 HELP = "sampling, reading and batching from a large store"
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--host-only", action="store_true", help="leave JAX out: NumPy batches")
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def heavy_tailed_counts(users: int, examples: int, seed: int = 0) -> np.ndarray:

@@ -48,7 +48,7 @@ _SILENT = ", no noise"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    from dpfl_jax.cli.main import add_json_flag
+    from dpfl_jax.cli.options import Options, add_options
 
     parser.add_argument("--silos", type=int, default=1000)
     parser.add_argument("--local-steps", type=int, default=10)
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--convex", action="store_true", help="ISRL-DP logistic regression instead")
     parser.add_argument("--dim", type=int, default=50, help="features, with --convex")
     parser.add_argument("--trials", type=int, default=10, help="vmapped trials, with --convex")
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

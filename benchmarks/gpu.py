@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks._gpu_cells import SIZES, Measuring, cells
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.options import Options, add_options
 from dpfl_jax.errors import BadInputError
 
 HELP = "language models on one GPU: step time, tokens/s, MFU and memory, beside others"
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="models of some thousand parameters")
     parser.add_argument("--lower", action="store_true", help="lower for CUDA, and run nothing")
     parser.add_argument("--out", type=pathlib.Path, help="write rows here as JSON lines, too")
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

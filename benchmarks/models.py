@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks._clipping_models import workload
 from benchmarks._third_party import MODELS, TRAINED
 from benchmarks.clipping import machine, non_private, prepare
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.options import Options, add_options
 from dpfl_jax.clipping import clipped_grad, join, split
 from dpfl_jax.errors import BadInputError
 
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", help=f"of {', '.join([*MODELS, *OWN])} (comma between)")
     parser.add_argument("--batch", type=int, default=32, help="examples a step (default 32)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each variant (default 9)")
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from benchmarks.clipping import machine
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.options import Options, add_options
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore, Schema, Store, from_texts, load_tokenizer
 from dpfl_jax.data.rows import guess_format, read_rows
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--places-only", action="store_true", help="count, and compute nothing")
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.options import Options, add_options
 from dpfl_jax.errors import BadInputError
 
 HELP = "fine-tuning jobs compiled for TPU slices: what fits, what it costs"
@@ -163,7 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=float, default=3600.0, help="seconds for one row; 0 compiles nothing"
     )
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     os.environ["JAX_PLATFORMS"] = "cpu"  # beside libtpu, JAX would look for chips here
     from rich.console import Console
 
-    from dpfl_jax.cli._slices import kind_of
+    from dpfl_jax.training.slices import kind_of
 
     unknown = [name for name in args.models if name not in MODELS]
     if unknown:
@@ -264,7 +264,7 @@ def parts_needed(parameters: int, trains: str, memory: int, devices: int) -> int
 
 def _parts(job: Job, fsdp: int | None) -> int:
     """Into how many its parameters are split: ``fsdp``, or as needed."""
-    from dpfl_jax.cli._slices import HBM, kind_of
+    from dpfl_jax.training.slices import HBM, kind_of
 
     if fsdp:
         return fsdp

@@ -31,7 +31,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    from dpfl_jax.cli.main import add_json_flag
+    from dpfl_jax.cli.options import Options, add_options
 
     parser.add_argument("--config", default=None, help="default: configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of its keys")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=pathlib.Path, help="predicted over measured loss")
     parser.add_argument("--steps", type=int, default=48, help="of the longest runs")
     parser.add_argument("--budget", type=int, default=128, help="gradients a step of the largest")
-    add_json_flag(parser)
+    add_options(parser, Options)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

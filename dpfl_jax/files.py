@@ -1,4 +1,4 @@
-"""Files that somebody else may have sent: where they lie, and how much of them is read."""
+"""Files that somebody sent, read with care; and names on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import csv
 import io
 import os
 import pathlib
+import re
 import stat
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dpfl_jax.errors import BadInputError
 
-_MOST_BYTES = 2**26  # of a file that is read whole: reports of the largest federations are below
-_FORMULA = ("=", "+", "-", "@", "'", "\t", "\r")  # and the sign that says that it is none
+_MOST_BYTES = 2**26  # more than the reports of the largest federations
+_FORMULA = ("=", "+", "-", "@", "'", "\t", "\r")  # and the quotation mark that csv_text adds
 
 
 def within(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """``folder / name``, once it is sure that it is nothing outside of the folder.
+    """``folder / name``, unless it leads out of the folder.
 
     Links may lead to what the folder holds and, in the Hugging Face cache, to its repository.
 
     Raises:
-      BadInputError: it lies elsewhere, or is a link to elsewhere: in a folder that somebody sent,
-        that would be another of our files.
+      BadInputError: it leads elsewhere: in a folder that somebody sent, to any file of ours.
     """
     path = folder / name
     try:
@@ -41,14 +41,14 @@ def within(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def check_links(folder: pathlib.Path) -> None:
-    """Raises BadInputError if an entry of a folder that is written into is a link out of it."""
+    """Raises BadInputError if an entry of a folder that is written to is a link out of it."""
     for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.is_symlink():
             within(folder, entry.name)
 
 
 def read_text(path: pathlib.Path) -> str:
-    """The text of a regular file of bounded size: devices and pipes never end.
+    """The text of a regular file of bounded size (devices and pipes never end).
 
     Raises:
       OSError: it cannot be read.
@@ -64,7 +64,7 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def csv_text(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as CSV, in whose texts no spreadsheet sees a formula: ``unquoted`` brings them back."""
+    """Rows as CSV in which no spreadsheet sees a formula; ``unquoted`` restores a cell."""
     text = io.StringIO()
     csv.writer(text).writerows(
         [f"'{v}" if isinstance(v, str) and v.startswith(_FORMULA) else v for v in row]
@@ -74,5 +74,69 @@ def csv_text(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def unquoted(cell: str) -> str:
-    """What a cell of ``csv_text`` was."""
+    """Restores a cell of ``csv_text``."""
     return cell[1:] if cell.startswith("'") and cell[1:].startswith(_FORMULA) else cell
+
+
+def save_figure(figure: Any, path: pathlib.Path, dpi: int = 150) -> None:
+    """Writes a figure of Matplotlib.
+
+    Raises:
+      BadInputError: it cannot be written there.
+    """
+    try:
+        figure.savefig(path, dpi=dpi)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"the plot cannot be written to {path}: {error}") from error
+
+
+# ---- names of the Hugging Face hub ---------------------------------------------------------------
+
+
+_PREFIX = "hf:"
+_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.*))?")
+# What ends so is a missing file, not a name.
+_FILES = {".arrow", ".csv", ".gz", ".json", ".jsonl", ".model", ".parquet", ".tsv", ".txt"}
+
+
+def local_path(path: str | os.PathLike[str], kind: Literal["model", "dataset"]) -> str:
+    """The local path of a file, or of a name on the hub; nothing is downloaded.
+
+    Args:
+      path: a path, returned as it is; or ``hf:org/name``, the newest snapshot in the cache, or
+        ``hf:org/name/part``, a part of it. A mistyped path is never taken for a name.
+      kind: of the repository.
+
+    Raises:
+      BadInputError: the cache does not hold it; the sentence has the command that downloads it.
+    """
+    text = os.fspath(path)
+    on_hub = text.startswith(_PREFIX)
+    match = _NAME.fullmatch(text.removeprefix(_PREFIX))
+    if on_hub and (match is None or ".." in (match[2] or "").split("/")):
+        raise BadInputError(f"{text!r} is no name of the Hugging Face hub: write hf:org/name")
+    if not on_hub:
+        is_name = match is not None and not match[2] and os.path.splitext(text)[1] not in _FILES
+        if is_name and not text.startswith(".") and not os.path.lexists(text):
+            raise BadInputError(
+                f"there is no file or folder {text}: if it is a name of the Hugging Face hub, "
+                f"write hf:{text}"
+            )
+        return text
+    assert match is not None
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(match[1], repo_type=kind, local_files_only=True)
+    except ImportError as error:
+        raise BadInputError(
+            f"{text} is a name of the Hugging Face hub: pip install huggingface_hub, which knows "
+            "where its cache is"
+        ) from error
+    except (OSError, ValueError) as error:
+        of = "" if kind == "model" else " --repo-type dataset"
+        raise BadInputError(
+            f"{text}: the local Hugging Face cache does not hold it, and nothing is "
+            f"downloaded here: `hf download {match[1]}{of}` does that"
+        ) from error
+    return os.path.join(folder, match[2]) if match[2] else folder

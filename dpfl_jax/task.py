@@ -1,4 +1,4 @@
-"""What is learned from a data set's examples; public, and all that a model must know of it."""
+"""What is learned from a data set: public, and all that a model must know of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-# What makes a unit where no column names users: guarantees are then said to be "for each row".
+# The unit key where no column names users: guarantees are then "for each row".
 EACH_ROW = "row, which counts as a user"
-# Names of models (dpfl_jax.models.by_name), here so that a configuration is read without JAX.
+# Models of ``dpfl_jax.models.by_name``; here, so that configurations are read without JAX.
 ModelKind = Literal["transformer", "lstm", "cnn", "small_cnn", "mlp", "logistic", "linear"]
 
 
@@ -17,19 +17,19 @@ class Table:
     """Which columns of a table are learned from, and how their cells become numbers.
 
     All of it is public: the header of the files, and what was declared without looking at rows. An
-    export holds it, so that new rows are read as those of training were.
+    exported model holds it, so that new rows are read like those of training.
 
     Attributes:
       inputs: columns that ``x`` is made of, in this order.
       target: column of ``label``.
       scale: by column, (middle, half width).
-      categories: by column, its words: an input has a number for each of them, 1 for the word that
-        is there; of the target they are the classes.
+      categories: by column, its words: an input has a number for each, 1 for the word in the cell;
+        of the target they are the classes.
       missing: columns whose cells may be empty: that counts as the middle of the scale, or as none
         of the words.
       dates: by column, how dates that are text are written (``strptime``). All dates become years
         since 2000.
-      decimal: point or comma, before the decimals of numbers that are text.
+      decimal: point or comma, the decimal separator of numbers that are text.
     """
 
     inputs: tuple[str, ...]
@@ -50,7 +50,7 @@ class Table:
         )
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Table:
+    def from_json(cls, plain: Mapping[str, Any]) -> Table:
         """From plain JSON, as ``dataclasses.asdict`` makes it."""
         lists = {name: tuple(plain[name]) for name in ("inputs", "missing")}
         pairs = {
@@ -65,15 +65,15 @@ class Task:
     """The kind of examples.
 
     Attributes:
-      kind: ``"tokens"``: each next one, of ``{"tokens", "mask"}``. ``"classes"``: ``label``, an int
-        below ``classes``, from ``x``. ``"regression"``: ``label``, a number, from ``x``.
+      kind: ``"tokens"``: the next token, from ``{"tokens", "mask"}``. ``"classes"``: ``label``, an
+        int below ``classes``, from ``x``. ``"regression"``: ``label``, a number, from ``x``.
         ``"preferences"``: which of two sequences, ``{"tokens", "mask"}`` [2, length], is the first.
       input_shape: of one ``x``, or of one example's tokens.
       classes: number of classes; 0 if there are none.
       vocab_size: token ids (in ``tokens``, or in ``x``) are below it; 0 if x holds numbers.
       bos_id: the id that a model prepends to a sequence of tokens; None: none.
       scaled: numbers are of order 1, by constants that were known without these data.
-      table: what ``x`` and ``label`` were read from; None of other data.
+      table: what ``x`` and ``label`` were read from; None for other data.
     """
 
     kind: Literal["tokens", "classes", "regression", "preferences"]
@@ -85,23 +85,22 @@ class Task:
     table: Table | None = None
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Task:
+    def from_json(cls, plain: Mapping[str, Any]) -> Task:
         """From plain JSON, as ``dataclasses.asdict`` makes it."""
-        table = None if plain.get("table") is None else Table.of(plain["table"])
+        table = None if plain.get("table") is None else Table.from_json(plain["table"])
         return cls(**{**plain, "input_shape": tuple(plain["input_shape"]), "table": table})
 
 
 def takes_segments(loss_fn: Any) -> Any:
-    """Marks a loss that computes the *sum* of several examples' losses, packed in one row.
+    """Marks a loss that computes the *sum* of the losses of several examples packed in one row.
 
-    Such a row has ``segments``, int [length]: which example each token belongs to, 0 for none. It
-    has no key: what the loss draws at random, if anything, must not matter. What wraps the loss is
-    another one, and is not marked by it.
+    Such a row has ``segments``, int [length]: the example of each token, 0 for none. The loss gets
+    no key for random numbers. A function that wraps the loss is another one, and is not marked.
     """
     loss_fn.takes_segments = loss_fn
     return loss_fn
 
 
-def is_marked(loss_fn: Any) -> bool:
+def handles_segments(loss_fn: Any) -> bool:
     """Whether ``takes_segments`` marked this very loss."""
     return getattr(loss_fn, "takes_segments", None) is getattr(loss_fn, "__func__", loss_fn)

@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "dpfl_jax"
 # From the ground up: whoever is in a line imports from lines above it alone.
 FLOORS = (
     ("errors", "task"),
-    ("hub", "files"),
+    ("files",),
     ("randomness", "clipping", "models"),
     ("sampling", "mesh"),
     ("accounting",),

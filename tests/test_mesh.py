@@ -10,7 +10,6 @@ from fitting import fit_given as fit
 from jax.sharding import NamedSharding, PartitionSpec
 from neighbours import removed
 
-from dpfl_jax.cli._hlo import collectives
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, uls
@@ -27,6 +26,7 @@ from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import init_state
+from dpfl_jax.training.collectives import collectives
 from dpfl_jax.training.step import make_train_step
 from tests.noised import noised
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 import shlex
 from typing import Any
 
-from dpfl_jax.cli._outputs import save_figure, write_config
-from dpfl_jax.config import FederatedConfig, load_config
+from dpfl_jax.config.load import load_config, write_config
 from dpfl_jax.errors import BadInputError
 
 _CENTRAL = (
@@ -25,8 +23,9 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
     """
     from dpfl_jax.federation.choice import by_reach, choices, other_steps
     from dpfl_jax.federation.federated_run import prepare
+    from dpfl_jax.planning.figures import draw_caps
 
-    if not isinstance(config, FederatedConfig):
+    if config.variant == "isrl":
         raise BadInputError(
             "an ISRL configuration has one mechanism: `dpfl train CONFIG --dry-run` says how noise "
             "and signal compare, and which key would help"
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
     }
     _print(console, result, prepared)
     if args.png is not None:
-        _draw(found, args.png)
+        draw_caps(found, args.png)
         console.print(f"drawn: {args.png}")
     if args.out is not None:
         # With the target as it was asked for: a delta that follows from the data is left to them.
@@ -120,24 +119,3 @@ def _print(console: Any, result: dict[str, Any], prepared: Any) -> None:
         f"were each person in at most so many silos (max_silos_per_subject): "
         f"{told(result['by_reach'])}"
     )
-
-
-def _draw(found: list[Any], file: pathlib.Path) -> None:
-    """Noise over signal against the cap, of each mechanism."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2))
-    ax = figure.subplots()
-    for kind in sorted({choice.kind for choice in found}):
-        own = sorted((c for c in found if c.kind == kind), key=lambda c: c.cap)
-        ax.plot([c.cap for c in own], [c.ratio for c in own], "o-", label=kind)
-    ax.axhline(1.0, color="0.5", linestyle=":", linewidth=1, label="noise = signal")
-    # The least: what has its cap in a step alone keeps all.
-    caps = {choice.cap: min(c.kept for c in found if c.cap == choice.cap) for choice in found}
-    ax.set(xscale="log", yscale="log", xlabel="cap (share of the records that it keeps)")
-    ax.set_ylabel("noise over the largest signal (lower is better)")
-    ax.set_xticks(list(caps), [f"{cap}\n({kept:.0%})" for cap, kept in caps.items()])
-    ax.minorticks_off()
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.tight_layout()
-    save_figure(figure, file)

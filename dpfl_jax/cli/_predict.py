@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import pathlib
 import shlex
 from typing import Any
 
-from dpfl_jax.cli._outputs import save_figure
 from dpfl_jax.errors import BadInputError
 
 QUESTIONS = {
@@ -30,7 +28,7 @@ PUBLIC = (
 
 def check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
     """Says that proxy runs protect nobody, and wants it said that the data are public."""
-    from dpfl_jax.data.registry import SETS
+    from dpfl_jax.data.sets import SETS
 
     console.print(PUBLIC, style="bold red", highlight=False, soft_wrap=True)
     embedded = config.data.path is None and config.data.source in (*SETS, "python_source")
@@ -43,10 +41,12 @@ def check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
 
 def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> dict[str, Any]:
     """Runs the proxies that are missing, fits, writes and draws the law."""
+    from dpfl_jax.planning.figures import draw_law
     from dpfl_jax.planning.law import fit_law
     from dpfl_jax.planning.proxy import design, run_trials
     from dpfl_jax.planning.questions import in_words
     from dpfl_jax.run.progress import StepProgress
+    from dpfl_jax.training.slices import gradient_cost
 
     budget = args.compute_budget or int(config.mechanism.compute_budget)
     with console.status("calibrating the range of noise"):
@@ -102,16 +102,6 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
     }
 
 
-def gradient_cost(config: Any, vocab: int | None) -> dict[str, float]:
-    """``flops_per_gradient`` of the configuration's own step, and its model's ``parameters``."""
-    from dpfl_jax.cli.compile import measure, vocabulary
-    from dpfl_jax.mesh import make_mesh
-
-    found = measure(config, vocabulary(config, vocab), "cpu:1", make_mesh(), count_only=True)
-    flops = found["flops"] / (found["microbatch_size"] * (found["group_size"] or 1))
-    return {"flops_per_gradient": flops, "parameters": found["parameters"]}
-
-
 def laws(files: list[pathlib.Path] | None) -> dict[str, Any]:
     """The fits, by the names of their files."""
     from dpfl_jax.planning.law import Law
@@ -123,6 +113,7 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
     """Answers ``--ask``, and draws."""
     from rich.table import Table
 
+    from dpfl_jax.planning.figures import draw_answer
     from dpfl_jax.planning.hover import drawn
     from dpfl_jax.planning.questions import ask
 
@@ -136,7 +127,7 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
     console.print(f"scores: {found['y']}", *[f"; {k}: {v:.4g}" for k, v in found["lines"].items()])
     console.print(found["answer"], highlight=False, soft_wrap=True)
     if args.png is not None:
-        draw_answer(found, args.png)
+        draw_answer(found, QUESTIONS[args.ask], args.png)
         console.print(f"drawn: {args.png}")
     if args.html is not None:
         try:
@@ -145,32 +136,6 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
             raise BadInputError(f"cannot write {args.html}: {error.strerror}") from error
         console.print(f"drawn: {args.html}")
     return {"status": "answered", **found}
-
-
-def predict(
-    result: dict[str, Any], plan: Any, outlook: Any, target: float | None
-) -> dict[str, Any]:
-    """Adds predictions to a plan's JSON: of its cells, of the best split, of the least epsilon."""
-    from dpfl_jax.planning.questions import as_cell
-
-    cells = [as_cell(option, plan.steps) for option in plan.options]
-    for option, found in zip(result["options"], outlook.law.predict(cells), strict=True):
-        option |= found
-    best = outlook.best(0.0, epsilon=outlook.planner.epsilon).cell
-    told: dict[str, Any] = {
-        "best_of_budget": min(result["options"], key=lambda o: o["loss"]),
-        "best_split": best,
-        "gradients": outlook.gradients,
-        "initial_loss": outlook.law.about["initial"],
-    }
-    if target is not None:
-        epsilon, cell = outlook.least_epsilon(target)
-        told["least_epsilon"] = {
-            "target_loss": target,
-            "value": epsilon if math.isfinite(epsilon) else None,
-            "cell": cell,
-        }
-    return told
 
 
 def print_prediction(console: Any, told: dict[str, Any]) -> None:
@@ -199,79 +164,3 @@ def print_prediction(console: Any, told: dict[str, Any]) -> None:
         else:
             reached = f"from epsilon {asked['value']:.3g} on ({words(asked['cell'])})"
         console.print(f"loss {asked['target_loss']:g}: {reached}")
-
-
-def draw_law(law: Any, file: pathlib.Path) -> None:
-    """Runs and law: loss over effective noise, a line for each of four numbers of steps."""
-    import numpy as np
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    from dpfl_jax.mechanisms.candidates import plain
-
-    figure = Figure(figsize=(10, 4.2))
-    left, right = figure.subplots(1, 2)
-    steps = np.array([row["steps"] for row in law.rows])
-    size = float(np.median([row["size"] for row in law.rows]))
-    ratios = [row["ratio"] for row in law.rows if row["ratio"] > 0]
-    grid = np.geomspace(min(ratios), max(ratios), 60)
-    norm = law.sensitivities
-    of_an_example = {"kind": plain(examples=True), "group_size": 1}
-    span = math.log(steps.max() / steps.min())
-
-    def colour(t: float) -> Any:
-        return colormaps["viridis"](0.9 * math.log(t / steps.min()) / span)
-
-    for t in np.unique(np.geomspace(steps.min(), steps.max(), 4).round()):
-        cells = [{**of_an_example, "size": size, "steps": t, "ratio": r} for r in grid]
-        found = law.predict(cells)
-        left.plot(grid, [f["loss"] for f in found], color=colour(t), label=f"{t:.0f} steps")
-        low, high = ([f[k] for f in found] for k in ("low", "high"))
-        left.fill_between(grid, low, high, color=colour(t), alpha=0.15, linewidth=0)
-    marks = {plain(examples=True): "o", plain(examples=False): "s"}
-    for row in law.rows:
-        at = max(row["ratio"], min(ratios)) * norm.norm(row["kind"], row["group_size"])
-        left.plot(
-            at / norm.example, row["loss"], marks[row["kind"]], color=colour(row["steps"]), ms=5
-        )
-    left.axhline(law.about["initial"], color="grey", linestyle=":", label="before training")
-    left.set(xscale="log", xlabel="noise-to-batch ratio (of an example)", ylabel="held-out loss")
-    left.set_title(f"law at batch {size:.0f}; dots: runs (square: users)", fontsize=9)
-    left.legend(fontsize=7)
-    measured = np.array([row["loss"] for row in law.rows])
-    found = law.predict(law.rows)
-    value = np.array([f["loss"] for f in found])
-    bars = np.abs(np.array([[f["low"], f["high"]] for f in found]).T - value)
-    right.errorbar(measured, value, bars, fmt="o", ms=4, elinewidth=1, alpha=0.8)
-    ends = [measured.min(), measured.max()]
-    right.plot(ends, ends, color="grey", linewidth=1)
-    right.set(xlabel="measured loss", ylabel="fitted loss")
-    right.set_title("PUBLIC data, noise not accounted for", fontsize=9)
-    figure.tight_layout()
-    save_figure(figure, file)
-
-
-def draw_answer(found: dict[str, Any], file: pathlib.Path) -> None:
-    """The curves of an answer, with their bands."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5))
-    ax = figure.subplots()
-    for label, points in found["series"].items():
-        points = [p for p in points if p["cell"] is not None]
-        x = [p["x"] for p in points]
-        (line,) = ax.plot(x, [p["score"] for p in points], "o-", label=label)
-        low, high = ([p[k] for p in points] for k in ("low", "high"))
-        ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    for i, (label, value) in enumerate(found["lines"].items()):
-        ax.axhline(value, color="grey", linestyle=[":", "--"][i % 2], label=label)
-    ax.set(xscale="log", xlabel=found["x"], ylabel=found["y"])
-    ticks = [p["x"] for p in next(iter(found["series"].values()))]
-    ax.set_xticks(ticks, [f"{x:,.4g}" for x in ticks])
-    ax.minorticks_off()
-    if found["y"].startswith("noise"):
-        ax.set_yscale("log")
-    ax.set_title(QUESTIONS[found["question"]], fontsize=10)
-    ax.legend(fontsize=8)
-    figure.tight_layout()
-    save_figure(figure, file)

@@ -7,14 +7,15 @@ import contextlib
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from dpfl_jax import accounting
+from dpfl_jax.cli import options
 from dpfl_jax.cli._account_rows import OPTION_HELP, ROWS, Row, Values
-from dpfl_jax.cli._outputs import save_figure
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import save_figure
 
-HELP = "what a mechanism guarantees, or the noise a guarantee needs"
 ACCOUNTANTS = {
     "pld": "PLD (privacy-loss distributions, rounded upwards)",
     "rdp": "RDP (Renyi divergences, converted)",
@@ -47,10 +48,32 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one sub-command per row."""
-    from dpfl_jax.cli.main import add_json_flag
+class Options(options.Options):
+    """What every mechanism is asked.
 
+    Attributes:
+      epsilon: target (or leave out to compute it).
+      delta: between 0 and 1.
+      noise_multiplier: noise over the clip norm.
+      accountant: of epsilon.
+      compare: add looser ways of accounting.
+      explain: what an attacker may find out, in words.
+      plot: draw to a file.
+      plot_against: epsilon against steps or delta; or right against false accusations.
+    """
+
+    epsilon: float | None = None
+    delta: float
+    noise_multiplier: float | None = None
+    accountant: Literal["pld", "rdp", "zcdp"] = "pld"
+    compare: bool = False
+    explain: bool = False
+    plot: Annotated[pathlib.Path | None, Flag("FILE.png")] = None
+    plot_against: Literal["steps", "delta", "attacks"] = "steps"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds one sub-command per row, whose parameters are those of the row's parts."""
     commands = parser.add_subparsers(dest="mechanism", metavar="MECHANISM", required=True)
     for name, row in ROWS.items():
         sub = commands.add_parser(
@@ -59,9 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             description=f"{row.help}. Protects each {row.unit}; adjacency: {row.neighbours}; "
             f"trust: {row.trust}. Leave out exactly one parameter.",
         )
-        sub.add_argument("--epsilon", type=float, help="target (or leave out to compute it)")
-        sub.add_argument("--delta", type=float, required=True, help="between 0 and 1")
-        sub.add_argument("--noise-multiplier", type=float, help="noise over the clip norm")
+        options.add_options(sub, Options)
         for parameter in row.parameters.values():
             default = None if parameter.default is parameter.empty else parameter.default
             words = OPTION_HELP.get(parameter.name, "") + (
@@ -70,10 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             sub.add_argument(
                 _option(parameter.name), type=parameter.annotation, default=default, help=words
             )
-        sub.add_argument(
-            "--accountant", choices=tuple(ACCOUNTANTS), default="pld", help="default: pld"
-        )
-        sub.add_argument("--compare", action="store_true", help="add looser ways of accounting")
         if "group_size" in row.parameters:
             sub.add_argument(
                 "--contributions",
@@ -81,17 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="N,N,...",
                 help="declared numbers of examples: the epsilon of a user (subject) of each",
             )
-        sub.add_argument(
-            "--explain", action="store_true", help="what an attacker may find out, in words"
-        )
-        sub.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw to a file")
-        sub.add_argument(
-            "--plot-against",
-            choices=("steps", "delta", "attacks"),
-            default="steps",
-            help="epsilon against steps (default) or delta; or right against false accusations",
-        )
-        add_json_flag(sub)
 
 
 def _option(name: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import pathlib
 import tempfile
-from typing import Any
+from typing import Annotated, Any
 
-from dpfl_jax.cli._outputs import save_figure
-from dpfl_jax.cli.main import add_code_flag, add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.files import save_figure
 from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
@@ -49,34 +50,32 @@ exit status: 0 the claim stands; 3 it is refuted; 2 bad input; 1 anything else.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--simulate", metavar="CONFIG", help="attack its mechanism alone")
-    what.add_argument("--train", metavar="CONFIG", help="train it with canaries (central runs)")
-    what.add_argument("--user-inference", metavar="CONFIG", help="rank its people by other records")
-    what.add_argument("--membership", metavar="CONFIG", help="rank its people by their records")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="RUN | key=value",
-        help="directory of a finished run; or, of a configuration, keys to override",
-    )
-    parser.add_argument(
-        "--trials", type=int, default=20_000, metavar="N", help="of --simulate (default 20000)"
-    )
-    parser.add_argument(
-        "--confidence", type=float, metavar="C", help="of the proof (default 0.95, or the run's)"
-    )
-    parser.add_argument(
-        "--repeat", type=int, default=1, metavar="N", help="independent audits (default 1)"
-    )
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="of coins, sampling and noise (default: drawn)"
-    )
-    parser.add_argument("--picture", type=pathlib.Path, metavar="FILE", help="draw it (PNG)")
-    add_code_flag(parser)
-    add_json_flag(parser)
+class Options(options.MayRunCode):
+    """An audit.
+
+    Attributes:
+      simulate: attack its mechanism alone.
+      train: train it with canaries (central runs).
+      user_inference: rank its people by other records.
+      membership: rank its people by their records.
+      overrides: directory of a finished run; or, of a configuration, keys to override.
+      trials: of --simulate.
+      confidence: of the proof (default 0.95, or the run's).
+      repeat: independent audits.
+      seed: of coins, sampling and noise (default: drawn).
+      picture: draw it (PNG).
+    """
+
+    simulate: Annotated[str | None, Flag("CONFIG", group="what")] = None
+    train: Annotated[str | None, Flag("CONFIG", group="what")] = None
+    user_inference: Annotated[str | None, Flag("CONFIG", group="what")] = None
+    membership: Annotated[str | None, Flag("CONFIG", group="what")] = None
+    overrides: Annotated[tuple[str, ...], Flag("RUN | key=value", is_positional=True)] = ()
+    trials: Annotated[int, Flag("N")] = 20_000
+    confidence: Annotated[float | None, Flag("C")] = None
+    repeat: Annotated[int, Flag("N")] = 1
+    seed: Annotated[int | None, Flag("N")] = None
+    picture: Annotated[pathlib.Path | None, Flag("FILE")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -134,11 +133,10 @@ def _trained(
     config: Any, seed: int | None, confidence: float | None, console: Console
 ) -> tuple[list[Any], dict[str, Any]]:
     """A run with canaries, of which nothing is kept."""
-    from dpfl_jax.config import RunConfig
     from dpfl_jax.config.schema import AuditConfig
     from dpfl_jax.run.pipeline import run_experiment
 
-    if not isinstance(config, RunConfig):
+    if config.variant != "central":
         raise BadInputError("--train is for central configurations: audit others with --simulate")
     changed = {
         "audit": config.audit or AuditConfig(),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Annotated, Literal
 
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
 
 DESCRIPTION = """\
@@ -16,9 +19,14 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the argument."""
-    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+class Options(options.Options):
+    """A shell's completion.
+
+    Attributes:
+      shell: whose script.
+    """
+
+    shell: Annotated[Literal["bash", "zsh", "tcsh"], Flag(is_positional=True)]
 
 
 def run(args: argparse.Namespace) -> None:

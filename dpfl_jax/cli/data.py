@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
+from dpfl_jax.data.sections import CONVERSATION
 from dpfl_jax.errors import BadInputError
 
-HELP = "build, inspect and verify user-partitioned stores"
 DESCRIPTION = """\
 Build a store of examples grouped by user, or look into one.
 
@@ -33,67 +34,69 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the two sub-commands."""
-    verbs = parser.add_subparsers(dest="verb", metavar="build|inspect", required=True)
-    build = verbs.add_parser("build", help="make a store from files")
-    build.add_argument(
-        "--source",
-        default="files",
-        help="files (default), python_source, tfds, or a named data set (see docs/guides/data.md)",
-    )
-    build.add_argument("--input", nargs="+", metavar="PATH", help="files, patterns or folders")
-    build.add_argument("--format", help="jsonl, parquet, csv, folder or huggingface (else by name)")
-    build.add_argument(
-        "--user-column",
-        default="user",
-        help="column of a user or of a list of owners, or key expression",
-    )
-    build.add_argument("--text-column", help="column of the text (default: text)")
-    build.add_argument("--messages-column", help="column of a conversation, in its place")
-    build.add_argument("--prompt-column", help="column of a prompt, and beside it")
-    build.add_argument("--completion-column", help="that of the answer; or")
-    build.add_argument("--chosen-column", help="that of the better of two, and")
-    build.add_argument("--rejected-column", help="that of the other one")
-    build.add_argument("--chat-template", metavar="FILE", help="default: the tokenizer's own")
-    build.add_argument("--delimiter", help="between the cells of CSV files (default: a comma)")
-    build.add_argument("--encoding", help="of CSV files (default: UTF-8, or UTF-16 if marked so)")
-    build.add_argument(
-        "--on-bad-row",
-        choices=["error", "drop"],
-        default="error",
-        help="of files: a row without a user or a text is an error, or is left out and counted",
-    )
-    build.add_argument("--tokenizer", default="bytes", help="bytes, or a .json or .model file")
-    build.add_argument("--seq-len", type=int, default=128, help="tokens in an example")
-    build.add_argument("--max-examples-per-user", type=int, help="keep each user's first examples")
-    build.add_argument("--split", default="train", help="which split (tfds and named data sets)")
-    build.add_argument("--data-dir", help="where prepared TFDS data lie (tfds)")
-    build.add_argument("--out", required=True, metavar="STORE", help="folder to make")
-    build.add_argument(
-        "--store-format",
-        default="arrow",
-        help="arrow (memory-mapped; default) or arrayrecord (compressed, for object stores)",
-    )
-    build.add_argument("--shards", type=int, help="number of shards (default: from the input size)")
-    build.add_argument("--workers", type=int, help="processes that encode (default: all cores)")
-    build.add_argument("--engine", default="local", choices=["local", "beam"])
-    build.add_argument("engine_flags", nargs="*", help="after --: flags for the Beam runner")
-    add_json_flag(build)
-    inspect = verbs.add_parser("inspect", help="count, plot and check a store")
-    inspect.add_argument("store", metavar="STORE")
-    inspect.add_argument("--verify", action="store_true", help="read everything and check it")
-    inspect.add_argument("--png", metavar="FILE", help="plot the examples per user")
-    inspect.add_argument(
-        "--private", action="store_true", help="differentially private quantiles only"
-    )
-    inspect.add_argument("--epsilon", type=float, help="privacy loss of all quantiles together")
-    inspect.add_argument(
-        "--quantiles", type=float, nargs="+", default=[0.5], help="for --private (default: 0.5)"
-    )
-    inspect.add_argument("--largest", type=int, default=100_000, help="upper bound for --private")
-    inspect.add_argument("--seed", type=int, help="for --private, in tests only: a public seed")
-    add_json_flag(inspect)
+class Build(options.Options):
+    """A build.
+
+    Attributes:
+      source: files, python_source, tfds, or a named data set (see docs/guides/data.md).
+      input: files, patterns or folders.
+      format: jsonl, parquet, csv, folder or huggingface (else by name).
+      split: which split (tfds and named data sets).
+      data_dir: where prepared TFDS data lie (tfds).
+      out: folder to make.
+      store_format: arrow (memory-mapped) or arrayrecord (compressed, for object stores).
+      shards: number of shards (default: from the input size).
+      workers: processes that encode (default: all cores).
+      engine: what builds.
+      engine_flags: after --: flags for the Beam runner.
+    """
+
+    keys: ClassVar[dict[str, Any]] = {
+        "data.user_column": options.SCHEMA,
+        **dict.fromkeys(f"data.{kind}_column" for kind in ("text", *CONVERSATION)),
+        **dict.fromkeys(("data.chat_template", "data.delimiter", "data.encoding")),
+        **dict.fromkeys(("data.on_bad_row", "data.tokenizer", "data.seq_len"), options.SCHEMA),
+        "data.max_examples_per_user": None,
+    }
+
+    source: str = "files"
+    input: Annotated[tuple[str, ...] | None, Flag("PATH")] = None
+    format: str | None = None
+    split: str = "train"
+    data_dir: str | None = None
+    out: Annotated[str, Flag("STORE")]
+    store_format: str = "arrow"
+    shards: int | None = None
+    workers: int | None = None
+    engine: Literal["local", "beam"] = "local"
+    engine_flags: Annotated[tuple[str, ...], Flag(is_positional=True)] = ()
+
+
+class Inspect(options.Options):
+    """A look into a store.
+
+    Attributes:
+      store: the folder.
+      verify: read everything and check it.
+      png: plot the examples per user.
+      private: differentially private quantiles only.
+      epsilon: privacy loss of all quantiles together.
+      quantiles: for --private.
+      largest: upper bound for --private.
+      seed: for --private, in tests only: a public seed.
+    """
+
+    store: Annotated[str, Flag("STORE", is_positional=True)]
+    verify: bool = False
+    png: Annotated[str | None, Flag("FILE")] = None
+    private: bool = False
+    epsilon: float | None = None
+    quantiles: tuple[float, ...] = (0.5,)
+    largest: int = 100_000
+    seed: int | None = None
+
+
+VERBS = {"build": (Build, "make a store from files"), "inspect": (Inspect, "count, plot and check")}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -201,7 +204,6 @@ def csv_format(args: argparse.Namespace) -> Any:
 
 def _conversations(args: argparse.Namespace) -> Any:
     from dpfl_jax.data.chats import conversations_in
-    from dpfl_jax.data.sections import CONVERSATION
 
     columns = {name: getattr(args, f"{name}_column") for name in CONVERSATION}
     found = conversations_in(columns, args.tokenizer, args.chat_template)
@@ -235,8 +237,8 @@ def _source(args: argparse.Namespace, conversations: Any) -> Any:
         return sources.tfds_source(
             args.input[0], args.user_column, args.split, args.text_column, args.data_dir
         )
-    from dpfl_jax.data.registry import set_source
     from dpfl_jax.data.sections import SourceConfig
+    from dpfl_jax.data.sources import set_source
 
     section = SourceConfig(source=args.source, path=inputs[0], seq_len=args.seq_len)
     return set_source(section, args.split)
@@ -244,14 +246,14 @@ def _source(args: argparse.Namespace, conversations: Any) -> Any:
 
 def _inspect(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.data import inspect as inspection
-    from dpfl_jax.data.owners import by_set
+    from dpfl_jax.data.owners import grouped_by_owner_set
     from dpfl_jax.data.shards import open_store
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     store = open_store(args.store)
     if args.verify:
-        by_set(store).verify()
+        grouped_by_owner_set(store).verify()
         if not args.json:
             # The fingerprint is a function of all records without noise: not under --private.
             identity = "" if args.private else f" ({store.fingerprint[:16]})"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import imported
 
 DESCRIPTION = """\
@@ -26,27 +27,26 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", help="run directory, finished")
-    parser.add_argument("out", metavar="DIR", help="a directory that does not exist or is empty")
-    parser.add_argument(
-        "--which",
-        choices=["last", "best"],
-        default="last",
-        help="checkpoint: the last, or the one with the lowest held-out loss (train.keep_best)",
-    )
-    parser.add_argument("--adapter", action="store_true", help="adapters alone, as peft has them")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument(
-        "--max-file-size", type=float, default=5.0, metavar="GB", help="of a weights file"
-    )
-    parser.add_argument(
-        "--module",
-        metavar="PACKAGE.MODULE:BUILD",
-        help="code of model.module, where some of what it builds was not trained; it is imported",
-    )
-    add_json_flag(parser)
+class Options(options.Options):
+    """An export.
+
+    Attributes:
+      run: run directory, finished.
+      out: a directory that does not exist or is empty.
+      which: checkpoint: the last, or the one with the lowest held-out loss (train.keep_best).
+      adapter: adapters alone, as peft has them.
+      dtype: of the weights.
+      max_file_size: of a weights file, in GB.
+      module: code of model.module, where some of what it builds was not trained; it is imported.
+    """
+
+    run: Annotated[str, Flag("RUN", is_positional=True)]
+    out: Annotated[str, Flag("DIR", is_positional=True)]
+    which: Literal["last", "best"] = "last"
+    adapter: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_file_size: Annotated[float, Flag("GB")] = 5.0
+    module: Annotated[str | None, Flag("PACKAGE.MODULE:BUILD")] = None
 
 
 _READ_BY = {

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import pathlib
 import shlex
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from dpfl_jax.cli.main import add_code_flag, add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
+from dpfl_jax.data.sections import CONVERSATION
 from dpfl_jax.errors import BadInputError
 
 DESCRIPTION = """\
@@ -36,30 +38,35 @@ exit status: 0 done; 2 bad input (one sentence on stderr); 1 anything else, inte
 """
 SEQ_LEN = 512  # tokens of an example, where the model reads that many
 SHAPES = 8  # of packed rows
+COLUMNS = ("text", *CONVERSATION)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    from dpfl_jax.data.sections import CONVERSATION
+class Options(options.MayRunCode):
+    """Fine-tuning.
 
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the model to start from")
-    parser.add_argument("data", metavar="DATA", help="texts, and whose they are")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="any key of the configuration"
-    )
-    parser.add_argument("--user-column", default="user", help="who a row belongs to (default user)")
-    for kind in ("text", *CONVERSATION):
-        default = " (default text)" if kind == "text" else ""
-        parser.add_argument(f"--{kind}-column", help=f"as data.{kind}_column{default}")
-    parser.add_argument("--epsilon", type=float, default=8.0, help="for each person (default 8)")
-    parser.add_argument("--steps", type=int, default=300, help="default 300")
-    parser.add_argument("--full", action="store_true", help="train all parameters, no adapters")
-    parser.add_argument("--out", default="finetuned", metavar="OUT", help="default finetuned")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print and price the configuration; train nothing"
-    )
-    add_code_flag(parser)
-    add_json_flag(parser)
+    Attributes:
+      checkpoint: the model to start from.
+      data: texts, and whose they are.
+      overrides: any key of the configuration.
+      full: train all parameters, no adapters.
+      out: folder of configuration, run and model.
+      dry_run: print and price the configuration; train nothing.
+    """
+
+    keys: ClassVar[dict[str, Any]] = {
+        "data.user_column": options.SCHEMA,
+        **dict.fromkeys(f"data.{kind}_column" for kind in COLUMNS),
+        "privacy.epsilon": 8.0,
+        "train.steps": 300,
+    }
+    lists_keys = True
+
+    checkpoint: Annotated[str, Flag("CHECKPOINT", is_positional=True)]
+    data: Annotated[str, Flag("DATA", is_positional=True)]
+    overrides: Annotated[tuple[str, ...], Flag("key=value", is_positional=True)] = ()
+    full: bool = False
+    out: Annotated[str, Flag("OUT")] = "finetuned"
+    dry_run: bool = False
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -93,7 +100,6 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     """The usual choices for these arguments, as YAML has them."""
     import jax
 
-    from dpfl_jax.data.sections import CONVERSATION
     from dpfl_jax.models.checkpoint import read_config
 
     on_cpu = jax.default_backend() == "cpu"
@@ -102,7 +108,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     if source != "store":  # which has its own
         data["seq_len"] = min(SEQ_LEN, read_config(args.checkpoint).max_seq_len)
         data["user_column"] = args.user_column
-        for kind in ("text", *CONVERSATION):
+        for kind in COLUMNS:
             if (column := getattr(args, f"{kind}_column")) is not None:
                 data[f"{kind}_column"] = column
     pairs = args.chosen_column is not None

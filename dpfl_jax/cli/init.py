@@ -8,10 +8,11 @@ import itertools
 import pathlib
 import re
 import shlex
-from typing import Any
+from typing import Annotated, Any
 
 import dpfl_jax
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console
 
@@ -30,16 +31,18 @@ exit status: 0 written or listed; 2 bad input (no such name, the file exists); 1
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument(
-        "name", metavar="NAME", nargs="?", default="quickstart", help="default: quickstart"
-    )
-    parser.add_argument("--list", action="store_true", help="print the names, write nothing")
-    parser.add_argument(
-        "--out", metavar="FILE", help="default: the last part of NAME, with .yaml, in this folder"
-    )
-    add_json_flag(parser)
+class Options(options.Options):
+    """A new configuration.
+
+    Attributes:
+      name: which of those shipped.
+      list: print the names, write nothing.
+      out: default: the last part of NAME, with .yaml, in this folder.
+    """
+
+    name: Annotated[str, Flag("NAME", is_positional=True)] = "quickstart"
+    list: bool = False
+    out: Annotated[str | None, Flag("FILE")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

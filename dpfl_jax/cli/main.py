@@ -1,7 +1,8 @@
 """``dpfl``: finds the sub-command, runs it, turns errors into exit codes.
 
-A sub-command is a module with ``add_arguments(parser)``, ``run(args) -> dict | None`` and the
-constant ``DESCRIPTION`` (the manual page, its examples included). ``run`` returns the JSON object
+A sub-command is a module with ``run(args) -> dict | None``, the constant ``DESCRIPTION`` (the
+manual page, its examples included) and a class ``Options`` (``cli.options``), ``VERBS`` with one
+for each verb, or a function ``add_arguments(parser)``. ``run`` returns the JSON object
 that ``--json`` prints as the last line of stdout; what a person reads goes through ``rich`` to
 stdout without ``--json`` and to stderr with it.
 """
@@ -21,6 +22,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from dpfl_jax import __version__
 from dpfl_jax.errors import (
@@ -57,6 +59,16 @@ COMMANDS = {
 
 class _Parser(argparse.ArgumentParser):
     """Bad arguments are bad input like any other: one sentence, exit code 2."""
+
+    lists_keys = False
+
+    def format_help(self) -> str:
+        """With the keys of a configuration, if the command is to list them."""
+        if self.lists_keys:
+            from dpfl_jax.cli.options import keys_in_words
+
+            self.epilog = keys_in_words()
+        return super().format_help()
 
     def error(self, message: str) -> None:  # type: ignore[override]
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
@@ -97,30 +109,24 @@ def build_parser(*needed: str | None) -> argparse.ArgumentParser:
                 description=module.DESCRIPTION,
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
-            module.add_arguments(sub)
+            _add_arguments(sub, module)
             sub.set_defaults(handler=module.run)
         else:
             commands.add_parser(name, help=summary)
     return parser
 
 
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--json``, which every command that does something takes."""
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object as the last line of stdout; everything else goes to stderr",
-    )
+def _add_arguments(parser: argparse.ArgumentParser, module: Any) -> None:
+    from dpfl_jax.cli.options import add_options
 
-
-def add_code_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--allow-code``, which every command that reads a configuration takes."""
-    parser.add_argument(
-        "--allow-code",
-        action="store_true",
-        help="the configuration may name code (package.module:NAME), which is run: only for one "
-        "that you have read, or wrote",
-    )
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
+    elif hasattr(module, "VERBS"):
+        verbs = parser.add_subparsers(dest="verb", metavar="|".join(module.VERBS), required=True)
+        for verb, (options, words) in module.VERBS.items():
+            add_options(verbs.add_parser(verb, help=words), options)
+    else:
+        add_options(parser, module.Options)
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -6,15 +6,13 @@ import argparse
 import json
 import pathlib
 import shlex
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from dpfl_jax.cli import _bill, _plan_federation, _predict
-from dpfl_jax.cli._outputs import save_figure, write_config
+from dpfl_jax.cli import _plan_federation, _predict
 from dpfl_jax.cli._predict import QUESTIONS
-from dpfl_jax.cli.main import add_code_flag, add_json_flag
+from dpfl_jax.cli.options import Configured, Flag
 from dpfl_jax.errors import BadInputError
 
-HELP = "choose algorithm and group sizes for a compute budget"
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
 size, ULS at each split into M users of G examples, and at the same splits BandMF, BLT and banded
@@ -68,97 +66,84 @@ examples:
 """.replace("{questions}", "\n".join(f"  {n:<10} {text}" for n, text in QUESTIONS.items()))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML configuration file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key")
-    parser.add_argument("--compute-budget", type=int, help="default: the configuration's")
-    parser.add_argument("--epsilon", type=float, help="default: the configuration's")
-    parser.add_argument(
-        "--decay", type=float, default=0.5, help="assumed fall of gradient norms (default: 0.5)"
-    )
-    parser.add_argument(
-        "--max-group-size", type=int, default=256, help="largest G of users (default: 256)"
-    )
-    parser.add_argument("--users", type=int, default=128, help="users sampled for norms")
-    parser.add_argument(
-        "--private-median",
-        type=float,
-        metavar="EPSILON",
-        help="release the median group size with this epsilon of its own (default: the exact one)",
-    )
-    parser.add_argument(
-        "--target-noise", type=float, help="also: smallest epsilon and budget that reach it"
-    )
-    loss = parser.add_argument_group("prediction of the loss")
-    loss.add_argument(
-        "--fit", type=pathlib.Path, metavar="FIT.json", help="run proxies on PUBLIC data, and fit"
-    )
-    loss.add_argument("--runs", type=int, default=24, help="of --fit (default: 24)")
-    loss.add_argument("--jobs", type=int, default=1, help="processes of --fit (default: 1)")
-    loss.add_argument(
-        "--rates",
-        type=lambda text: tuple(float(x) for x in text.split(",")),
-        metavar="X,Y",
-        help="learning rates of --fit, over the configuration's (default: 1)",
-    )
-    loss.add_argument("--public", action="store_true", help="of --fit: I say the data are public")
-    loss.add_argument(
-        "--with", dest="fits", nargs="+", type=pathlib.Path, metavar="FIT.json", help="fits to use"
-    )
-    loss.add_argument(
-        "--target-loss", type=float, help="also: the smallest epsilon that reaches it"
-    )
-    loss.add_argument("--ask", choices=QUESTIONS, help="answer a question; with --png, drawn")
-    loss.add_argument(
-        "--html",
-        type=pathlib.Path,
-        metavar="FILE.html",
-        help="with --ask: drawn for a browser, which shows the cell under the pointer",
-    )
-    cost = parser.add_argument_group("bill")
-    cost.add_argument(
-        "--chip",
-        help="v5e, h100, ..., its FLOP/s (2e14), or here: this machine, timed; prices every cell",
-    )
-    cost.add_argument("--mfu", type=float, help="share of the chip's peak reached (default: 0.4)")
-    cost.add_argument("--price", type=float, help="of a chip-hour, in any currency")
-    cost.add_argument("--watts", type=float, help="of a chip")
-    cost.add_argument(
-        "--chip-hours",
-        type=float,
-        help="in place of --compute-budget: the largest power of two that they pay for",
-    )
-    cost.add_argument(
-        "--memory",
-        metavar="TOPOLOGY",
-        help="whether the best cells fit a device of it: v5e:4x4, ... (needs libtpu), or cpu:1, "
-        "this machine's own compiler (an estimate for GPUs)",
-    )
-    cost.add_argument("--vocab-size", type=int, help="where the tokeniser is not at hand")
-    parser.add_argument(
-        "--overtake",
-        type=int,
-        metavar="G",
-        help="also: the number of users, of G examples each, from which drawing examples is ahead",
-    )
-    parser.add_argument(
-        "--png", type=pathlib.Path, metavar="FILE.png", help="heat map over G and M"
-    )
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.yaml", help="write the best")
-    add_code_flag(parser)
-    add_json_flag(parser)
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(x) for x in text.split(","))
+
+
+class Options(Configured):
+    """A plan.
+
+    Attributes:
+      compute_budget: default: the configuration's.
+      decay: assumed fall of gradient norms.
+      max_group_size: largest G of users.
+      users: users sampled for norms.
+      private_median: release the median group size with this epsilon of its own (default: the
+        exact one).
+      target_noise: also: smallest epsilon and budget that reach it.
+      fit: run proxies on PUBLIC data, and fit.
+      runs: of --fit.
+      jobs: processes of --fit.
+      rates: learning rates of --fit, over the configuration's (default: 1).
+      public: of --fit: I say the data are public.
+      fits: fits to use.
+      target_loss: also: the smallest epsilon that reaches it.
+      ask: answer a question; with --png, drawn.
+      html: with --ask: drawn for a browser, which shows the cell under the pointer.
+      chip: v5e, h100, ..., its FLOP/s (2e14), or here: this machine, timed; prices every cell.
+      mfu: share of the chip's peak reached (default: 0.4).
+      price: of a chip-hour, in any currency.
+      watts: of a chip.
+      chip_hours: in place of --compute-budget: the largest power of two that they pay for.
+      memory: whether the best cells fit a device of it: v5e:4x4, ... (needs libtpu), or cpu:1, this
+        machine's own compiler (an estimate for GPUs).
+      vocab_size: where the tokeniser is not at hand.
+      overtake: also: the number of users, of G examples each, from which drawing examples is ahead.
+      png: heat map over G and M.
+      out: write the best.
+    """
+
+    keys: ClassVar[dict[str, Any]] = {"privacy.epsilon": None}
+    lists_keys = True
+
+    compute_budget: int | None = None
+    decay: float = 0.5
+    max_group_size: int = 256
+    users: int = 128
+    private_median: Annotated[float | None, Flag("EPSILON")] = None
+    target_noise: float | None = None
+    fit: Annotated[pathlib.Path | None, Flag("FIT.json")] = None
+    runs: int = 24
+    jobs: int = 1
+    rates: Annotated[tuple[float, ...] | None, Flag("X,Y", parse=_numbers)] = None
+    public: bool = False
+    fits: Annotated[tuple[pathlib.Path, ...] | None, Flag("FIT.json", name="with")] = None
+    target_loss: float | None = None
+    ask: Annotated[str | None, Flag(choices=QUESTIONS)] = None
+    html: Annotated[pathlib.Path | None, Flag("FILE.html")] = None
+    chip: str | None = None
+    mfu: float | None = None
+    price: float | None = None
+    watts: float | None = None
+    chip_hours: float | None = None
+    memory: Annotated[str | None, Flag("TOPOLOGY")] = None
+    vocab_size: int | None = None
+    overtake: Annotated[int | None, Flag("G")] = None
+    png: Annotated[pathlib.Path | None, Flag("FILE.png")] = None
+    out: Annotated[pathlib.Path | None, Flag("FILE.yaml")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints, writes."""
-    from dpfl_jax.config import RunConfig, load_config
-    from dpfl_jax.planning.questions import Outlook
+    from dpfl_jax.config import load_config
+    from dpfl_jax.planning.costs import Start, add_bills, add_memory, prices
+    from dpfl_jax.planning.figures import draw_heat_map
+    from dpfl_jax.planning.questions import Outlook, predict
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides, args.allow_code)
-    if not isinstance(config, RunConfig):
+    if config.variant != "central":
         return _plan_federation.run(args, config, console)
     budget = args.compute_budget or int(config.mechanism.compute_budget)
     epsilon = args.epsilon if args.epsilon is not None else config.privacy.epsilon
@@ -167,11 +152,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.fit is not None:
         _predict.check_public(args, config, console)
     laws = _predict.laws(args.fits)
-    _bill.check(args)
+    _check_costs(args)
     if args.html is not None and args.ask is None:
         raise BadInputError("--html draws an answer: add --ask QUESTION")
-    start = _bill.Start(config, console)
-    price: Any = None if args.fit is not None else _bill.priced(config, args, start, console)
+    start = Start(config, console)
+    price: Any = None
+    if args.fit is None and args.chip is not None:
+        price = prices(
+            start,
+            args.chip,
+            console,
+            mfu=args.mfu,
+            price=args.price,
+            watts=args.watts,
+            vocab=args.vocab_size,
+        )
     steps = config.train.steps
     paid: dict[str, float] = {}
     if args.chip_hours is not None:
@@ -205,14 +200,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if outlooks:
         outlook = next(iter(outlooks.values()))
         with console.status("weighing steps against batch"):
-            told = _predict.predict(result, plan, outlook, args.target_loss)
+            told = predict(result, plan, outlook, args.target_loss)
         result["prediction"] = told
     elif args.target_loss is not None:
         raise BadInputError("--target-loss needs a fit: give --with FIT.json")
     if price is not None:
-        _bill.add_bills(result, price, config.execution.microbatch_size)
+        add_bills(result, price, config.execution.microbatch_size)
     if args.memory is not None:
-        _bill.add_memory(result, config, args, console)
+        add_memory(result, config, args.memory, console, chip_name=args.chip, vocab=args.vocab_size)
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     if args.overtake is not None:
@@ -224,7 +219,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _print(console, result)
     if args.png is not None:
         with console.status("calibrating the heat map"):
-            _draw(planner, plan, args.png)
+            draw_heat_map(planner, plan, args.png)
         console.print(f"drawn: {args.png}")
     if args.out is not None:
         chosen = result.get("prediction", {}).get("best_split") or {
@@ -237,11 +232,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _check_costs(args: argparse.Namespace) -> None:
+    """Refuses what cannot be billed, before anything is computed."""
+    from dpfl_jax.training.slices import HBM, kind_of
+
+    needs = ("mfu", "price", "watts", "chip_hours")
+    if args.chip is None and (given := [n for n in needs if getattr(args, n) is not None]):
+        raise BadInputError(f"--{given[0].replace('_', '-')} needs --chip, e.g. --chip v5e")
+    if args.memory is not None:
+        kind = kind_of(args.memory)
+        if args.chip in HBM and kind not in (args.chip, "cpu"):
+            raise BadInputError(
+                f"--memory is of {kind}, but --chip is {args.chip}: give a topology of that chip, "
+                f"e.g. --memory {args.chip}:2x2"
+            )
+
+
 def _planner(
     config: Any,
     args: argparse.Namespace,
     epsilon: float,
-    start: _bill.Start,
+    start: Any,
     console: Any,
     law: Any = None,
 ) -> Any:
@@ -355,6 +366,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
     from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
+    from dpfl_jax.planning.costs import in_order
 
     lossy = ["loss", "90 % band"] if "prediction" in result else []
     billed = [name for name in result["best"].get("bill", ()) if name != "flops"]
@@ -375,7 +387,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     )
     marks = {"best": "least noise", "median": "median", "doubling": "double"}
     keys = set(result["doubling"])
-    for option in _bill.in_order(result):
+    for option in in_order(result):
         own = {key: value for key, value in option.items() if key in keys}
         notes = [
             words
@@ -399,7 +411,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
                 else []
             ),
             *(f"{option['bill'][name]:.4g}" for name in billed),
-            *(_bill.memory_words(option) if sized else ()),
+            *(_memory_words(option) if sized else ()),
             ", ".join(notes),
         )
     console.print(table)
@@ -426,61 +438,17 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         console.print(f"{name.replace('_', ' ')}: {answer}")
 
 
-def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
-    """Predicted noise of sampled users over (G, M); the budget outlined, the best marked."""
-    import math
-
-    import numpy as np
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    from dpfl_jax.mechanisms.candidates import CANDIDATES, draws_examples, plain
-
-    groups = sorted(planner.sensitivities.user)
-    top = int(math.log2(min(planner.users.num_users, 4 * plan.budget)))
-    cohorts = [2**k for k in range(max(0, top - 5), top + 1)]
-    found = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
-    # What is recommended is a row on top: perhaps of another mechanism, or of a cohort not here.
-    best, rows = plan.best, [[found[g, m] for m in cohorts] for g in groups]
-    image = np.array([*rows, [best.noise] * len(cohorts)])
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    ax = figure.subplots()
-    norm = LogNorm(image.min(), image.max())
-    shown = ax.imshow(image, origin="lower", cmap="viridis_r", aspect="auto", norm=norm)
-
-    def write(column: float, row: int, text: str, **more: Any) -> None:
-        dark = norm(image[row, 0 if row == len(groups) else int(column)]) > 0.5
-        color = "white" if dark else "black"
-        ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8, **more)
-
-    for i, g in enumerate(groups):
-        for j, m in enumerate(cohorts):
-            write(j, i, f"{image[i, j]:.2g}")
-            if g * m == plan.budget:
-                ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, linewidth=2))
-    size = f"group size {best.group_size}, {best.size} a step: noise {best.noise:.3g}"
-    write(
-        (len(cohorts) - 1) / 2, len(groups), f"{CANDIDATES[best.kind].name}, {size}", weight="bold"
-    )
-    ax.axhline(len(groups) - 0.5, color="white", linewidth=4)
-    ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
-    ax.set_yticks(range(len(groups) + 1), [*map(str, groups), "recommended"])
-    ax.set(xlabel="cohort size M", ylabel="group size G")
-    drawn = (o for o in plan.options if draws_examples(o.kind))
-    rival = min(drawn, key=lambda o: o.noise, default=None)
-    name = CANDIDATES[plain(examples=False)].name
-    title = f"{name}: noise on the averaged gradient; outlined: budget {plan.budget}"
-    if rival is not None:
-        name = CANDIDATES[rival.kind].name
-        title += f"\n{name} at that budget: {rival.noise:.3g} (G = {rival.group_size})"
-    ax.set_title(title, fontsize=9)
-    figure.colorbar(shown, label="noise on the averaged gradient")
-    save_figure(figure, file)
+def _memory_words(option: dict[str, Any]) -> tuple[str, str]:
+    """GiB of a device, and whether they are there; dashes where nothing was compiled."""
+    if "memory" not in option:
+        return "-", "-"
+    told = option["memory"]
+    fits = {True: "yes", False: "NO", None: "unknown"}[told["fits"]]
+    return f"{told['peak_bytes'] / 2**30:.2f}", fits
 
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
-    from dpfl_jax.config import load_config
+    from dpfl_jax.config.load import load_config, write_config
     from dpfl_jax.mechanisms.candidates import at_budget
 
     base: Any = load_config(args.config, args.overrides, args.allow_code)

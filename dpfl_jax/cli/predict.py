@@ -7,10 +7,11 @@ import csv
 import dataclasses
 import pathlib
 import tempfile
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from dpfl_jax.cli import options
 from dpfl_jax.cli.data import csv_format
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, imported
 
 DESCRIPTION = """\
@@ -34,32 +35,28 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", help="run directory, finished, or an export's")
-    parser.add_argument("rows", metavar="FILE", help=".csv, .tsv, .parquet, .arrow, .jsonl, .npy")
-    parser.add_argument(
-        "--out", required=True, metavar="FILE", help=".csv, .tsv or .parquet, a new one"
-    )
-    parser.add_argument(
-        "--held-out", action="store_true", help="only the rows that the run held out and evaluated"
-    )
-    parser.add_argument(
-        "--delimiter",
-        help="between cells of CSV files, --out too (default: the run's; of an export ,)",
-    )
-    parser.add_argument(
-        "--encoding", help="of CSV files, --out too (default: the run's; of an export UTF-8)"
-    )
-    parser.add_argument(
-        "--which", choices=["last", "best"], default="last", help="checkpoint, as of `dpfl export`"
-    )
-    parser.add_argument(
-        "--module",
-        metavar="PACKAGE.MODULE:BUILD",
-        help="the function of model.module, where that built the model; it is imported",
-    )
-    add_json_flag(parser)
+class Options(options.Options):
+    """Predictions.
+
+    Attributes:
+      run: run directory, finished, or an export's.
+      rows: .csv, .tsv, .parquet, .arrow, .jsonl, .npy.
+      out: .csv, .tsv or .parquet, a new one.
+      held_out: only the rows that the run held out and evaluated.
+      delimiter: between cells of CSV files, --out too (default: the run's; of an export ,).
+      encoding: of CSV files, --out too (default: the run's; of an export UTF-8).
+      which: checkpoint, as of `dpfl export`.
+      module: the function of model.module, where that built the model; it is imported.
+    """
+
+    run: Annotated[str, Flag("RUN", is_positional=True)]
+    rows: Annotated[str, Flag("FILE", is_positional=True)]
+    out: Annotated[str, Flag("FILE")]
+    held_out: bool = False
+    delimiter: str | None = None
+    encoding: str | None = None
+    which: Literal["last", "best"] = "last"
+    module: Annotated[str | None, Flag("PACKAGE.MODULE:BUILD")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,8 +98,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[Any]:
-    from dpfl_jax.data.documents import expand_paths, read_file_rows
-    from dpfl_jax.data.rows import guess_format
+    from dpfl_jax.data.rows import expand_paths, guess_format, read_file_rows
 
     (path,) = expand_paths(str(source))
     rows = read_file_rows([path], guess_format(path), csv=form)
@@ -116,13 +112,12 @@ def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[
 
 def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
     """Of the rows of a run's file those that it evaluated."""
-    from dpfl_jax.config import FederatedConfig, RunConfig
     from dpfl_jax.data import limit_store, load_dataset
-    from dpfl_jax.data.owners import by_set
+    from dpfl_jax.data.owners import grouped_by_owner_set
     from dpfl_jax.data.table import read_table, user_key
     from dpfl_jax.federation.federated_run import read_subjects
 
-    by_user = isinstance(config, RunConfig | FederatedConfig) and config.data.split == "by_user"
+    by_user = config is not None and config.variant != "isrl" and config.data.split == "by_user"
     if not by_user or config.data.records_per_user is not None:
         raise BadInputError(
             "--held-out is for runs (not exports) that hold out people with all their rows "
@@ -130,13 +125,15 @@ def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
         )
     here = {"path": str(source), "delimiter": form.delimiter, "encoding": form.encoding}
     config = config.model_copy(update={"data": dataclasses.replace(config.data, **here)})
-    if isinstance(config, RunConfig):
+    if config.variant == "central":
         store = getattr(load_dataset(config.data), config.eval.split)
     else:
         store = read_subjects(config).held_out
     if store is None:
         raise BadInputError("the run held out nobody: leave out --held-out")
-    store = limit_store(by_set(store), config.eval.max_users, config.eval.max_examples_per_user)
+    store = limit_store(
+        grouped_by_owner_set(store), config.eval.max_users, config.eval.max_examples_per_user
+    )
     left = dict(zip(store.user_ids(range(store.num_users)), store.examples_per_user.tolist()))
     key = user_key(config.data.user_column)
     for where, row in rows:
@@ -182,7 +179,6 @@ def _load(folder: pathlib.Path, which: Any, build: Any) -> tuple[Any, Any]:
 
     That of a run is exported for the moment, which checks the run.
     """
-    from dpfl_jax.config import RunConfig
     from dpfl_jax.training.export import export
     from dpfl_jax.training.exported import load_exported
     from dpfl_jax.training.trained import read_run
@@ -190,7 +186,7 @@ def _load(folder: pathlib.Path, which: Any, build: Any) -> tuple[Any, Any]:
     if not (folder / "config.yaml").exists():
         return None, load_exported(folder, like=build)
     config = read_run(folder, which).config
-    if isinstance(config, RunConfig) and config.model.is_transformer:
+    if config is not None and config.variant == "central" and config.model.is_transformer:
         raise BadInputError(
             f"the run in {folder} trained a language model, which goes on with a prompt: "
             f"dpfl sample {folder}"

@@ -6,10 +6,11 @@ import argparse
 import os
 import pathlib
 import time
-from typing import Any
+from typing import Annotated, Any
 
-from dpfl_jax.cli._checkout import from_checkout
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.bench import from_checkout
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console
 from dpfl_jax.run.interrupt import at_once
@@ -42,32 +43,28 @@ not hold; 2 bad input; 1 anything else.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("figure", metavar="FIGURE", help="PAPER/FIGURE, PAPER/all, all, or list")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="reduced size, for a laptop")
-    size.add_argument("--full", action="store_true", help="the paper's size, of all figures, too")
-    parser.add_argument(
-        "--out", metavar="DIR", default="figures", help="folder for the figures (default: figures)"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        metavar="N",
-        help="seeds per training, where the figure has several (default: as in the paper)",
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        metavar="M",
-        help="start no training after so many minutes, where finished trainings are kept",
-    )
-    parser.add_argument(
-        "--replication", type=int, default=0, metavar="R", help="above 0: other seeds throughout"
-    )
-    parser.add_argument("--jobs", type=int, metavar="N", help="figures at once (all; default 1)")
-    add_json_flag(parser)
+class Options(options.Options):
+    """A reproduction.
+
+    Attributes:
+      figure: PAPER/FIGURE, PAPER/all, all, or list.
+      quick: reduced size, for a laptop.
+      full: the paper's size, of all figures, too.
+      out: folder for the figures.
+      seeds: seeds per training, where the figure has several (default: as in the paper).
+      minutes: start no training after so many minutes, where finished trainings are kept.
+      replication: above 0: other seeds throughout.
+      jobs: figures at once (all; default 1).
+    """
+
+    figure: Annotated[str, Flag("FIGURE", is_positional=True)]
+    quick: Annotated[bool, Flag(group="size")] = False
+    full: Annotated[bool, Flag(group="size")] = False
+    out: Annotated[str, Flag("DIR")] = "figures"
+    seeds: Annotated[int | None, Flag("N")] = None
+    minutes: Annotated[float | None, Flag("M")] = None
+    replication: Annotated[int, Flag("R")] = 0
+    jobs: Annotated[int | None, Flag("N")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

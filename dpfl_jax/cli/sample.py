@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from typing import Any
+from typing import Annotated, Any
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, plain
 
 DESCRIPTION = """\
@@ -23,18 +24,26 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", help="run directory, or a checkpoint's")
-    parser.add_argument("--prompt", default="", help="what the text begins with")
-    parser.add_argument("--max-tokens", type=int, default=64, help="most tokens that are sampled")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most likely tokens")
-    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--tokenizer", help="a tokeniser's file, or bytes; default the run's or checkpoint's own"
-    )
-    add_json_flag(parser)
+class Options(options.Options):
+    """Sampling text.
+
+    Attributes:
+      run: run directory, or a checkpoint's.
+      prompt: what the text begins with.
+      max_tokens: most tokens that are sampled.
+      temperature: 0: the most likely tokens.
+      top_k: draw from the k most likely tokens.
+      seed: of the draws.
+      tokenizer: a tokeniser's file, or bytes; default the run's or checkpoint's own.
+    """
+
+    run: Annotated[str, Flag("RUN", is_positional=True)]
+    prompt: str = ""
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+    tokenizer: str | None = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import argparse
 import os
 import pathlib
 import shlex
-from typing import Any
+from typing import Annotated, Any
 
 from rich.markdown import Markdown
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.cli.train import in_short
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console
@@ -35,25 +36,20 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument(
-        "--full", action="store_true", help="all that the guarantee says, and how norms were had"
-    )
-    parser.add_argument(
-        "--records",
-        action="store_true",
-        help="the table of records of a run with personal budgets (private)",
-    )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        default=20,
-        metavar="N",
-        help="records shown with --records (default 20)",
-    )
-    add_json_flag(parser)
+class Options(options.Options):
+    """A report.
+
+    Attributes:
+      run: run directory.
+      full: all that the guarantee says, and how norms were had.
+      records: the table of records of a run with personal budgets (private).
+      limit: records shown with --records.
+    """
+
+    run: Annotated[str, Flag("RUN", is_positional=True)]
+    full: bool = False
+    records: bool = False
+    limit: Annotated[int, Flag("N")] = 20
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

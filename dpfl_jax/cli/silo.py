@@ -6,9 +6,10 @@ import argparse
 import json
 import pathlib
 import shlex
-from typing import Any
+from typing import Annotated, Any
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
 
 DESCRIPTION = """\
@@ -54,44 +55,84 @@ policy:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the verbs."""
-    verbs = parser.add_subparsers(dest="verb", metavar="init|check|run|serve", required=True)
-    init = verbs.add_parser("init", help="make the folder of a silo")
-    init.add_argument("folder", metavar="FOLDER")
-    init.add_argument("--name", required=True, help="of the silo")
-    init.add_argument("--config", required=True, help="the study's configuration")
-    init.add_argument("--data", required=True, metavar="PATH", help="the silo's own data")
-    init.add_argument("--server", default="127.0.0.1:8000", metavar="HOST:PORT")
-    init.add_argument("--root-certificates", metavar="FILE", help="that sign the server's")
-    init.add_argument("--certificate", metavar="FILE", help="the silo's own, if the server asks")
-    init.add_argument("--key", metavar="FILE", help="of --certificate")
-    check = verbs.add_parser("check", help="read everything, and ask nobody")
-    check.add_argument("folder", metavar="FOLDER")
-    run = verbs.add_parser("run", help="answer the server")
-    run.add_argument("folder", metavar="FOLDER")
-    run.add_argument("--finish", action="store_true", help="end once a run is finished")
-    serve = verbs.add_parser("serve", help="be the server")
-    serve.add_argument("config", metavar="CONFIG")
-    serve.add_argument("--run-dir", required=True, metavar="DIR")
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--certificate", metavar="FILE")
-    serve.add_argument("--key", metavar="FILE")
-    serve.add_argument(
-        "--silo-certificates",
-        metavar="FILE",
-        help="that sign the silos' own: whoever has none is turned away",
-    )
-    serve.add_argument(
-        "--wait", type=float, default=600.0, help="seconds until a silo is left out (default: 600)"
-    )
-    for verb in (run, serve):
-        verb.add_argument(
-            "--insecure", action="store_true", help="without TLS: for tests on one machine"
-        )
-    for verb in (init, check, run, serve):
-        add_json_flag(verb)
+class Init(options.Options):
+    """A folder of a silo.
+
+    Attributes:
+      folder: to be made.
+      name: of the silo.
+      config: the study's configuration.
+      data: the silo's own data.
+      server: where it is.
+      root_certificates: that sign the server's.
+      certificate: the silo's own, if the server asks.
+      key: of --certificate.
+    """
+
+    folder: Annotated[str, Flag("FOLDER", is_positional=True)]
+    name: str
+    config: str
+    data: Annotated[str, Flag("PATH")]
+    server: Annotated[str, Flag("HOST:PORT")] = "127.0.0.1:8000"
+    root_certificates: Annotated[str | None, Flag("FILE")] = None
+    certificate: Annotated[str | None, Flag("FILE")] = None
+    key: Annotated[str | None, Flag("FILE")] = None
+
+
+class Check(options.Options):
+    """A check of a silo.
+
+    Attributes:
+      folder: of the silo.
+    """
+
+    folder: Annotated[str, Flag("FOLDER", is_positional=True)]
+
+
+class Run(Check):
+    """A silo that answers.
+
+    Attributes:
+      finish: end once a run is finished.
+      insecure: without TLS: for tests on one machine.
+    """
+
+    finish: bool = False
+    insecure: bool = False
+
+
+class Serve(options.Options):
+    """A server.
+
+    Attributes:
+      config: the study's configuration.
+      run_dir: where the run lives.
+      host: where it listens.
+      port: likewise.
+      certificate: the server's own.
+      key: of --certificate.
+      silo_certificates: that sign the silos' own: whoever has none is turned away.
+      wait: seconds until a silo is left out.
+      insecure: without TLS: for tests on one machine.
+    """
+
+    config: Annotated[str, Flag("CONFIG", is_positional=True)]
+    run_dir: Annotated[str, Flag("DIR")]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    certificate: Annotated[str | None, Flag("FILE")] = None
+    key: Annotated[str | None, Flag("FILE")] = None
+    silo_certificates: Annotated[str | None, Flag("FILE")] = None
+    wait: float = 600.0
+    insecure: bool = False
+
+
+VERBS = {
+    "init": (Init, "make the folder of a silo"),
+    "check": (Check, "read everything, and ask nobody"),
+    "run": (Run, "answer the server"),
+    "serve": (Serve, "be the server"),
+}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -102,7 +143,6 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _init(args: argparse.Namespace) -> dict[str, Any]:
     import os
 
-    from dpfl_jax.config import IsrlConfig
     from dpfl_jax.flower.plan import study_of
     from dpfl_jax.flower.silo import CONFIG, KEY, make_key, read_study
     from dpfl_jax.run.console import Console
@@ -113,7 +153,7 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
         raise BadInputError(f"{folder} holds a silo already: its key and log are its memory")
     config: Any = read_study(pathlib.Path(args.config))
     study_of(config)
-    isrl = isinstance(config, IsrlConfig)
+    isrl = config.variant == "isrl"
     privacy = config.privacy
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -121,7 +161,6 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
         return path and os.path.relpath(path, folder)
 
     epsilon = max(privacy.epsilon) if isinstance(privacy.epsilon, tuple) else privacy.epsilon
-    rounds = config.isrl.rounds if isrl else config.federation.rounds
     delta = privacy.delta if isinstance(privacy.delta, float) else 1e-5
     told = {
         "name": args.name,
@@ -134,8 +173,8 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
         "epsilon": epsilon if epsilon is not None else 1.0,
         "delta": delta,
         "unit": "record" if isrl else "subject",
-        "rounds": rounds or 1000,
-        "mechanism": f"isrl/{config.isrl.algorithm}" if isrl else config.mechanism.kind,
+        "rounds": config.federation.rounds or 1000,
+        "mechanism": config.mechanism.kind,
     }
     # JSON is YAML: a path with a comma or a colon in it stays one string.
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in told.items()}

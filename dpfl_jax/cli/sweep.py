@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from typing import Any
+from typing import Annotated, Any
 
-from dpfl_jax.cli.main import add_code_flag, add_json_flag
+from dpfl_jax.cli.options import Configured, Flag
 from dpfl_jax.errors import BadInputError
 
 NO_GUARANTEE = (
     "the choice among these runs has no guarantee: no epsilon of a run covers it, and none covers "
     "who is held out (--private chooses with one epsilon for all)"
 )
-HELP = "run a grid of configurations and tabulate the best"
 DESCRIPTION = """\
 Run one training per cell of a grid: compute budget, epsilon, group and cohort size, clip norm,
 learning rate, or any other key of the configuration. Every finished cell is kept, so that the same
@@ -48,47 +47,39 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML configuration file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key")
-    parser.add_argument(
-        "--grid",
-        action="append",
-        default=[],
-        metavar="AXIS=V1,V2,...",
-        help="values of one axis; repeat for more (default: the configuration's sweep section)",
-    )
-    parser.add_argument(
-        "--tune", action="append", default=[], metavar="AXIS", help="take the best of this axis"
-    )
-    parser.add_argument("--repeats", type=int, help="runs of each cell (default: 1)")
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="the folder")
-    parser.add_argument("--rank", type=int, default=0, help="this process (default: 0)")
-    parser.add_argument("--of", type=int, default=1, help="number of processes (default: 1)")
-    parser.add_argument("--collect", action="store_true", help="run nothing, only tabulate")
-    parser.add_argument("--dry-run", action="store_true", help="list the cells, run nothing")
-    parser.add_argument("--keep-runs", action="store_true", help="keep the cells' checkpoints")
-    parser.add_argument(
-        "--private",
-        action="store_true",
-        help="release the best run alone, with one epsilon for all",
-    )
-    parser.add_argument(
-        "--expected-runs",
-        type=float,
-        metavar="N",
-        help="with --private: mean of the random number of runs (default: 10)",
-    )
-    parser.add_argument(
-        "--loss-bound",
-        type=float,
-        metavar="B",
-        help="with --private: most that a person's mean loss counts for, a public number (default: "
-        "the logarithm of the number of tokens or classes)",
-    )
-    add_code_flag(parser)
-    add_json_flag(parser)
+class Options(Configured):
+    """A sweep.
+
+    Attributes:
+      grid: values of one axis; repeat for more (default: the configuration's sweep section).
+      tune: take the best of this axis.
+      repeats: runs of each cell (default: 1).
+      out: the folder.
+      rank: this process.
+      of: number of processes.
+      collect: run nothing, only tabulate.
+      dry_run: list the cells, run nothing.
+      keep_runs: keep the cells' checkpoints.
+      private: release the best run alone, with one epsilon for all.
+      expected_runs: with --private: mean of the random number of runs (default: 10).
+      loss_bound: with --private: most that a person's mean loss counts for, a public number
+        (default: the logarithm of the number of tokens or classes).
+    """
+
+    lists_keys = True
+
+    grid: Annotated[tuple[str, ...], Flag("AXIS=V1,V2,...", several=True)] = ()
+    tune: Annotated[tuple[str, ...], Flag("AXIS", several=True)] = ()
+    repeats: int | None = None
+    out: Annotated[pathlib.Path, Flag("DIR")]
+    rank: int = 0
+    of: int = 1
+    collect: bool = False
+    dry_run: bool = False
+    keep_runs: bool = False
+    private: bool = False
+    expected_runs: Annotated[float | None, Flag("N")] = None
+    loss_bound: Annotated[float | None, Flag("B")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import argparse
 import datetime
 import pathlib
 import shlex
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from rich.panel import Panel
 
-from dpfl_jax.cli.main import add_code_flag, add_json_flag
+from dpfl_jax.cli.options import Configured, Flag, overrides
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.run.console import Console
 from dpfl_jax.run.progress import RunConsole
@@ -43,41 +43,27 @@ examples:
   dpfl train configs/quickstart.yaml mechanism.cohort_size=512 privacy.epsilon=2
   dpfl train configs/quickstart.yaml --run-dir runs/mine
   dpfl train configs/userlevel/stackoverflow_uls.yaml --dry-run
-  dpfl train configs/subject/quickstart.yaml               # silos: a `federation` section
-  dpfl train configs/isrl/quickstart.yaml                  # no trusted server: an `isrl` section
+  dpfl train configs/subject/quickstart.yaml               # silos
+  dpfl train configs/isrl/quickstart.yaml                  # no trusted server
 
 exit status: 0 done; 2 bad input (one sentence on stderr); 1 anything else, interruption included.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML configuration file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="override any key of the configuration, e.g. train.steps=50",
-    )
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="where the run lives; an unfinished run of this configuration is resumed "
-        "(default: a new folder runs/NAME-TIME)",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="validate and price (parameters, tokens, noise multiplier, epsilon); train nothing",
-    )
-    parser.add_argument(
-        "--profile",
-        type=int,
-        metavar="STEPS",
-        help="execution.profile=STEPS: write what the devices did in these steps to profile/",
-    )
-    add_code_flag(parser)
-    add_json_flag(parser)
+class Options(Configured):
+    """Training.
+
+    Attributes:
+      run_dir: where the run lives; an unfinished run of this configuration is resumed (default: a
+        new folder runs/NAME-TIME).
+      dry_run: validate and price (parameters, tokens, noise multiplier, epsilon); train nothing.
+    """
+
+    keys: ClassVar[dict[str, Any]] = {"execution.profile": None}
+    lists_keys = True
+
+    run_dir: Annotated[str | None, Flag("DIR")] = None
+    dry_run: bool = False
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -85,8 +71,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from dpfl_jax.config import load_config
 
     console = RunConsole(stderr=args.json)
-    profile = [] if args.profile is None else [f"execution.profile={args.profile}"]
-    config = load_config(args.config, [*args.overrides, *profile], args.allow_code)
+    given = [*args.overrides, *overrides(Options, args)]
+    config = load_config(args.config, given, args.allow_code)
     return train_or_price(config, args.run_dir, args.dry_run, console)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import pathlib
-from typing import Any
+from typing import Annotated, Any
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli import options
+from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.run.console import Console
 
@@ -52,17 +53,16 @@ _SYSTEMS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument(
-        "file", metavar="FILE", help="guarantee.json, a report.json beside one, or a run directory"
-    )
-    parser.add_argument(
-        "--mechanism",
-        metavar="PACKAGE.MODULE:CLASS",
-        help="code of a mechanism that is not the library's; it is imported",
-    )
-    add_json_flag(parser)
+class Options(options.Options):
+    """A check of a guarantee.
+
+    Attributes:
+      file: guarantee.json, a report.json beside one, or a run directory.
+      mechanism: code of a mechanism that is not the library's; it is imported.
+    """
+
+    file: Annotated[str, Flag("FILE", is_positional=True)]
+    mechanism: Annotated[str | None, Flag("PACKAGE.MODULE:CLASS")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class ClippingProblem:
     def every_gradient(self) -> tuple[tuple[jax.Array, PyTree], Sequence[jax.Array]]:
         """Losses, auxiliary outputs and gradients of all units: leaves [n, ...]."""
         whole = jax.value_and_grad(self.loss, has_aux=True)
-        # Values that a loss places (``models.placement``) stay on the devices that hold the unit.
+        # Values that a loss places (``models.transformer``) stay on the devices that hold the unit.
         units = functools.partial(jax.vmap, in_axes=(None, 0), spmd_axis_name=self._unit_axes())
         if self.pieces is None:
             values, gradients = units(whole)(self.leaves, self.units)

@@ -1,14 +1,10 @@
 """Configuration of runs: one YAML file, typed, validated, overridable."""
 
-from dpfl_jax.config.federated import FederatedConfig
-from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.config.load import config_fingerprint, config_to_dict, load_config, validate_config
 from dpfl_jax.config.schema import AuditConfig, RunConfig
 
 __all__ = [
     "AuditConfig",
-    "FederatedConfig",
-    "IsrlConfig",
     "RunConfig",
     "config_fingerprint",
     "config_to_dict",

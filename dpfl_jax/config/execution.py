@@ -38,23 +38,15 @@ class MeshConfig(Section):
         return self.model_dump()
 
 
-class Traced(Section):
-    """What every kind of run knows.
+class Execution(Section):
+    """How a run computes its steps.
 
     Attributes:
       profile: of so many turns of the loop (steps, rounds, blocks), after the first one, what the
         devices did is written to ``profile/`` of the run directory, for xprof or Perfetto. It tells
         how long each took, and is outside the guarantee.
-    """
-
-    profile: int = Field(0, ge=0)
-
-
-class Execution(Traced):
-    """How central training computes its steps; see ``Traced``, too.
-
-    Attributes:
-      microbatch_size: units per device processed at once.
+      microbatch_size: units per device processed at once (default 16), or in a silo (default 32);
+        of a unit there with more records (a person, a batch), so many records one after the other.
       strategy: how clipped gradients are computed.
       group_buckets: process users with few examples in buffers with a smaller group axis (1, 2, 4,
         ...), instead of padding them to the group size: less work, a longer compilation.
@@ -73,8 +65,12 @@ class Execution(Traced):
         ``blockwise`` those of two blocks, so that memory grows with the length alone; ``auto``:
         plain up to 1,024 positions.
       mesh: how devices are arranged.
+      width: silos of a device that are vmapped (1 is fastest on a CPU).
+      chunk_silos: silos whose data are on the devices at once; default by size.
+      rounds_per_block: where silos trust no server, rounds from one row of metrics to the next.
     """
 
+    profile: int = Field(0, ge=0)
     microbatch_size: int = Field(16, gt=0)
     strategy: Strategy = "auto"
     attention: AttentionForm = "auto"
@@ -83,6 +79,9 @@ class Execution(Traced):
     examples_at_once: int | None = Field(None, gt=0)
     split_users: bool = False
     mesh: MeshConfig = MeshConfig()
+    width: int = Field(1, gt=0)
+    chunk_silos: int | None = Field(None, gt=0)
+    rounds_per_block: int = Field(5, gt=0)
 
     @property
     def unpacked(self) -> Execution:
@@ -93,26 +92,3 @@ class Execution(Traced):
     def cut(self) -> dict[str, Any]:
         """How users are cut up."""
         return {"examples_at_once": self.examples_at_once, "split_users": self.split_users}
-
-
-class RoundExecution(Traced):
-    """How a federation computes its rounds; see ``Traced``, too.
-
-    Attributes:
-      microbatch_size: units processed at once in a silo; of a unit with more records (a person, a
-        batch), so many records one after the other.
-      width: silos of a device that are vmapped (1 is fastest on a CPU).
-      chunk_silos: silos whose data are on the devices at once; default by size.
-      strategy: how clipped gradients are computed.
-    """
-
-    microbatch_size: int = Field(32, gt=0)
-    width: int = Field(1, gt=0)
-    chunk_silos: int | None = Field(None, gt=0)
-    strategy: Strategy = "auto"
-
-
-class BlockExecution(Traced):
-    """How ISRL computes its rounds: ``rounds_per_block`` from one row of metrics to the next."""
-
-    rounds_per_block: int = Field(5, gt=0)

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import difflib
 import functools
 import hashlib
 import importlib
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, nearest
 
 # Metadata of a dataclass field that no configuration sets.
 DERIVED = {"derived": True}
@@ -74,6 +73,11 @@ class Kinds:
         importlib.import_module(self.home)
         return sorted(self._known)
 
+    def __contains__(self, kind: Any) -> bool:
+        """Whether ``self[kind]`` would be found."""
+        places = map(_place, self._known.values()) if ":" in str(kind) else self.names()
+        return kind in [*places]
+
     def __getitem__(self, kind: Any) -> Callable[..., Any]:
         """The class or function of a kind, or at ``"package.module:name"`` if that was imported.
 
@@ -90,9 +94,7 @@ class Kinds:
                 "not imported"
             )
         if not isinstance(kind, str) or kind not in self._known:
-            raise BadInputError(
-                f"{self.section}.kind is {kind!r}: {_or(names, kind, 'it must be one of ')}"
-            )
+            raise BadInputError(f"{self.section}.kind is {kind!r}: {nearest(str(kind), names)}")
         return self._known[kind]
 
     def has_made(self, value: Any) -> bool:
@@ -134,7 +136,7 @@ class Kinds:
                 what = f"an option of {' and '.join(owners)}; " if owners else ""
                 raise BadInputError(
                     f"unknown key '{self.section}.{name}' of {named}: {what}"
-                    f"{_or(known, name, 'known here: ')}"
+                    f"{nearest(str(name), known)}"
                 )
             values[name] = self._value(name, value, known[name])
         missing = [n for n, option in known.items() if option.is_required and n not in values]
@@ -386,11 +388,6 @@ def _adapter(cls: Any, name: str) -> TypeAdapter[Any]:
     return TypeAdapter(options(cls)[name].hint)
 
 
-def _or(names: Iterable[str], near: Any, otherwise: str = "one of ") -> str:
-    close = difflib.get_close_matches(str(near), list(names), n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else otherwise + ", ".join(sorted(names))
-
-
 CENTRAL = Kinds("dpfl_jax.mechanisms")
 PARTICIPATIONS = Kinds("dpfl_jax.mechanisms", "mechanism.participation")
 SCHEMES = Kinds("dpfl_jax.mechanisms", "mechanism.participation.scheme")
@@ -400,3 +397,4 @@ UPDATES = Kinds("dpfl_jax.mechanisms", "mechanism.update")
 BUDGETS = Kinds("dpfl_jax.mechanisms", "mechanism.budget")
 SILOS = Kinds("dpfl_jax.federation.mechanisms")
 SILO_PARTICIPATIONS = Kinds("dpfl_jax.federation.mechanisms", "mechanism.participation")
+ISRL = Kinds("dpfl_jax.federation.isrl.mechanisms")

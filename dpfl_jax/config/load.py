@@ -14,10 +14,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from dpfl_jax.config.federated import FederatedConfig
-from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.config.schema import RunConfig
-from dpfl_jax.config.text import read_yaml
+from dpfl_jax.config.text import read_yaml, write_yaml
+from dpfl_jax.config.variants import Variant, takes, variant_of
 from dpfl_jax.data.keys import names_function
 from dpfl_jax.errors import BadInputError, imported
 
@@ -37,15 +36,11 @@ _PATHS = (
 
 _MOST_VALUES, _MOST_DEPTH = 100_000, 50
 
-AnyConfig = RunConfig | FederatedConfig | IsrlConfig
-
 
 def load_config(
     path: str | os.PathLike[str], overrides: Iterable[str] = (), allow_code: bool = False
-) -> AnyConfig:
+) -> RunConfig:
     """Reads, overrides and validates a configuration.
-
-    A ``federation`` section makes it federated, an ``isrl`` section a federation without trust.
 
     Args:
       path: YAML file; ``configs/...`` that is not here is the one that comes with the package.
@@ -119,7 +114,7 @@ def make_config(
     overrides: Iterable[str],
     file: str | os.PathLike[str],
     allow_code: bool = False,
-) -> AnyConfig:
+) -> RunConfig:
     """``load_config`` of what a file holds, or is going to hold.
 
     Args:
@@ -176,18 +171,13 @@ def _kinds_in(section: Any, where: str) -> Iterator[tuple[str, str]]:
         yield from _kinds_in(value, f"{where}.{key}")
 
 
-def validate_config(raw: Mapping[str, Any], where: str = "the config") -> AnyConfig:
+def validate_config(raw: Mapping[str, Any], where: str = "the config") -> RunConfig:
     """Validates a mapping; the error names the key, and the nearest known one."""
     _check_size(raw, where)
-    kind: type[AnyConfig] = RunConfig
-    if "isrl" in raw:
-        kind = IsrlConfig
-    elif "federation" in raw:
-        kind = FederatedConfig
     try:
-        config = kind.model_validate(raw)
+        config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise BadInputError(_one_sentence(error, where, kind)) from None
+        raise BadInputError(_one_sentence(error, raw, where)) from None
     if (key := _taken_for_number(raw, config_to_dict(config))) is not None:
         raise BadInputError(f"{where}: {key} is true or false, but it must be a number")
     return config
@@ -213,6 +203,18 @@ def config_to_dict(config: BaseModel) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+def write_config(path: pathlib.Path, config: BaseModel, reason: str) -> None:
+    """Writes a configuration as YAML, below why it is this one.
+
+    Raises:
+      BadInputError: it cannot be written there.
+    """
+    try:
+        path.write_text(f"# {reason}.\n{write_yaml(config_to_dict(config))}")
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}") from error
+
+
 # A run that a budget refused goes on once it is raised.
 _NOT_COMPUTED = ("name", "execution", "processes", "metrics", "sweep", "privacy.budget")
 # Files that are known by their content may lie elsewhere.
@@ -224,7 +226,7 @@ _OF_ONE_START = (
 )
 
 
-def config_fingerprint(config: AnyConfig) -> str:
+def config_fingerprint(config: RunConfig) -> str:
     """Identifies what a run computes, whatever its name and devices."""
     text = json.dumps(_without(config_to_dict(config), _NOT_COMPUTED), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -322,14 +324,17 @@ def _expand(value: Any, where: str, key: str = "") -> Any:
     return _VARIABLE.sub(substitute, value)
 
 
-def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> str:
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"]]
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+def _one_sentence(error: ValidationError, raw: Mapping[str, Any], where: str) -> str:
+    """The first thing that is wrong; unknown keys before those that are missing for them."""
+    found = sorted(error.errors(), key=lambda one: one["type"] not in _UNKNOWN)
+    first, location = found[0], [str(part) for part in found[0]["loc"]]
     key = ".".join(location)
-    more = f" ({error.error_count() - 1} more after this one)" if error.error_count() > 1 else ""
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _keys_at(location[:-1], kind)
-        near = _near(location[-1], known, kind, anywhere=len(location) == 1)
+    more = f" ({len(found) - 1} more after this one)" if len(found) > 1 else ""
+    if first["type"] in _UNKNOWN:
+        near, known = near_keys(location, _variant_in(raw))
         hint = f"did you mean {' or '.join(map(repr, near))}?"
         if not near:
             hint = f"known here: {', '.join(sorted(known))}"
@@ -338,9 +343,7 @@ def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> 
         return f"the key {key!r} is missing from {where}{more}"
     message = first["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    if not location:
-        return f"{where}: {message}{more}"
-    if f"{key}." in message:
+    if not location or f"{key}." in message:
         return f"{where}: {message}{more}"
     given = first.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool | None) else ""
@@ -349,30 +352,41 @@ def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> 
     return f"{where}: {key}: {message}{shown}{more}"
 
 
-def _near(name: str, known: list[str], kind: type[AnyConfig], anywhere: bool) -> list[str]:
-    """Keys that an unknown one may have meant; ``anywhere``: it was given without a section."""
+def _variant_in(raw: Mapping[str, Any]) -> Variant | None:
+    try:
+        return variant_of(raw.get("mechanism"))
+    except BadInputError:
+        return None
+
+
+def near_keys(location: list[str], variant: Variant | None) -> tuple[list[str], list[str]]:
+    """Keys that an unknown one may have meant, and all that there are in its section."""
+    *section, name = location
+    known = _keys_at(section, variant)
     places: dict[str, list[str]] = {key: [key] for key in known}
-    if anywhere:
-        inner = [(section, key) for section in known for key in _keys_at([section], kind)]
-        for section, key in inner:
-            if key not in known:
-                places.setdefault(key, []).append(f"{section}.{key}")
+    if not section:  # it may have been given without one
+        for within in known:
+            for key in _keys_at([within], variant):
+                if key not in known:
+                    places.setdefault(key, []).append(f"{within}.{key}")
     close = difflib.get_close_matches(name, places, n=1, cutoff=0.7)
-    return [place for key in close for place in places[key]]
+    return [place for key in close for place in places[key]], known
 
 
-def _keys_at(location: list[str], kind: type[AnyConfig]) -> list[str]:
-    """The keys allowed in the section at ``location``."""
-    section: Any = kind
+def _keys_at(location: list[str], variant: Variant | None) -> list[str]:
+    """The keys that a variant takes in the section at ``location``; None: any variant."""
+    section: Any = RunConfig
     for part in location:
         fields = getattr(section, "model_fields", {})
         if part in fields:
             section = _section_type(fields[part].annotation)
     if dataclasses.is_dataclass(section):
-        return [f.name for f in dataclasses.fields(section)]
-    return list(getattr(section, "model_fields", {}))
+        names = [f.name for f in dataclasses.fields(section)]
+    else:
+        names = list(getattr(section, "model_fields", {}))
+    return [n for n in names if variant is None or takes(variant, ".".join([*location, n][:2]))]
 
 
 def _section_type(annotation: Any) -> Any:
-    options = [a for a in get_args(annotation) if a is not type(None)]
-    return options[0] if options else annotation
+    inner = [a for a in get_args(annotation) if a is not type(None)]
+    return inner[0] if inner else annotation

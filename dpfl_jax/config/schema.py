@@ -1,28 +1,83 @@
 """The sections of a run's configuration, typed and validated.
 
 One YAML file holds them all (see ``load.load_config``); any key can be overridden on the command
-line. Defaults are what a private run should have; nothing here reads data.
+line. Defaults are what a private run should have; nothing here reads data. Each section has the
+keys of all kinds of runs: ``variants`` says which go with which kind of mechanism, and where
+defaults differ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    GetPydanticSchema,
+    PlainSerializer,
+    PlainValidator,
+    model_serializer,
+    model_validator,
+)
 
+from dpfl_jax.config import variants
 from dpfl_jax.config.base import (
-    EvaluatedTrain,
+    NAME,
+    NO_CHOICE_WITHIN_USERS,
+    MetricsSection,
     Positive,
-    RunSection,
+    ProcessesConfig,
     Section,
     Seed,
-    TargetSection,
-    check_target,
+    check,
+    exclude,
 )
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.config.kinds import Kinds
+from dpfl_jax.config.variants import Variant, variant_of
 from dpfl_jax.data import DataConfig
 from dpfl_jax.task import ModelKind
+
+# Any to a type checker: only silos that trust no server have a number each, or no rounds given.
+_OneOrEach = Annotated[
+    Any, GetPydanticSchema(lambda _, schema_of: schema_of(float | tuple[float, ...] | None))
+]
+_Rounds = Annotated[
+    Any, GetPydanticSchema(lambda _, schema_of: schema_of(Annotated[int, Field(gt=0)] | None))
+]
+
+
+def numbers(value: float | tuple[float, ...] | None) -> tuple[float, ...]:
+    """One number, one for each silo, or none, as a tuple."""
+    return () if value is None else value if isinstance(value, tuple) else (value,)
+
+
+def check_each(key: str, value: Any, silos: int) -> None:
+    """Raises ValueError unless a tuple has a number for each silo."""
+    check(
+        not isinstance(value, tuple) or len(value) == silos,
+        f"{key} has {len(numbers(value))} numbers for {silos} silos: give one for each",
+    )
+
+
+def check_target(privacy: PrivacyConfig, private: bool) -> None:
+    """Raises ValueError unless a private mechanism has either a target or noise."""
+    epsilon, noise = privacy.epsilon, privacy.noise_multiplier
+    check(
+        epsilon is None or epsilon > 0,
+        f"privacy.epsilon is {epsilon}, but it must be above 0: for a run without privacy set "
+        "mechanism.kind=none (of silos: fed_avg)",
+    )
+    check(
+        not private or epsilon is not None or noise is not None,
+        "neither privacy.epsilon nor privacy.noise_multiplier is set: give the target epsilon, or "
+        "the noise",
+    )
+    check(
+        not private or epsilon is None or noise is None,
+        "both privacy.epsilon and privacy.noise_multiplier are set: keep one, the other follows "
+        "from it",
+    )
 
 
 class OptimizerConfig(Section):
@@ -68,45 +123,18 @@ class DpoConfig(Section):
     beta: Positive = 0.1
 
 
-class NamedModel(Section):
-    """A model by its kind, or one of your own.
+class ModelConfig(Section):
+    """The model, and which of its parameters are trained privately.
 
     Attributes:
       kind: transformer (tokens), lstm (windows of characters), mlp, cnn, small_cnn, logistic
         (classes), mlp (numbers); linear is linear regression of numbers and logistic regression of
-        classes, and what a central run on a table has if nothing is said.
+        classes. Default transformer, or mlp where silos train, or linear where one place has a
+        table. Only the transformer takes size, checkpoint, overrides, lora, last_layers and dpo,
+        and no options.
       module: a model of your own in the place of a kind: ``package.module:build``, a function
         (task, key, **options) that returns it (docs/guides/models.md).
       options: arguments of the kind's class, or of the function.
-    """
-
-    kind: ModelKind = "mlp"
-    module: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @property
-    def what(self) -> str:
-        """The key that says which model, and its value."""
-        return "=".join(*self.told.items())
-
-    @property
-    def told(self) -> dict[str, str]:
-        """The same, as a report tells it."""
-        return {"kind": self.kind} if self.module is None else {"module": self.module}
-
-    @model_validator(mode="after")
-    def _check_one(self) -> NamedModel:
-        if self.module is not None and self.kind != type(self).model_fields["kind"].default:
-            raise ValueError("both model.kind and model.module are set: keep one")
-        return self
-
-
-class ModelConfig(NamedModel):
-    """The model, and which of its parameters are trained privately; see ``NamedModel``, too.
-
-    Attributes:
-      kind: only the transformer takes size, checkpoint, overrides, lora, last_layers and dpo, and
-        no options.
       size: a named size; not beside a checkpoint.
       checkpoint: directory in the Hugging Face layout (config.json and safetensors files) of a
         GPT-2, Llama or Gemma model, taken as public; ``hf:org/name``, in the local Hugging Face
@@ -118,9 +146,17 @@ class ModelConfig(NamedModel):
       last_layers: blocks that ``trainable: last_layers`` trains (with the last norm).
       frozen_dtype: of parameters of a checkpoint that are not trained.
       dpo: the loss of data that are preference pairs (``data.chosen_column``).
+      loss: of the linear models of silos that trust no server: logistic or hinge (two classes),
+        softmax (classes), squared or absolute (a number). hinge and absolute are not smooth: their
+        Moreau envelope is trained.
+      regularization: mu of mu/2 |w|^2; its gradient depends on no record, the server adds it.
+      radius: of the ball W about 0, half the diameter D of the theorems.
+      smoothing: beta of the envelope; default by theorem.
     """
 
     kind: ModelKind = "transformer"
+    module: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
     size: str = "tiny"
     checkpoint: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict)
@@ -129,6 +165,20 @@ class ModelConfig(NamedModel):
     last_layers: int = Field(1, ge=1)
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
     dpo: DpoConfig | None = None
+    loss: Literal["logistic", "hinge", "softmax", "squared", "absolute"] = "logistic"
+    regularization: float = Field(0.0, ge=0)
+    radius: Positive = 5.0
+    smoothing: float | None = Field(None, gt=0)
+
+    @property
+    def what(self) -> str:
+        """The key that says which model, and its value."""
+        return "=".join(*self.told.items())
+
+    @property
+    def told(self) -> dict[str, str]:
+        """The same, as a report tells it."""
+        return {"kind": self.kind} if self.module is None else {"module": self.module}
 
     @property
     def is_transformer(self) -> bool:
@@ -137,26 +187,32 @@ class ModelConfig(NamedModel):
 
     @model_validator(mode="after")
     def _check_choice(self) -> ModelConfig:
-        own = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
-        for name in ("options",) if self.is_transformer else own:
-            default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"model.{name} does not go with model.{self.what}: remove it "
-                    f"(transformers take {', '.join(own)}, other kinds options)"
-                )
-        if not self.is_transformer and self.trainable in ("lora", "last_layers"):
-            raise ValueError(f"model.trainable={self.trainable} is for model.kind=transformer")
-        if self.checkpoint is not None and "size" in self.model_fields_set and self.size != "tiny":
-            raise ValueError("both model.size and model.checkpoint are set: keep one")
-        if self.trainable == "lora" and self.lora is None:
-            raise ValueError("model.trainable=lora needs model.lora, e.g. model.lora.rank=8")
-        if self.trainable == ():
-            raise ValueError("model.trainable is empty: nothing would be trained; name something")
-        if self.lora is not None and self.trainable in ("biases", "last_layers"):
-            raise ValueError(
-                "model.lora adds adapters, but model.trainable leaves them untrained: remove one"
-            )
+        check(
+            self.module is None or self.kind == "transformer",
+            "both model.kind and model.module are set: keep one",
+        )
+        check(
+            self.is_transformer or self.trainable not in ("lora", "last_layers"),
+            f"model.trainable={self.trainable} is for model.kind=transformer",
+        )
+        sized = "size" in self.model_fields_set and self.size != "tiny"
+        exclude(model__size=self.size if sized else None, model__checkpoint=self.checkpoint)
+        check(
+            self.trainable != "lora" or self.lora,
+            "model.trainable=lora needs model.lora, e.g. model.lora.rank=8",
+        )
+        check(
+            self.trainable != (),
+            "model.trainable is empty: nothing would be trained; name something",
+        )
+        check(
+            self.lora is None or self.trainable not in ("biases", "last_layers"),
+            "model.lora adds adapters, but model.trainable leaves them untrained: remove one",
+        )
+        check(
+            self.smoothing is None or self.loss in ("hinge", "absolute"),
+            "model.smoothing is for the losses hinge and absolute: remove it",
+        )
         return self
 
 
@@ -178,15 +234,158 @@ class PretrainConfig(Section):
     cache_dir: str | None = None
 
 
-class PrivacyConfig(TargetSection):
-    """The target, and the budget it is charged to; see ``TargetSection``, too.
+class BudgetConfig(Section):
+    """Each record's own epsilon (mechanism.kind=rpdp; Liu et al. 2024, section 7.1).
 
     Attributes:
-      epsilon: target; the noise multiplier is calibrated to it.
-      delta: default (number of training examples) ** -1.1, as in Charles et al. 2024.
+      kind: three_levels, mix_gauss, pareto, constant (the first of levels), or column.
+      levels: epsilons of the levels, means of the mixture.
+      shares: of the levels or components.
+      stds: of the mixture; the authors' code has 0.05, 0.1, 0.5.
+      shape: of the Pareto distribution; the authors' code has a lomax one of shape 4.
+      pareto: classical, or lomax (shifted to start at 0).
+      bounds: least and largest budget of mixture and Pareto.
+      column: a field of the data, or of the CSV file ``path``.
+      path: CSV file with a column ``record`` (the record's id) and the column of budgets.
+      declared: typical budgets, public, where the real ones come from a column.
+      seed: of drawn budgets; public.
     """
 
-    delta: float | None = None
+    kind: Literal["three_levels", "mix_gauss", "pareto", "constant", "column"] = "three_levels"
+    levels: tuple[float, ...] = Field((0.1, 1.0, 5.0), min_length=1)
+    shares: tuple[float, ...] = (0.7, 0.2, 0.1)
+    stds: tuple[float, ...] = (0.01, 0.05, 0.5)
+    shape: float = Field(1.0, gt=0)
+    pareto: Literal["classical", "lomax"] = "classical"
+    bounds: tuple[float, float] = (0.1, 10.0)
+    column: str = "epsilon"
+    path: str | None = None
+    declared: tuple[float, ...] | None = Field(None, min_length=1)
+    seed: int = Field(0, ge=0)
+
+
+class FederationConfig(Section):
+    """Silos, rounds and optimisers.
+
+    Attributes:
+      silos: number of silos N. Default 16, or 5 where they trust no server.
+      partition: uniform, natural (the data's own silos), power (skewed by alpha), confined (a
+        subject in one silo) or labels (each silo holds half of the classes); where silos trust no
+        server uniform, natural, sorted (by label or target: as different as can be) or pairs (ten
+        digits: an even and an odd one in a silo; 5 or 25 silos).
+      alpha: of the power law; 1 is uniform.
+      partition_seed: chooses who is where; public.
+      rounds: R; where silos trust no server, default by theorem.
+      local_steps: T, steps of a silo in a round.
+      silos_per_round: M, silos drawn in each round (fixed number); default all.
+      silos_law: {m: probability} of the number of silos that answer in a round, instead of a fixed
+        one.
+      participation_prob: of each silo in each round, instead of a fixed number.
+      max_silos_per_subject: H; default all silos (1 if confined).
+      local_optimizer: of the silos.
+      local_state: reset at every round, or keep.
+      server_optimizer: on minus the mean update; sgd with rate 1 is plain averaging.
+      weights: public weights of the silos; default equal. Where silos trust no server, p_i,
+        summing to 1.
+    """
+
+    silos: int = Field(16, gt=0)
+    partition: Literal["uniform", "power", "confined", "natural", "labels", "sorted", "pairs"] = (
+        "uniform"
+    )
+    alpha: float = Field(1.0, ge=1)
+    partition_seed: Seed = 0
+    rounds: _Rounds = None
+    local_steps: int = Field(1, gt=0)
+    silos_per_round: int | None = Field(None, gt=0)
+    silos_law: dict[int, float] | None = None
+    participation_prob: float | None = Field(None, gt=0, le=1)
+    max_silos_per_subject: int | None = Field(None, gt=0)
+    local_optimizer: OptimizerConfig = OptimizerConfig(name="sgd", learning_rate=0.5)
+    local_state: Literal["reset", "keep"] = "reset"
+    server_optimizer: OptimizerConfig = OptimizerConfig(name="sgd", learning_rate=1.0)
+    weights: tuple[float, ...] | None = None
+
+    @property
+    def answering(self) -> int | dict[int, float] | None:
+        """How many silos answer in a round: a number, a law of it, or None for all."""
+        return self.silos_law if self.silos_law is not None else self.silos_per_round
+
+    @model_validator(mode="after")
+    def _check(self) -> FederationConfig:
+        exclude(
+            federation__participation_prob=self.participation_prob,
+            federation__silos_per_round=self.silos_per_round,
+            federation__silos_law=self.silos_law,
+        )
+        check_each("federation.weights", self.weights, self.silos)
+        for name in ("silos_per_round", "max_silos_per_subject"):
+            value = getattr(self, name)
+            check(
+                value is None or value <= self.silos,
+                f"federation.{name} is {value}, but there are {self.silos} silos",
+            )
+        return self
+
+
+class PrivacyConfig(Section):
+    """The target, and the budget it is charged to.
+
+    Attributes:
+      epsilon: target; the noise multiplier is calibrated to it. For whom: a user; a subject over
+        the whole federation (local_item: a record; rpdp: the public cap, a record of that budget is
+        always sampled); or what each silo that trusts no server grants each of its records, one
+        number or one for each silo (default 3), or null for a baseline without privacy.
+      delta: default (number of training examples, or subjects) ** -1.1, as in Charles et al. 2024;
+        of a silo that trusts no server 1 / n_i^2, and there may be one for each.
+      noise_multiplier: sigma, instead of a target; the noise on the sum has stddev sigma times the
+        largest contribution.
+      budgets: rpdp: of the records.
+      policy: rpdp: how rates follow from budgets; certified, curve_fit or bisection (personal),
+        minimum, dropout or uniform (baselines: one rate).
+      unreachable: rpdp: what to do with a budget that no sampling rate keeps: error or exclude.
+      ledger: file (.jsonl) that records what the people of a data set have spent over all runs;
+        relative to the folder of the configuration file.
+      account: name of the people in the ledger. Give one name to all versions of a data set that
+        hold the same people.
+      budget: largest epsilon (at the run's delta) the ledger may reach; beyond it a run is refused.
+        It is fixed by the first run and holds for all, also if one is chosen by what others showed.
+    """
+
+    epsilon: _OneOrEach = None
+    delta: _OneOrEach = None
+    noise_multiplier: float | None = Field(None, ge=0, le=1e6)
+    budgets: BudgetConfig = BudgetConfig()
+    policy: Literal["certified", "curve_fit", "bisection", "minimum", "dropout", "uniform"] = (
+        "certified"
+    )
+    unreachable: Literal["error", "exclude"] = "error"
+    ledger: str | None = None
+    account: str | None = Field(None, pattern=r"^[\w .,:@+-]+$")
+    budget: float | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> PrivacyConfig:
+        for delta in numbers(self.delta):
+            check(
+                0 < delta < 1,
+                f"privacy.delta is {delta:g}, but it must lie strictly between 0 and 1",
+            )
+        check(
+            self.budget is None or self.ledger is not None,
+            "privacy.budget needs privacy.ledger, the file it is charged to",
+        )
+        # It is appended to: by no name that another program reads by itself.
+        check(
+            self.ledger is None or self.ledger.endswith(".jsonl"),
+            f"privacy.ledger is {self.ledger!r}, but a ledger is a file NAME.jsonl",
+        )
+        check(
+            self.ledger is None or self.account is not None,
+            "privacy.ledger needs privacy.account: one name for these people, the same in every "
+            "run on them, however their data are cut",
+        )
+        return self
 
 
 class PopulationConfig(Section):
@@ -203,28 +402,53 @@ class PopulationConfig(Section):
     limited_examples: dict[int, int] = Field(default_factory=dict)
 
 
-class TrainConfig(EvaluatedTrain):
-    """How the private phase runs; see ``EvaluatedTrain``, too.
+class TrainConfig(Section):
+    """How the private phase runs.
+
+    Nobody who is held out is covered by the guarantee.
 
     Attributes:
-      steps: number of steps T.
-      checkpoint_every: steps between checkpoints.
+      steps: number of steps T (silos have federation.rounds).
+      eval_every: steps (rounds, blocks) between evaluations on held-out data; 0 for before and
+        after only.
+      keep_best: keep the checkpoint with the lowest held-out loss, too.
+      patience: stop once so many evaluations in a row found no lower held-out loss. Epsilon stays
+        that of all steps. null: never.
+      checkpoint_every: steps between checkpoints. Default 50; 5 rounds where silos train, 2 blocks
+        where they trust no server.
       keep_checkpoints: how many checkpoints are kept.
       log_every: steps between lines of metrics.jsonl.
     """
 
-    steps: int = Field(gt=0)
+    steps: int = Field(0, gt=0)
+    eval_every: int = Field(0, ge=0)
+    keep_best: bool = False
+    patience: int | None = Field(None, gt=0)
     checkpoint_every: int = Field(50, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
     log_every: int = Field(1, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        check(
+            self.eval_every or not self.chooses,
+            "keep_best and patience look at evaluations: set train.eval_every",
+        )
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        """Whether held-out loss decides anything."""
+        return self.keep_best or self.patience is not None
 
 
 class EvalConfig(Section):
     """Held-out evaluation.
 
     Attributes:
-      batch_size: examples per device and evaluation batch.
-      max_users: at most this many held-out users (a choice fixed by their ids); None for all.
+      batch_size: examples per device and evaluation batch. Default 64, or 256 where silos train.
+      max_users: at most this many held-out users, or subjects (a choice fixed by their ids); None
+        for all.
       max_examples_per_user: only the first examples of each; None for all.
       split: which held-out users, validation (while tuning) or test (for the report).
       personalize: at the end, also tune a copy of the trained parameters for each held-out user on
@@ -263,10 +487,13 @@ class AuditConfig(Section):
     @model_validator(mode="after")
     def _check_numbers(self) -> AuditConfig:
         for name, number in (("canaries", self.canaries), ("texts", self.texts)):
-            if 0 < number < 100:
-                raise ValueError(f"audit.{name} is {number}, but fewer than 100 prove nothing")
-        if not self.canaries + self.texts:
-            raise ValueError("audit has no canaries: set audit.canaries=500, or remove it")
+            check(
+                not 0 < number < 100, f"audit.{name} is {number}, but fewer than 100 prove nothing"
+            )
+        check(
+            self.canaries + self.texts,
+            "audit has no canaries: set audit.canaries=500, or remove it",
+        )
         return self
 
 
@@ -285,69 +512,132 @@ class SweepConfig(Section):
     repeats: int = Field(1, ge=1)
 
 
-class RunConfig(RunSection):
-    """A whole run; see ``RunSection``, too.
+class RunConfig(Section):
+    """A whole run: central, over silos that train locally, or over silos that trust no server.
 
     Attributes:
+      name: names the run directory.
+      seed: None draws the root key from the operating system and keeps it secret (the default for
+        private runs); an integer makes the run reproducible and its noise known to all who read
+        the config, which the report then says.
       init_seed: seed of the initial parameters (public; they carry no privacy).
-      mechanism: ``kind`` (els, uls, none, or ``package.module:Class``), and its fields.
+      mechanism: ``kind`` and its fields, or the parts: ``participation``, ``clip``, ``noise``.
     """
 
+    name: str = Field("run", pattern=NAME)
+    seed: int | None = None
     init_seed: Seed = 0
-    data: DataConfig
+    data: DataConfig = DataConfig()
     population: PopulationConfig | None = None
+    federation: FederationConfig = FederationConfig()
     model: ModelConfig = ModelConfig()
     pretrain: PretrainConfig | None = None
-    mechanism: Annotated[Any, CENTRAL]
+    mechanism: Annotated[Any, PlainValidator(variants.parse_mechanism), PlainSerializer(Kinds.dump)]
     privacy: PrivacyConfig = PrivacyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    train: TrainConfig
+    train: TrainConfig = TrainConfig()
     execution: Execution = Execution()
     eval: EvalConfig = EvalConfig()
     sweep: SweepConfig | None = None
     audit: AuditConfig | None = None
+    processes: ProcessesConfig = ProcessesConfig()
+    metrics: MetricsSection = MetricsSection()
+
+    @property
+    def variant(self) -> Variant:
+        """Which kind of run it is: that of its mechanism."""
+        return variant_of(self.mechanism)
 
     @model_validator(mode="before")
     @classmethod
-    def _follow_task(cls, raw: Any) -> Any:
-        """A table is learned by a linear model, unless another is named."""
-        data = raw.get("data") if isinstance(raw, dict) else None
-        table = isinstance(data, dict) and data.get("target_column") is not None
-        return {"model": {"kind": "linear"}, **raw} if table else raw
+    def _complete(cls, raw: Any) -> Any:
+        named = isinstance(raw, Mapping) and "mechanism" in raw
+        return variants.complete(raw) if named else raw
+
+    @model_serializer(mode="wrap")
+    def _own_part(self, plain: Any) -> dict[str, Any]:
+        return variants.own_part(plain(self), self.variant)
 
     @model_validator(mode="after")
-    def _check_privacy(self) -> RunConfig:
-        privacy, mechanism = self.privacy, self.mechanism
-        if privacy.epsilon is not None and not privacy.epsilon > 0:
-            raise ValueError(
-                f"privacy.epsilon is {privacy.epsilon:g}, but it must be above 0: for a run "
-                "without privacy set mechanism.kind=none"
+    def _check(self) -> RunConfig:
+        for key in variants.REQUIRED[self.variant]:
+            section, _, name = key.partition(".")
+            given = name or section
+            inside = getattr(self, section) if name else self
+            check(given in inside.model_fields_set, f"the key {key!r} is missing")
+        privacy = self.privacy
+        check(
+            privacy.ledger is None or self.seed is None,
+            "privacy.ledger adds up independent runs, but seed makes sampling and noise known and "
+            "the same in every run with it: leave seed unset",
+        )
+        if self.variant == "isrl":
+            self._check_isrl()
+            return self
+        for name in ("epsilon", "delta"):
+            check(
+                not isinstance(getattr(privacy, name), tuple),
+                f"privacy.{name} holds several numbers, but only silos that trust no server have "
+                "their own: give one",
             )
-        if privacy.delta is not None and not 0 < privacy.delta < 1:
-            raise ValueError(
-                f"privacy.delta is {privacy.delta:g}, but it must lie strictly between 0 and 1"
+        check_target(privacy, self.mechanism.private)
+        if self.variant == "silos":
+            check(
+                not (self.train.chooses and self.data.split == "within_user")
+                or not self.mechanism.private,
+                NO_CHOICE_WITHIN_USERS,
             )
-        check_target(privacy, mechanism.private)
-        if self.pretrain is not None and not self.model.is_transformer:
-            raise ValueError(
-                f"pretrain is for model.kind=transformer, not model.{self.model.what}: remove it"
+        else:
+            self._check_central()
+        return self
+
+    def _check_central(self) -> None:
+        mechanism, execution, model = self.mechanism, self.execution, self.model
+        own = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
+        for name in ("options",) if model.is_transformer else own:
+            default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
+            check(
+                getattr(model, name) == default,
+                f"model.{name} does not go with model.{model.what}: remove it "
+                f"(transformers take {', '.join(own)}, other kinds options)",
             )
-        if self.pretrain is not None and self.model.checkpoint is not None:
-            raise ValueError(
-                "both pretrain and model.checkpoint are set: the private phase starts from one"
-            )
-        if self.audit is not None and not mechanism.private:
-            raise ValueError("audit attacks a guarantee, but mechanism.kind=none gives none")
-        execution = self.execution
+        check(
+            self.pretrain is None or model.is_transformer,
+            f"pretrain is for model.kind=transformer, not model.{model.what}: remove it",
+        )
+        check(
+            self.pretrain is None or model.checkpoint is None,
+            "both pretrain and model.checkpoint are set: the private phase starts from one",
+        )
+        check(
+            self.audit is None or mechanism.private,
+            "audit attacks a guarantee, but mechanism.kind=none gives none",
+        )
         for name, asked in (
             ("execution.examples_at_once", execution.examples_at_once is not None),
             ("execution.split_users", execution.split_users),
         ):
-            if asked and mechanism.participation.unit_examples is None:
-                raise ValueError(f"{name} is for users with several examples (mechanism.kind=uls)")
-            if asked and execution.strategy == "ghost":
-                raise ValueError(
-                    f"{name} forms users' gradients, which execution.strategy=ghost does not: "
-                    "leave out one of the two"
-                )
-        return self
+            check(
+                not asked or mechanism.participation.unit_examples is not None,
+                f"{name} is for users with several examples (mechanism.kind=uls)",
+            )
+            check(
+                not asked or execution.strategy != "ghost",
+                f"{name} forms users' gradients, which execution.strategy=ghost does not: leave "
+                "out one of the two",
+            )
+
+    def _check_isrl(self) -> None:
+        federation, privacy = self.federation, self.privacy
+        check(
+            self.mechanism.kind != "multi_stage" or self.model.regularization,
+            "mechanism.kind=multi_stage needs a strongly convex loss: set model.regularization "
+            "above 0, or use accelerated",
+        )
+        check_each("privacy.epsilon", privacy.epsilon, federation.silos)
+        check_each("privacy.delta", privacy.delta, federation.silos)
+        weights = federation.weights
+        check(
+            weights is None or (min(weights) >= 0 and abs(sum(weights) - 1) <= 1e-6),
+            "federation.weights must be 0 or more and sum to 1",
+        )

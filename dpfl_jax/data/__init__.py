@@ -1,11 +1,10 @@
 """User-partitioned data: stores, tokenisers, loaders, splits. Knows nothing of privacy mechanisms.
 
-A *store* holds examples user by user with random access (``store``), in memory or on disk. Loaders
-turn files into stores (``load``); the embedded default corpus needs no files at all; ``registry``
-knows the data sets that have a name.
+A *store* holds examples user by user with random access, in memory or on disk (``store``). Loaders
+turn files into stores (``load``); the default corpus needs no files; ``sets`` has named data sets.
 """
 
-from dpfl_jax.data.chunking import store_from_documents
+from dpfl_jax.data.documents import store_from_documents
 from dpfl_jax.data.in_memory import (
     from_arrays,
     from_grain,
@@ -14,10 +13,10 @@ from dpfl_jax.data.in_memory import (
     from_rows,
     from_texts,
 )
-from dpfl_jax.data.load import Dataset, Examples, load_dataset, load_examples
-from dpfl_jax.data.registry import DataSource
+from dpfl_jax.data.load import Dataset, LoadedExamples, load_dataset, load_examples
 from dpfl_jax.data.schema import Field, Schema
 from dpfl_jax.data.sections import DataConfig, SourceConfig
+from dpfl_jax.data.sets import DataSource
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store, UserView
 from dpfl_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, prompt_ids
@@ -28,8 +27,8 @@ __all__ = [
     "DataConfig",
     "DataSource",
     "Dataset",
-    "Examples",
     "Field",
+    "LoadedExamples",
     "Schema",
     "SourceConfig",
     "Store",

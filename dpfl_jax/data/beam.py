@@ -1,10 +1,8 @@
 """The same build as an Apache Beam pipeline, for more rows than one machine takes (extra ``beam``).
 
-Files are read in parallel, rows are grouped by partition by the runner's shuffle, and every
-partition is encoded by the code that the local build uses: the store is the same, byte for byte in
-content (equal fingerprints). Runner flags pass through, so any runner with a file system that all
-workers and the caller see (a mounted bucket, NFS) can be used; the staging folder lies beside the
-result.
+Files are read in parallel, the runner's shuffle groups rows by partition, and the code of the local
+build encodes every partition: the fingerprints are equal. Any runner will do whose workers and
+caller share a file system (a mounted bucket, NFS); the staging folder lies beside the result.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dpfl_jax.data.build import (
     BuildPlan,
-    by_user,
     encode_partition,
     finish,
+    group_by_user,
     prepare,
     side_path,
 )
-from dpfl_jax.data.documents import expand_paths, read_documents
-from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat
+from dpfl_jax.data.documents import read_documents
+from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat, expand_paths
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.sources import file_source
 from dpfl_jax.data.store import user_order_key
@@ -53,7 +51,7 @@ def _encode(
 ) -> tuple[int, int]:
     shard, rows = group
     ordered = sorted(rows, key=lambda row: row[:3])
-    users = by_user((user, data) for _, user, _, data in ordered)
+    users = group_by_user((user, data) for _, user, _, data in ordered)
     return shard, encode_partition(users, pathlib.Path(staging), plan, shard)
 
 
@@ -70,18 +68,12 @@ def build_with_beam(
 ) -> ShardStore:
     """Builds a store from files with an Apache Beam runner.
 
-    Args:
-      path: files, patterns or folders, seen under the same path by all workers.
-      out: folder of the store, likewise; must not exist.
-      plan: layout and settings.
-      format: as in ``documents.read_documents``.
-      user_column: column or key expression.
-      text_column: column of the text.
-      csv: how CSV files are written.
-      flags: passed to the runner, e.g. ``["--runner=FlinkRunner", ...]``.
+    Paths must be the same on all workers, that of ``out`` too. ``format``, columns and ``csv`` are
+    as in ``documents.read_documents``; ``flags`` go to the runner, e.g. ``["--runner=FlinkRunner",
+    ...]``.
 
     Raises:
-      BadInputError: if Beam is not installed, ``out`` exists, or a row is bad.
+      BadInputError: Beam is not installed, ``out`` exists, or a row is bad.
     """
     try:
         import apache_beam as beam

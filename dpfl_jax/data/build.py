@@ -1,8 +1,8 @@
 """Building stores: DuckDB groups rows by user, out of core; processes encode the partitions.
 
 A build writes to a staging folder beside its final place: the table of rows, sorted by user within
-``MEMORY``; a shard for each partition, with a side file; and at the end index and manifest. It is
-renamed when complete, and one that was interrupted goes on with the first thing that is missing.
+``MEMORY``; a shard for each partition, with a side file; at the end index and manifest. Then the
+folder is renamed. A build that was interrupted resumes with the first missing file.
 """
 
 from __future__ import annotations
@@ -26,23 +26,17 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from dpfl_jax.data.chats import Conversations
-from dpfl_jax.data.chunking import encode_user, none_usable
-from dpfl_jax.data.owners import by_set
-from dpfl_jax.data.records import FORMATS, write_records
+from dpfl_jax.data.documents import encode_user, none_usable, text_schema
+from dpfl_jax.data.keys import SEPARATOR
+from dpfl_jax.data.owners import grouped_by_owner_set
+from dpfl_jax.data.records import STORE_FORMATS, disk_error, write_records
 from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.shards import INDEX, USERS, FileEntry, Manifest, ShardStore
 from dpfl_jax.data.sources import Row
-from dpfl_jax.data.store import (
-    SEPARATOR,
-    Store,
-    combine_digests,
-    unit_key_of,
-    user_digest,
-    user_order_key,
-)
+from dpfl_jax.data.store import Store, combine_digests, unit_key_of, user_digest, user_order_key
 from dpfl_jax.data.tokenizers import load_tokenizer
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, one_of
 
 PARTITION_BYTES = 256 * 2**20
 MEMORY = 384  # MiB that DuckDB may take; what does not fit goes to the staging folder
@@ -56,9 +50,9 @@ _ROWS = pa.schema(
     ]
 )
 _BATCH_BYTES, _BATCH_ROWS = 2**22, 2**12
-# DuckDB holds some thousands of rows of each sorted run at once: of larger data it sorts places.
-_LARGE = 512
-_TABLE, _LONG, _GROUPED = "rows.duckdb", "rows.large", "grouped"
+# DuckDB holds thousands of rows of each sorted run at once: of larger data it sorts the offsets.
+_LARGE_BYTES = 512
+_TABLE, _LARGE_FILE, _GROUPED = "rows.duckdb", "rows.large", "grouped"
 NO_FIRST_OF_SHARED = (
     "some records have several owners, so that nobody has first ones: leave out "
     "max_examples_per_user; mechanism.group_size says how many of each owner's are used"
@@ -74,8 +68,7 @@ class BuildPlan:
       schema: layout of an example.
       shard_format: ``"arrow"`` or ``"arrayrecord"``.
       num_shards: number of partitions.
-      tokenizer: for text rows, the name or file of the tokeniser; None if the rows already are
-        packed records.
+      tokenizer: name or file of the tokeniser; None if the rows are packed records.
       max_examples_per_user: keep each user's first examples.
     """
 
@@ -86,13 +79,8 @@ class BuildPlan:
     max_examples_per_user: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
-        if self.shard_format not in FORMATS:
-            raise BadInputError(
-                f"unknown store format {self.shard_format!r}: use one of {', '.join(FORMATS)}"
-            )
-        if not 1 <= self.num_shards <= 100_000:
-            raise BadInputError(f"the number of shards is {self.num_shards}: use 1 to 100000")
+        one_of("the store format", self.shard_format, STORE_FORMATS)
+        at_least("the number of shards", self.num_shards, 1, most=100_000)
 
     @classmethod
     def for_text(
@@ -103,30 +91,18 @@ class BuildPlan:
         **settings: Any,
     ) -> BuildPlan:
         """Returns the plan of a store of texts, or of conversations."""
-        loaded = load_tokenizer(tokenizer)
-        if conversations is not None:
-            schema = conversations.schema(seq_len, loaded)
-        else:
-            schema = Schema.tokens(seq_len, loaded.vocab_size, loaded.fingerprint)
+        schema = text_schema(seq_len, load_tokenizer(tokenizer), conversations)
         return cls(schema, tokenizer=tokenizer, **settings)
 
     def partition(self, user_id: str) -> int:
-        """Returns the shard in which a user lies."""
+        """Returns the shard of a user."""
         key = int.from_bytes(user_order_key(user_id)[0], "big")
         return (key * self.num_shards) >> 64
 
     def keys(self, shard: int) -> tuple[int, int]:
-        """Returns the smallest and the largest key (of ``user_order_key``) in a shard."""
+        """Returns the smallest and the largest ``user_order_key`` in a shard."""
         low, end = (-(-((shard + i) << 64) // self.num_shards) for i in (0, 1))
         return low, end - 1
-
-    def shard_stem(self, shard: int) -> str:
-        """Returns the name of a shard's file without its suffix."""
-        return f"shard-{shard:05d}-of-{self.num_shards:05d}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object that identifies the plan."""
-        return {**dataclasses.asdict(self), "schema": self.schema.to_json()}
 
 
 def default_num_shards(total_bytes: int) -> int:
@@ -139,15 +115,6 @@ def write_text(path: pathlib.Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.rename(path)
-
-
-def disk_error(path: pathlib.Path, error: Exception) -> BadInputError:
-    """Returns the error to raise when a build cannot write."""
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return BadInputError(
-        f"cannot write {path} ({reason}): free space, then run the same command "
-        "again; it goes on where it stopped"
-    )
 
 
 def build_store(
@@ -163,19 +130,19 @@ def build_store(
     """Builds a store from a stream of rows in any order of users.
 
     Args:
-      rows: called when the rows must be read (not if an earlier, interrupted build already read
-        them all); yields (user id, data). A user's rows keep their order. ``data`` is UTF-8 text,
-        or packed records if the plan has no tokeniser.
+      rows: opens the stream of (user id, data); not called if an interrupted build read all rows. A
+        user's rows keep their order. ``data`` is UTF-8 text, or packed records if the plan has no
+        tokeniser.
       out: folder of the store; must not exist.
       plan: layout and settings.
       sources: identifies the rows (paths, sizes, times): an interrupted build of other sources is
         thrown away.
       workers: processes that encode.
       progress: called with (phase, done, total); total is 0 if unknown.
-      bad: what ``rows`` tells of bad rows; how many it left out goes into the manifest.
+      bad: counts the rows that ``rows`` left out, for the manifest.
 
     Raises:
-      BadInputError: if ``out`` exists, a row is bad, nothing is usable, or the disk is full.
+      BadInputError: ``out`` exists, a row is bad, nothing is usable, or the disk is full.
     """
     out = pathlib.Path(out)
     staging = prepare(out, plan, sources or {})
@@ -186,11 +153,11 @@ def build_store(
 
 
 def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> pathlib.Path:
-    """Returns the staging folder: a resumable one of the same build, or a new one."""
+    """Returns the staging folder: that of an interrupted build with the same plan, or a new one."""
     if out.exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
-    identity = json.dumps({"plan": plan.to_json(), "sources": sources}, sort_keys=True)
+    identity = json.dumps({"plan": dataclasses.asdict(plan), "sources": sources}, sort_keys=True)
     marker = staging / "build.json"
     try:
         if staging.exists() and not (marker.is_file() and marker.read_text() == identity):
@@ -202,7 +169,7 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
             )
         if not staging.exists():
             staging.parent.mkdir(parents=True, exist_ok=True)
-            staging.mkdir(mode=0o700)  # it holds what its rows do, which may be closed to others
+            staging.mkdir(mode=0o700)  # its rows may be closed to other users
             write_text(marker, identity)
     except OSError as error:
         raise BadInputError(f"cannot write {staging}: {error.strerror or error}") from error
@@ -215,8 +182,7 @@ def group_rows(
     """Phase 1: sorts all rows by user, in their order, into a table of the staging folder.
 
     Raises:
-      BadInputError: if a row is bad (the staging folder is removed: nothing of it can be used), or
-        if the disk is full (it is kept).
+      BadInputError: a row is bad (the staging folder is removed), or the disk is full (it is kept).
     """
     if (staging / _GROUPED).exists():
         return
@@ -227,12 +193,12 @@ def group_rows(
     def batches() -> Iterator[pa.RecordBatch]:
         nonlocal count, stopped
         try:
-            with (staging / _LONG).open("wb") as long:
-                for part in _parts(rows(), long):
+            with (staging / _LARGE_FILE).open("wb") as large_file:
+                for part in _row_batches(rows(), large_file):
                     yield part
                     count += part.num_rows
                     progress("reading", count, 0)
-        except (Exception, KeyboardInterrupt) as error:  # DuckDB would tell it as one of its own
+        except (Exception, KeyboardInterrupt) as error:  # DuckDB would raise an error of its own
             stopped = error
             raise
 
@@ -255,8 +221,8 @@ def group_rows(
     progress("reading", count, count)
 
 
-def _parts(rows: Iterable[Row], long: IO[bytes]) -> Iterator[pa.RecordBatch]:
-    """Yields rows as ``_ROWS``; data that are large go to a file of their own."""
+def _row_batches(rows: Iterable[Row], large_file: IO[bytes]) -> Iterator[pa.RecordBatch]:
+    """Yields rows as ``_ROWS``; large data go to a file of their own."""
     waiting: list[tuple[int, bytes, int, bytes, bool]] = []
     size = 0
 
@@ -266,9 +232,9 @@ def _parts(rows: Iterable[Row], long: IO[bytes]) -> Iterator[pa.RecordBatch]:
 
     for seq, (user, data) in enumerate(rows):
         key, _ = user_order_key(user)
-        if large := len(data) > _LARGE:
-            place = struct.pack("<qq", long.tell(), len(data))
-            long.write(data)
+        if large := len(data) > _LARGE_BYTES:
+            place = struct.pack("<qq", large_file.tell(), len(data))
+            large_file.write(data)
             data = place
         waiting.append((int.from_bytes(key, "big"), user.encode(), seq, data, large))
         size += len(data)
@@ -284,34 +250,34 @@ def grouped_users(
 ) -> Iterator[tuple[str, list[bytes]]]:
     """Yields each user of a partition with its data, in store order."""
     low, high = plan.keys(shard)
-    with _connect(staging, workers) as connection, (staging / _LONG).open("rb") as long:
+    with _connect(staging, workers) as connection, (staging / _LARGE_FILE).open("rb") as large_file:
 
-        def whole(data: bytes, large: bool) -> bytes:
+        def load(data: bytes, large: bool) -> bytes:
             if not large:
                 return data
             place, size = struct.unpack("<qq", data)
-            long.seek(place)
-            return long.read(size)
+            large_file.seek(place)
+            return large_file.read(size)
 
-        found = connection.sql(
+        batches = connection.sql(
             f'SELECT "user", data, large FROM "rows" WHERE key BETWEEN {low}::UBIGINT AND '
             f'{high}::UBIGINT ORDER BY key, "user", seq'
         ).to_arrow_reader(_BATCH_ROWS)
-        yield from by_user(
-            (user.decode(), whole(data, large))
-            for batch in found
+        yield from group_by_user(
+            (user.decode(), load(data, large))
+            for batch in batches
             for user, data, large in zip(*(column.to_pylist() for column in batch.columns))
         )
 
 
-def by_user(rows: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, list[bytes]]]:
+def group_by_user(rows: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, list[bytes]]]:
     """Yields (user, list of data) of sorted rows."""
-    for user, mine in itertools.groupby(rows, operator.itemgetter(0)):
-        yield user, [data for _, data in mine]
+    for user, group in itertools.groupby(rows, operator.itemgetter(0)):
+        yield user, [data for _, data in group]
 
 
 def _connect(staging: pathlib.Path, readers: int = 0) -> duckdb.DuckDBPyConnection:
-    """Opens the table of a build: no other file is read, and no extension loaded.
+    """Opens the table of a build; DuckDB reads no other file and loads no extension.
 
     Args:
       staging: the folder of the build.
@@ -334,14 +300,7 @@ def encode_partition(
 ) -> int:
     """Phase 2 for one partition: writes its shard and the side file that describes it.
 
-    Args:
-      users: (user, data in order), in store order.
-      staging: the folder of the build.
-      plan: the build.
-      shard: which partition.
-
-    Returns:
-      The number of examples.
+    ``users`` are (user, data in order), in store order. Returns the number of examples.
     """
     tokenizer = load_tokenizer(plan.tokenizer) if plan.tokenizer else None
     schema, limit = plan.schema, plan.max_examples_per_user
@@ -381,13 +340,16 @@ def encode_partition(
     return total
 
 
-def _shard_path(staging: pathlib.Path, plan: BuildPlan, shard: int) -> pathlib.Path:
-    return staging / (plan.shard_stem(shard) + FORMATS[plan.shard_format])
+def _shard_path(
+    staging: pathlib.Path, plan: BuildPlan, shard: int, suffix: str | None = None
+) -> pathlib.Path:
+    suffix = STORE_FORMATS[plan.shard_format] if suffix is None else suffix
+    return staging / f"shard-{shard:05d}-of-{plan.num_shards:05d}{suffix}"
 
 
 def side_path(staging: pathlib.Path, plan: BuildPlan, shard: int) -> pathlib.Path:
-    """Returns the file that describes a finished shard; it is there only if the shard is."""
-    return staging / (plan.shard_stem(shard) + ".json")
+    """Returns the file that describes a shard; it exists only if the shard is finished."""
+    return _shard_path(staging, plan, shard, ".json")
 
 
 def _encode_grouped(staging: pathlib.Path, plan: BuildPlan, shard: int, workers: int) -> int:
@@ -415,7 +377,7 @@ def encode_partitions(
             _encode_grouped(staging, plan, shard, 1)
             tick()
         return
-    # Forking a process that has threads (Arrow, a tokeniser) can hang: start fresh ones.
+    # Forking a process with threads (Arrow, a tokeniser) can hang: spawn.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(workers, len(todo)), context) as pool:
         futures = [pool.submit(_encode_grouped, staging, plan, shard, workers) for shard in todo]
@@ -433,11 +395,11 @@ def finish(
     out: pathlib.Path,
     plan: BuildPlan,
     sources: dict[str, Any],
-    of_sets: bool = False,
+    users_are_sets: bool = False,
 ) -> ShardStore:
     """Phase 3: writes index and manifest, removes what only the build needed, renames.
 
-    ``of_sets``: users are sets of owners, even if each has one: others decided what is kept.
+    ``users_are_sets``: users are sets of owners, even if each set has one owner.
     """
     noted = staging / _GROUPED
     dropped = int(noted.read_text()) if noted.exists() else 0
@@ -468,7 +430,7 @@ def finish(
             combine_digests(plan.schema, map(bytes.fromhex, digests)),
             tuple(entries),
             index,
-            of_sets or any(SEPARATOR in name for name in names),
+            users_are_sets or any(SEPARATOR in name for name in names),
             {
                 "sources": sources,
                 "max_examples_per_user": plan.max_examples_per_user,
@@ -489,12 +451,12 @@ def finish(
 
 
 def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow") -> ShardStore:
-    """Writes a store that is already grouped (in memory, or a view) to disk, in bounded memory.
+    """Writes a grouped store (in memory, or a view) to disk, in bounded memory.
 
     Raises:
-      BadInputError: if ``out`` exists or cannot be written.
+      BadInputError: ``out`` exists or cannot be written.
     """
-    store = by_set(store)
+    store = grouped_by_owner_set(store)
     size = store.num_examples * store.schema.record_dtype.itemsize
     plan = BuildPlan(store.schema, format, default_num_shards(size), tokenizer=None)
     sources = {"fingerprint": store.fingerprint, "unit_key": unit_key_of(store)}
@@ -512,5 +474,5 @@ def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow"
                 upcoming = next(users, None)
 
         encode_partition(members(), staging, plan, shard)
-    of_sets = getattr(store, "of_sets", False)
-    return finish(staging, pathlib.Path(out), plan, sources, of_sets)
+    users_are_sets = getattr(store, "users_are_sets", False)
+    return finish(staging, pathlib.Path(out), plan, sources, users_are_sets)

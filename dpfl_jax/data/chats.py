@@ -1,42 +1,219 @@
 """Chats, instructions and preferences: rows to texts of which some characters are answers.
 
-A row becomes one *document*, a JSON text: one sequence (a conversation, or a prompt with its
-completion) or two (a prompt with the answer that was chosen, and with the one that was rejected).
-From there on it goes the way of other documents, and each becomes one example.
+A row becomes one *document*, a JSON text of one sequence (a conversation, or a prompt with its
+completion) or of two (a prompt with the chosen answer, and with the rejected one). Documents are
+then handled like other texts, and each becomes one example.
+
+Chat templates are Jinja templates, as in ``transformers``, in a sandbox. They know no date: the
+same messages give the same text on every day.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
+import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
 import numpy as np
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dpfl_jax.data.chat_template import ChatTemplate, Spans, load_chat_template
 from dpfl_jax.data.rows import no_column, text_of
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.tokenizers import Tokenizer
+from dpfl_jax.data.tokenizers import Tokenizer, named_tokens, read_json_object, tokenizer_settings
 from dpfl_jax.errors import BadInputError, unrepeated
+from dpfl_jax.files import local_path, read_text
+
+# ---- chat templates ------------------------------------------------------------------------------
+
+
+Spans = list[tuple[int, int]]
+# Put around what a template marks as an answer: noncharacters (Unicode, section 23.7).
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class _Generation(Extension):
+    """``{% generation %}`` ... ``{% endgeneration %}`` marks an answer."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, and the special tokens that it names.
+
+    Attributes:
+      source: Jinja source.
+      tokens: special tokens by name, such as ``bos_token``.
+      name: what errors call it.
+    """
+
+    source: str
+    tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    name: str = "the chat template"
+
+    @functools.cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise BadInputError(
+                f"{self.name} is no template of Jinja: line {error.lineno}, {error.message}"
+            ) from error
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], where: str, prompt: bool) -> str:
+        compiled = self._compiled
+        try:
+            return compiled.render(
+                messages=messages, add_generation_prompt=prompt, tools=None, **self.tokens
+            )
+        except Exception as error:  # whatever the template's expressions raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise BadInputError(f"{where}: {self.name} does not take it: {reason}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, Spans]:
+        """Renders a conversation.
+
+        Args:
+          messages: ``role`` and ``content`` of each.
+          where: the row, for errors.
+
+        Returns:
+          text: of all messages.
+          spans: first and last character (excluded) of each assistant message's answer: what the
+            template marks with ``{% generation %}``, else what rendering it adds to the text before
+            it (what ends the turn is part of it, what begins it is not).
+
+        Raises:
+          BadInputError: the template does not take these messages, or their answers cannot be
+            located.
+        """
+        written = json.dumps(messages, ensure_ascii=False, default=str)
+        if _BEGIN in written or _END in written:
+            raise BadInputError(f"{where}: a message holds U+FDD0 or U+FDD1: leave them out")
+        assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        text = self._render(messages, where, False)
+        if _MARKS.search(self.source):
+            text, spans = _unmarked(text)
+            if len(spans) != len(assistant):
+                raise BadInputError(
+                    f"{where}: {self.name} marks {len(spans)} answers, but the assistant has "
+                    f"{len(assistant)} messages: put {{% generation %}} around each"
+                )
+            return text, spans
+        spans = []
+        for i in assistant:
+            before = self._render(messages[:i], where, True)
+            after = self._render(messages[: i + 1], where, False)
+            if not (text.startswith(after) and after.startswith(before) and after != before):
+                raise BadInputError(
+                    f"{where}: with {self.name} the beginning of a conversation does not begin "
+                    "the text of the whole, so that answers cannot be told: put {% generation %} "
+                    "and {% endgeneration %} around them in a copy, and set data.chat_template"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+
+def _unmarked(text: str) -> tuple[str, Spans]:
+    first, *rest = text.split(_BEGIN)
+    parts, spans, length = [first], [], len(first)
+    for piece in rest:
+        answer, _, other = piece.partition(_END)
+        spans.append((length, length + len(answer)))
+        parts += [answer, other]
+        length += len(answer) + len(other)
+    return "".join(parts), spans
+
+
+def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate | None:
+    """The chat template in ``file``, else that of a tokeniser; None if there is neither.
+
+    A tokeniser (as ``load_tokenizer`` takes it) has ``chat_template.jinja`` beside its file, or
+    ``tokenizer_config.json``, which also names special tokens.
+
+    Raises:
+      BadInputError: a file that cannot be read.
+    """
+    config: Mapping[str, Any] = {}
+    source, name = None, ""
+    if isinstance(tokenizer, str | os.PathLike):
+        path = pathlib.Path(local_path(tokenizer, "model"))
+        folder = path if path.is_dir() else path.parent
+        settings, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        if os.fspath(tokenizer) != "bytes" and settings.is_file():
+            source, name = read_json_object(settings).get("chat_template"), os.fspath(settings)
+            config = tokenizer_settings(settings)
+        if os.fspath(tokenizer) != "bytes" and template.is_file():
+            source, name = _read(template), os.fspath(template)
+    else:
+        source, name = getattr(tokenizer, "chat_template", None), "the tokeniser's chat template"
+        config = getattr(tokenizer, "special_tokens_map", {})
+    if isinstance(source, list):  # several by name
+        source = {entry.get("name"): entry.get("template") for entry in source}
+    if isinstance(source, dict):
+        source = source.get("default")
+    if file is not None:
+        source, name = _read(pathlib.Path(file)), file
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(
+        source, named_tokens(config), f"the chat template {name}" if os.path.exists(name) else name
+    )
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInputError(f"cannot read the chat template {path}: {reason}") from error
+
+
+# ---- rows to documents, documents to examples ----------------------------------------------------
+
 
 Messages = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# ShareGPT's names of the same.
-_ALSO = {"human": "user", "gpt": "assistant"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 TOO_LONG = "no answer begins within seq_len={} tokens: raise it"
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-    """Which columns of a row hold what; one of three kinds (``conversations_in``).
+    """The columns of conversations; one of three kinds (``conversations_in``).
 
     Attributes:
-      messages: of a whole conversation.
-      prompt: text or messages that an answer follows.
-      completion: the answer; or
-      chosen: the better of two, and
-      rejected: the other one. Without ``prompt`` both are whole conversations that begin alike.
+      messages: column of a whole conversation.
+      prompt: column of the text or messages that an answer follows.
+      completion: column of the answer; or
+      chosen: of the better of two, and
+      rejected: of the other one. Without ``prompt`` both are whole conversations with a common
+        beginning.
       template: of messages; None if there is none.
     """
 
@@ -49,7 +226,7 @@ class Conversations:
 
     @property
     def columns(self) -> list[str]:
-        """All that are read."""
+        """All columns that are read."""
         named = (self.messages, self.prompt, self.completion, self.chosen, self.rejected)
         return [name for name in named if name is not None]
 
@@ -58,8 +235,12 @@ class Conversations:
         return tuple(name for name in (self.chosen, self.rejected) if name is not None)
 
     def schema(self, seq_len: int, tokenizer: Tokenizer) -> Schema:
-        """The layout of the examples."""
-        if not hasattr(tokenizer, "encode_placed"):
+        """The layout of the examples.
+
+        Raises:
+          BadInputError: the tokeniser does not say which characters make a token.
+        """
+        if not hasattr(tokenizer, "encode_with_offsets"):
             raise BadInputError(
                 "answers are told by the characters that a token is made of, which this tokenizer "
                 "does not say: set data.tokenizer to a tokenizer.json, or to bytes"
@@ -75,18 +256,18 @@ class Conversations:
         """
         try:
             if self.messages is not None:
-                found = _messages(row, self.messages, where)
-                _need_assistant(found, self.messages, where)
-                sequences = [(*self._rendered(found, where), False)]
+                messages = _messages(row, self.messages, where)
+                _need_assistant(messages, self.messages, where)
+                sequences = [(*self._rendered(messages, where), False)]
             elif self.completion is not None:
                 sequences = [self._answer(row, self.completion, where)]
             else:
                 sequences = [self._answer(row, name, where) for name in self._both]
-            # Half of a character, escaped in JSON text: a tokenizer would stop at it, for all.
+            # A lone surrogate, escaped in JSON, would stop the tokeniser for all rows.
             json.dumps(sequences, ensure_ascii=False).encode()
         except BadInputError:
             raise
-        except (TypeError, ValueError, RecursionError) as error:  # a row's own: no other's reading
+        except (TypeError, ValueError, RecursionError) as error:
             raise BadInputError(f"{where}: it cannot be written as text ({error})") from error
         return json.dumps(sequences)
 
@@ -96,16 +277,16 @@ class Conversations:
                 f"{where}: messages need a chat template, and data.tokenizer has none: set "
                 "data.chat_template to a file that holds it"
             )
-        return self.template.answers(messages, where)
+        return self.template.render(messages, where)
 
     def _answer(self, row: Mapping[str, Any], column: str, where: str) -> tuple[str, Spans, bool]:
-        """Text, answers, and whether the end token follows, of one answer to the prompt."""
+        """Text, spans of answers, and whether the end token follows, of one answer."""
         if self.prompt is None:
-            both = [_messages(row, name, where) for name in self._both]
-            whole = _messages(row, column, where)
-            before = 0
-            while before < min(map(len, both)) - 1 and both[0][before] == both[1][before]:
-                before += 1
+            first, second = (_messages(row, name, where) for name in self._both)
+            messages = first if column == self.chosen else second
+            prefix = 0
+            while prefix < min(len(first), len(second)) - 1 and first[prefix] == second[prefix]:
+                prefix += 1
         else:
             for name in (self.prompt, column):
                 if name not in row:
@@ -123,25 +304,23 @@ class Conversations:
                     "conversations, set data.prompt_column=null"
                 )
             first = _messages(row, self.prompt, where)
-            before, whole = len(first), first + _messages(row, column, where)
-        _need_assistant(whole[before:], column, where)
-        text, spans = self._rendered(whole, where)
-        skip = sum(message["role"] == "assistant" for message in whole[:before])
+            prefix, messages = len(first), first + _messages(row, column, where)
+        _need_assistant(messages[prefix:], column, where)
+        text, spans = self._rendered(messages, where)
+        skip = sum(message["role"] == "assistant" for message in messages[:prefix])
         return text, spans[skip:], False
 
 
 def conversations_in(
     columns: Mapping[str, str | None], tokenizer: Any, chat_template: str | None = None
 ) -> Conversations | None:
-    """Which columns hold conversations; None if none is named.
+    """Which columns hold conversations, by attribute of ``Conversations``; None if none is named.
 
-    Args:
-      columns: by attribute of ``Conversations``.
-      tokenizer: as ``load_tokenizer`` takes it; its chat template is used.
-      chat_template: file of another one.
+    Messages are rendered by the tokeniser's chat template, or the one in the file
+    ``chat_template``.
 
     Raises:
-      BadInputError: they are no kind, or several.
+      BadInputError: the columns are no kind of conversation, or several.
     """
     given = {name for name, column in columns.items() if column is not None}
     kinds: tuple[set[str], ...]
@@ -161,34 +340,39 @@ def conversations_in(
 
 
 def _messages(row: Mapping[str, Any], column: str, where: str) -> Messages:
-    """A cell as messages of role and content; JSON text, as in CSV files, is read."""
+    """A cell as messages of role and content; JSON text, as in CSV files, is parsed."""
     if column not in row:
         raise no_column(where, column, sorted(row))
-    found = row[column]
-    if isinstance(found, str):
+    cell = row[column]
+    if isinstance(cell, str):
         try:
-            found = json.loads(found, object_pairs_hook=unrepeated)
+            cell = json.loads(cell, object_pairs_hook=unrepeated)
         except (ValueError, RecursionError):
             raise BadInputError(f"{where}: {column!r} holds text that is no JSON list") from None
-    if not isinstance(found, list | tuple) or not found:
-        kind = "an empty list" if isinstance(found, list | tuple) else type(found).__name__
+    if not isinstance(cell, list | tuple) or not cell:
+        kind = "an empty list" if isinstance(cell, list | tuple) else type(cell).__name__
         raise BadInputError(f"{where}: {column!r} holds {kind}, not a list of messages")
-    return [_message(one, f"{where}, message {number}") for number, one in enumerate(found, 1)]
+    return [
+        _message(message, f"{where}, message {number}") for number, message in enumerate(cell, 1)
+    ]
 
 
-def _message(found: Any, where: str) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise BadInputError(f"{where}: it is {type(found).__name__}, not an object with a role")
-    # Parquet gives every message the keys of all, as null.
-    held = {name: value for name, value in found.items() if value is not None}
-    if "from" in held and "value" in held:
-        role = held.pop("from")
-        held = {"role": _ALSO.get(str(role), role), "content": held.pop("value")} | held
-    if held.get("role") not in ROLES:
-        raise BadInputError(f"{where}: the role is {held.get('role')!r}, not one of {ROLES}")
-    if not isinstance(held.setdefault("content", None), str) and not held.get("tool_calls"):
-        raise BadInputError(f"{where}: the content is {held['content']!r:.60}, not text")
-    return held
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadInputError(f"{where}: it is {type(message).__name__}, not an object with a role")
+    # Parquet gives every message all keys, null where it has none.
+    fields = {name: value for name, value in message.items() if value is not None}
+    if "from" in fields and "value" in fields:
+        role = fields.pop("from")
+        fields = {
+            "role": _SHAREGPT_ROLES.get(str(role), role),
+            "content": fields.pop("value"),
+        } | fields
+    if fields.get("role") not in ROLES:
+        raise BadInputError(f"{where}: the role is {fields.get('role')!r}, not one of {ROLES}")
+    if not isinstance(fields.setdefault("content", None), str) and not fields.get("tool_calls"):
+        raise BadInputError(f"{where}: the content is {fields['content']!r:.60}, not text")
+    return fields
 
 
 def _need_assistant(messages: Sequence[Mapping[str, Any]], column: str, where: str) -> None:
@@ -199,33 +383,31 @@ def _need_assistant(messages: Sequence[Mapping[str, Any]], column: str, where: s
 def encode_conversations(
     documents: Sequence[str], tokenizer: Any, schema: Schema
 ) -> tuple[np.ndarray, int]:
-    """Tokenises documents and cuts each at the end to ``schema.seq_len`` tokens.
+    """Tokenises documents and truncates each to ``schema.seq_len`` tokens.
 
-    A token is an answer's if one of its characters is. The beginning is a token like others: the
-    chat template's, or, where prompt and answer are text, the tokeniser's. A model of these
-    prepends none, and so predicts no first token.
-
-    Args:
-      documents: of ``Conversations.document``.
-      tokenizer: with ``encode_placed``.
-      schema: of ``Conversations.schema``.
+    A token belongs to an answer if one of its characters does. The beginning-of-sequence token is
+    part
+    of the sequence: the chat template writes it, or, where prompt and answer are text, the
+    tokeniser. A model of these examples prepends none, and predicts no first token.
 
     Returns:
       records: [n] of ``schema.record_dtype``, in order.
-      dropped: how many documents have a sequence with no token of an answer left.
+      dropped: how many documents have a sequence in which no token of an answer is left.
     """
     length, dropped = schema.seq_len, 0
-    read: list[list[tuple[str, Spans, bool]]] = [json.loads(document) for document in documents]
-    placed = iter(tokenizer.encode_placed([text for one in read for text, _, _ in one]))
+    parsed: list[list[tuple[str, Spans, bool]]] = [json.loads(document) for document in documents]
+    encoded = iter(
+        tokenizer.encode_with_offsets([text for sequences in parsed for text, _, _ in sequences])
+    )
     kept: dict[str, list[np.ndarray]] = {"tokens": [], "mask": []}
-    for sequences in read:
+    for sequences in parsed:
         tokens = np.zeros((len(sequences), length), np.int32)
         mask = np.zeros(tokens.shape, bool)
         for row, (_, spans, ends) in enumerate(sequences):
-            ids, places = next(placed)
+            ids, offsets = next(encoded)
             answer = np.zeros(len(ids), bool)
             for start, stop in spans:
-                answer |= (places[:, 0] < stop) & (places[:, 1] > start)
+                answer |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
             first = tokenizer.bos_id if ends else None
             if first is not None and list(ids[:1]) != [first]:
                 ids, answer = np.insert(ids, 0, first), np.insert(answer, 0, False)

@@ -1,57 +1,37 @@
-"""(user, text) documents from files and folders, in file order.
+"""Documents, (user, text) pairs: read from files, and cut into examples of fixed length.
 
-Nothing is guessed: a null user, a missing column or bytes that are not UTF-8 stop the reading.
+Nothing is guessed: a null user, a missing column or bytes that are not UTF-8 stop the reading. A
+row of tokens never holds tokens of two documents, and so never tokens of two users.
 """
 
 from __future__ import annotations
 
-import glob
-import json
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from dpfl_jax.data.chats import Conversations
+import numpy as np
+
+from dpfl_jax.data.chats import TOO_LONG, Conversations, encode_conversations
 from dpfl_jax.data.keys import UserKey
+from dpfl_jax.data.owners import infer_shared_ownership
 from dpfl_jax.data.rows import (
+    FORMATS,
     PLAIN_CSV,
     BadRows,
     CsvFormat,
-    LocatedRow,
     guess_format,
     is_number,
-    read_rows,
+    read_file_rows,
     text_of,
 )
-from dpfl_jax.errors import BadInputError, repeated
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.store import ArrayStore, Store, user_order_key
+from dpfl_jax.data.tokenizers import Tokenizer
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import within
-from dpfl_jax.hub import local_path
 
 Document = tuple[str, str]
-
-FORMATS = ("jsonl", "parquet", "csv", "tsv", "arrow", "folder", "huggingface")
-
-
-def expand_paths(path: str | os.PathLike[str] | Sequence[str] | None) -> list[pathlib.Path]:
-    """Returns the files that a path, a list of paths or glob patterns name, sorted per pattern.
-
-    Raises:
-      BadInputError: if a path is missing or a pattern matches nothing.
-    """
-    if path is None or path == () or path == "":
-        raise BadInputError("no data files are given: set data.path (or --input) to them")
-    patterns = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-    found: list[pathlib.Path] = []
-    for given in patterns:
-        pattern = local_path(given, "dataset")
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
-        if not matches:
-            raise BadInputError(f"the data file {pattern} does not exist")
-        found.extend(map(pathlib.Path, matches))
-    twice = repeated(path.resolve() for path in found)
-    if twice is not None:
-        raise BadInputError(f"the data file {twice} is given twice: its people would count double")
-    return found
 
 
 def read_documents(
@@ -67,20 +47,19 @@ def read_documents(
 
     Args:
       paths: files (``expand_paths``).
-      format: one of ``FORMATS``, or None to tell by each file's name.
-      user_column: column of the user id, or a key expression (see ``keys``); integers become their
-        decimal text.
-      text_column: column of the text.
+      format: one of ``FORMATS``, or None to go by each file's name.
+      user_column: column of the user id, or a key expression (``keys``).
+      text_column: column of the text, if there are no ``conversations``.
       csv: how CSV files are written.
-      bad: told of rows without a user or a text; default: they are errors.
-      conversations: what is read in the place of a text, as its documents.
+      bad: takes rows without a user or a text; default: they are errors.
+      conversations: how to read conversations.
 
     Raises:
       BadInputError: naming the file and the line or row; or all texts of CSV files are numbers.
     """
-    key, bad, some, words = UserKey(user_column), bad or BadRows(), False, False
-    held = [text_column] if conversations is None else conversations.columns
-    columns = None if key.columns is None else list(dict.fromkeys([*key.columns, *held]))
+    key, bad, any_row, any_word = UserKey(user_column), bad or BadRows(), False, False
+    texts = [text_column] if conversations is None else conversations.columns
+    columns = None if key.columns is None else list(dict.fromkeys([*key.columns, *texts]))
     for path in paths:
         kind = format or guess_format(path)
         if kind not in FORMATS:
@@ -100,65 +79,25 @@ def read_documents(
             except BadInputError as error:
                 bad(error)
                 continue
-            # Cells of CSV files are text, also where they are meant as numbers.
-            some, words = True, words or kind not in ("csv", "tsv") or not is_number(document[1])
+            # Cells of CSV files are text, even where they mean numbers.
+            any_row = True
+            any_word = any_word or kind not in ("csv", "tsv") or not is_number(document[1])
             yield document
-    if bad.dropped and not some:
+    if bad.dropped and not any_row:
         raise bad.none_left("the data are empty")
-    if some and not words:
+    if any_row and not any_word:
         raise BadInputError(
             f"every text in the column {text_column!r} is a number: set data.text_column to the "
             "texts, or data.target_column to predict numbers"
         )
 
 
-def read_file_rows(
-    paths: Iterable[pathlib.Path],
-    format: str,
-    columns: Sequence[str] | None = None,
-    csv: CsvFormat = PLAIN_CSV,
-    bad: BadRows | None = None,
-) -> Iterator[LocatedRow]:
-    """Streams the rows of files one after another, with where each is; see ``rows.read_rows``."""
-    for path in paths:
-        if format != "huggingface":
-            yield from read_rows(path, format, columns, csv, bad)
-            continue
-        for file in huggingface_files(path):
-            yield from read_rows(file, guess_format(file), columns)
-
-
-def huggingface_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a Hugging Face data set on disk (one split), in order.
-
-    Both what ``Dataset.save_to_disk`` writes (``state.json`` gives the order) and a folder of
-    Parquet or Arrow files are understood, without the ``datasets`` library.
-    """
-    if not path.is_dir():
-        return [path]
-    state = path / "state.json"
-    if state.is_file():
-        try:
-            names = [entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
-            if any(pathlib.Path(name).name != name for name in names):
-                raise ValueError("it names a file outside its folder")
-            return [path / name for name in names]
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
-            raise BadInputError(f"{state}: not the state of a saved data set ({error})") from error
-    files = sorted((*path.glob("*.arrow"), *path.glob("*.parquet")))
-    if not files:
-        raise BadInputError(
-            f"{path} holds no .arrow or .parquet files: give the folder of one split"
-        )
-    return files
-
-
 def read_folder(root: pathlib.Path) -> Iterator[Document]:
-    """Streams the text files of a folder; a user is a first-level file or first-level folder.
+    """Streams the text files of a folder; a user is a file or a folder at its first level.
 
-    Hidden files are skipped. Every other file must be UTF-8 text, and no link to another place.
+    Hidden files are skipped. Every other file must be UTF-8 text, and no link out of the folder.
     """
-    some = False
+    any_file = False
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
         if any(part.startswith(".") for part in parts):
@@ -173,7 +112,126 @@ def read_folder(root: pathlib.Path) -> Iterator[Document]:
             raise BadInputError(f"{path}: the text is not UTF-8 ({error.reason})") from error
         except OSError as error:
             raise BadInputError(f"cannot read {path}: {error.strerror or error}") from error
-        some = True
+        any_file = True
         yield parts[0], text
-    if not some:
+    if not any_file:
         raise BadInputError(f"the folder {root} holds no files: each entry in it is a user")
+
+
+def chunk_documents(
+    documents: Sequence[np.ndarray], schema: Schema, eos_id: int | None, min_tokens: int = 2
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts documents, one integer array of ids each, into records of ``schema.seq_len`` tokens.
+
+    ``eos_id`` is appended to each document that has any token, unless None. A last piece of less
+    than ``min_tokens`` is dropped; the default drops a lone end token.
+
+    Returns:
+      records: [n] of ``schema.record_dtype``, in the order of documents and of pieces.
+      counts: int64 [len(documents)], pieces of each document (0 for an empty one).
+    """
+    length = schema.seq_len
+    min_tokens = min(min_tokens, length)
+    extra = 0 if eos_id is None else 1
+    raw = np.array([len(d) for d in documents], dtype=np.int64)
+    kept = np.where(raw > 0, raw + extra, 0)
+    tail = kept % length
+    kept -= np.where(tail < min_tokens, tail, 0)
+    counts = -(-kept // length)
+    rows = int(counts.sum())
+    flat = np.zeros(rows * length, schema.record_dtype["tokens"].base)
+    starts = (np.cumsum(counts) - counts) * length
+    for document, start, total in zip(documents, starts.tolist(), kept.tolist()):
+        body = min(len(document), total)
+        flat[start : start + body] = document[:body]
+        if eos_id is not None and total > body:
+            flat[start + body] = eos_id
+    records = np.empty(rows, schema.record_dtype)
+    records["tokens"] = flat.reshape(rows, length)
+    lengths = np.full(rows, length, np.int64)
+    last = np.cumsum(counts)[counts > 0] - 1
+    lengths[last] = (kept - (counts - 1) * length)[counts > 0]
+    records["length"] = lengths
+    return records, counts
+
+
+def encode_user(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    schema: Schema,
+    max_examples: int | None = None,
+    bad: BadRows | None = None,
+) -> np.ndarray:
+    """Returns the records of one user's documents, in order, at most ``max_examples``.
+
+    ``bad`` counts the conversations left out because no answer begins within ``seq_len``.
+    """
+    step = max_examples or max(len(texts), 1)
+    parts, count = [np.empty(0, schema.record_dtype)], 0
+    for start in range(0, len(texts), step):  # what would be cut off need not be tokenised
+        batch = texts[start : start + step]
+        if schema.kind == "answers":
+            records, dropped = encode_conversations(batch, tokenizer, schema)
+            if bad is not None:
+                bad.dropped += dropped
+        else:
+            ids = [_bare(document, tokenizer) for document in tokenizer.encode_batch(batch)]
+            records = chunk_documents(ids, schema, tokenizer.eos_id)[0]
+        parts.append(records)
+        count += len(parts[-1])
+        if max_examples is not None and count >= max_examples:
+            break
+    return np.concatenate(parts)[:max_examples]
+
+
+def _bare(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Removes a beginning and an end that are written into the text: both are added anyway."""
+    if len(ids) and ids[0] == tokenizer.bos_id:
+        ids = ids[1:]
+    return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
+
+
+def none_usable(schema: Schema) -> BadInputError:
+    """Returns the error of data that yield no example."""
+    why = TOO_LONG.format(schema.seq_len) if schema.kind == "answers" else "every text is empty"
+    return BadInputError(f"the data hold zero usable examples: {why}")
+
+
+def text_schema(seq_len: int, tokenizer: Tokenizer, conversations: Conversations | None) -> Schema:
+    """The layout of examples of texts, or of conversations."""
+    if conversations is not None:
+        return conversations.schema(seq_len, tokenizer)
+    return Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
+
+
+def store_from_documents(
+    documents: Iterable[tuple[str, str]],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    max_examples: int | None = None,
+    conversations: Conversations | None = None,
+    bad: BadRows | None = None,
+) -> Store:
+    """Groups documents, (user, text) pairs, by user in memory, tokenises and cuts them.
+
+    A user's documents keep their order; a user may be the id of a set of owners
+    (``keys.owners_to_id``). ``max_examples`` keeps each user's first examples; ``bad`` counts
+    conversations that are too long.
+
+    Raises:
+      BadInputError: there is no document, or none yields an example.
+    """
+    schema = text_schema(seq_len, tokenizer, conversations)
+    texts: dict[str, list[str]] = {}
+    for user, text in documents:
+        texts.setdefault(user, []).append(text)
+    if not texts:
+        raise BadInputError("the data hold no users: there is not one row")
+    packed: dict[str, np.ndarray] = {}
+    for user in sorted(texts, key=user_order_key):
+        records = encode_user(texts.pop(user), tokenizer, schema, max_examples, bad)
+        if len(records):
+            packed[user] = records
+    if not packed:
+        raise none_usable(schema)
+    return infer_shared_ownership(ArrayStore.from_records(packed, schema, allow_sets=True))

@@ -1,8 +1,8 @@
 """Keys for losses that draw at random in training (dropout, augmentation).
 
-Each example has its own key at each step, ``fold_in(the step's key, place)``, with ``place`` the
-example's position in the store. It is the same whatever the devices, processes, microbatches and
-the order of units, and has a purpose of its own: noise and sampling never share it.
+Each example has a key at each step, ``fold_in(the step's key, place)``, with ``place`` the
+example's position in the store. It does not depend on devices, processes, microbatches and the
+order of units, and noise and sampling never share it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,10 @@ PURPOSE = "loss"
 def key_argument(loss_fn: Callable[..., Any], *, needed_without: str | None = None) -> str | None:
     """The name under which a loss takes a key: ``rng`` or ``key``; None if it takes none.
 
-    Looked for behind (params, example). A default other than None is a choice already made.
-
-    Args:
-      loss_fn: of one example.
-      needed_without: where the loss will also be called without a key.
+    Only arguments after (params, example) count, without a default or with the default None.
 
     Raises:
-      BadInputError: it will be, and the key has no default.
+      BadInputError: the key has no default, and ``needed_without`` says where there is none.
     """
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())[2:]
@@ -54,15 +50,10 @@ def key_argument(loss_fn: Callable[..., Any], *, needed_without: str | None = No
 
 
 def example_keys(root: RootKey, counters: tuple[int, ...], places: np.ndarray) -> np.ndarray:
-    """What ``keyed`` makes the examples' keys of.
+    """What ``keyed`` derives the examples' keys from, uint32 [..., 3].
 
-    Args:
-      root: root key of the run (or of a silo in a round).
-      counters: the step.
-      places: int64 [...], positions in the store; of those that are padding any.
-
-    Returns:
-      uint32 [..., 3]: the step's key ``root.jax("loss", *counters)``, and the place.
+    They are the step's key ``root.jax("loss", *counters)``, and the place: ``places`` are int64
+    [...], positions in the store (of padding: any).
     """
     words = root.threefry(PURPOSE, *counters)
     out = np.empty((*places.shape, 3), np.uint32)
@@ -72,12 +63,12 @@ def example_keys(root: RootKey, counters: tuple[int, ...], places: np.ndarray) -
 
 
 def with_keys(examples: PyTree, keys: Any) -> PyTree:
-    """The form in which examples and their ``example_keys`` come to a ``keyed`` loss."""
+    """Examples with their ``example_keys``, as a ``keyed`` loss takes them."""
     return {"example": examples, "key": keys}
 
 
 def keyed(loss_fn: Callable[..., jax.Array], name: str) -> Callable[..., jax.Array]:
-    """A loss of examples ``with_keys``, which hands each its key as the argument ``name``."""
+    """A loss of examples ``with_keys``; each example's key is its argument ``name``."""
     import jax
 
     def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
@@ -89,7 +80,7 @@ def keyed(loss_fn: Callable[..., jax.Array], name: str) -> Callable[..., jax.Arr
 
 
 def with_any_key(loss_fn: Callable[..., jax.Array], name: str | None) -> Callable[..., jax.Array]:
-    """A loss ``(params, example)`` to trace, not to run: its ``key_argument`` is filled in."""
+    """A loss ``(params, example)`` for tracing only: its ``key_argument`` is filled in."""
     import jax
 
     return loss_fn if name is None else functools.partial(loss_fn, **{name: jax.random.key(0)})

@@ -1,7 +1,7 @@
-"""Examples that are already in memory, as stores: texts, arrays, data frames, data sets.
+"""Stores of examples that are in memory: texts, arrays, data frames, data sets.
 
-Each takes who owns a row, as ``data.user_column`` of a configuration does, and gives the store that
-the same people's files would give: a ``SharedStore`` if a row has several owners.
+Each takes the owner of a row as ``data.user_column`` of a configuration does, and gives the store
+that files of the same rows would give: a ``SharedStore`` if a row has several owners.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.data.chats import conversations_in
-from dpfl_jax.data.chunking import store_from_documents
-from dpfl_jax.data.columns import input_names
+from dpfl_jax.data.documents import store_from_documents
 from dpfl_jax.data.keys import UserKey, key_name, owners_to_id
-from dpfl_jax.data.owners import store_of
+from dpfl_jax.data.owners import store_from_users
 from dpfl_jax.data.rows import LocatedRow, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
-from dpfl_jax.data.store import Store, keyed
-from dpfl_jax.data.table import read_table
+from dpfl_jax.data.store import Store, with_unit_key
+from dpfl_jax.data.table import input_names, read_table
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError, expect, repeated
 
@@ -51,7 +50,7 @@ def from_texts(
             yield owners_to_id(pair[0], where), text_of({"text": pair[1]}, "text", where)
 
     store = store_from_documents(pairs(), load_tokenizer(tokenizer), seq_len)
-    return keyed(store, "id that was given with each text")
+    return with_unit_key(store, "id that was given with each text")
 
 
 def from_arrays(
@@ -61,16 +60,16 @@ def from_arrays(
 
     Args:
       arrays: such as ``{"x": ..., "label": ...}``; or ``tokens`` and ``mask`` of a tokeniser.
-      users: [n], whose each row is: text, integers or UUIDs, or lists of these.
+      users: [n], the owner of each row: text, integers or UUIDs, or lists of these.
       tokenizer: that made ``tokens``; see ``load_tokenizer``.
 
     Raises:
-      BadInputError: lengths that differ, or a row without a user.
+      BadInputError: lengths differ, or a row has no user.
     """
     users = users.tolist() if hasattr(users, "tolist") else users
     expect(arrays, Mapping, "arrays", 'arrays by name, such as {"x": ..., "label": ...}')
     expect(users, Sequence, "users", "a list: whose each row is")
-    columns = {name: _numbers(name, array) for name, array in arrays.items()}
+    columns = {name: _device_array(name, array) for name, array in arrays.items()}
     schema = None
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer)
@@ -86,22 +85,23 @@ def from_arrays(
     for name, array in columns.items():
         if len(array) != len(users):
             raise BadInputError(f"there are {len(users)} users for {len(array)} rows of {name!r}")
-    store = store_of(
-        ((user, {n: a[mine] for n, a in columns.items()}) for user, mine in rows.items()), schema
+    store = store_from_users(
+        ((user, {n: a[indices] for n, a in columns.items()}) for user, indices in rows.items()),
+        schema,
     )
-    return keyed(store, "id that was given with each row")
+    return with_unit_key(store, "id that was given with each row")
 
 
-def _numbers(name: str, values: Any) -> np.ndarray:
-    """An array as devices hold it, in 32 bits: what would become another number is refused."""
+def _device_array(name: str, values: Any) -> np.ndarray:
+    """Returns an array that devices can hold in 32 bits; refuses numbers that would change."""
     try:
         array = np.asarray(values)
     except ValueError:
         raise BadInputError(
             f"the rows of {name!r} differ in length: cut or fill them up to one length"
         ) from None
-    small = array.dtype.name.startswith(("bfloat16", "float8"))
-    if array.dtype.kind not in "biuf" and not small:
+    narrow_float = array.dtype.name.startswith(("bfloat16", "float8"))
+    if array.dtype.kind not in "biuf" and not narrow_float:
         raise BadInputError(
             f"{name!r} holds {array.dtype.name}, not numbers: give numbers (from_texts takes "
             "texts, from_pandas a table with words, dates and gaps)"
@@ -109,13 +109,13 @@ def _numbers(name: str, values: Any) -> np.ndarray:
     if not array.ndim:
         raise BadInputError(f"{name!r} is a single number: give an array with a row for each")
     if array.dtype.kind in "iu" and array.size and array.dtype.itemsize > 4:
-        held = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
-        if array.min() < held.min or array.max() > held.max:
+        limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
+        if array.min() < limits.min or array.max() > limits.max:
             raise BadInputError(
-                f"{name!r} holds {array.dtype.name} beyond {held.min} to {held.max}, which 32 bits "
-                "would turn into others: subtract a known number, or give float32 of order 1"
+                f"{name!r} holds {array.dtype.name} beyond {limits.min} to {limits.max}, which 32 "
+                "bits would turn into others: subtract a known number, or give float32 of order 1"
             )
-    if array.dtype.kind == "f" or small:
+    if array.dtype.kind == "f" or narrow_float:
         with np.errstate(over="ignore"):
             finite = np.isfinite(array.astype(np.float32))
         if not finite.all():
@@ -130,7 +130,7 @@ def table_rows(table: Any) -> Iterator[dict[str, Any]]:
     """The rows of a ``DataFrame``, an Arrow table, columns by name, or of dictionaries.
 
     Raises:
-      BadInputError: it is nothing of the kind, or two columns have one name.
+      BadInputError: it is none of these, or two columns have one name.
     """
     if hasattr(table, "to_pylist"):
         table = table.to_pylist()
@@ -142,14 +142,11 @@ def table_rows(table: Any) -> Iterator[dict[str, Any]]:
     names = [str(name) for name in columns]
     if (twice := repeated(names)) is not None:
         raise BadInputError(f"two columns of the frame are called {twice!r}: rename one")
-    values = map(_values, (table[name] for name in columns))
+    # Python's own values, but for arrays: their ``tolist`` turns times into integers.
+    series = [table[name] for name in columns]
+    values = [s.tolist() if hasattr(s, "tolist") and not isinstance(s, np.ndarray) else s
+              for s in series]  # fmt: skip
     return (dict(zip(names, row, strict=True)) for row in zip(*values, strict=True))
-
-
-def _values(column: Any) -> Iterable[Any]:
-    """Python's own values; but an array's ``tolist`` makes integers of times."""
-    own = hasattr(column, "tolist") and not isinstance(column, np.ndarray)
-    return column.tolist() if own else column
 
 
 def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
@@ -157,7 +154,7 @@ def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
     if not hasattr(frame, "columns"):
         expect(frame, (), "frame", "a pandas.DataFrame (from_rows takes dictionaries)")
     rows = table_rows(frame)
-    columns = _with_inputs(columns, [str(name) for name in frame.columns], user)
+    columns = _named_inputs(columns, [str(name) for name in frame.columns], user)
     return from_rows(rows, user=user, **columns)
 
 
@@ -169,14 +166,14 @@ def from_huggingface(dataset: Any, *, user: str | None, **columns: Any) -> Store
         )
     names = getattr(dataset, "column_names", None)
     if names is not None:
-        columns = _with_inputs(columns, names, user)
+        columns = _named_inputs(columns, names, user)
     return from_rows(dataset, user=user, **columns)
 
 
-def _with_inputs(
+def _named_inputs(
     columns: Mapping[str, Any], names: Sequence[str], user: str | None
 ) -> dict[str, Any]:
-    """The inputs by name: of a table the table says what columns there are, not its first row."""
+    """Names the inputs by the columns that the table, not its first row, declares."""
     target, silo, given = (columns.get(name) for name in ("target", "silo", "inputs"))
     ids = [] if user is None else UserKey(user).columns
     if target is None or (ids is None and given is None):
@@ -224,19 +221,20 @@ def from_rows(
     Args:
       rows: one dictionary each.
       user: column of the owner, or of a list of owners, or a key expression
-        (``docs/guides/data.md``); None: every row is a person of its own (tables only).
+        (``docs/guides/data.md``);
+        None: every row is a user (tables only).
       text: column of the text, to be tokenised; or
       messages: column of a conversation (``docs/guides/finetune.md``); or
       prompt: column of a prompt, text or messages, that is followed by
       completion: the answer; or by
       chosen: the better of two, and
       rejected: the other one; or
-      target: column that is predicted, of a table of numbers, from
+      target: column to predict, of a table, from
       inputs: these columns. A DataFrame or ``Dataset`` also takes shell patterns, and by default
-        all others; rows alone do not say what columns there are.
-      chat_template: file of a template for messages; default the tokeniser's own.
-      classes: number of classes of the target; None, or 0: it is a number.
+        all other columns; rows alone do not declare what columns there are.
       silo: column of the silo.
+      chat_template: file of a template for messages; default the tokeniser's.
+      classes: number of classes of the target; None, or 0: it is a number.
       scale: (middle, half width) by column, known without these data.
       categories: words by column (of the target: names of its classes), known without these data.
       missing: inputs, names or patterns, whose cells may be empty (``SourceConfig``).
@@ -269,7 +267,7 @@ def from_rows(
         pairs = ((key(row, where), document(row, where)) for where, row in located)
         loaded = load_tokenizer(tokenizer)
         store = store_from_documents(pairs, loaded, seq_len, conversations=conversations)
-        return keyed(store, key_name(user))
+        return with_unit_key(store, key_name(user))
     config = SourceConfig(
         source="rows",
         user_column=user,
@@ -283,4 +281,4 @@ def from_rows(
         dates=dict(dates or {}),
     )
     users, task = read_table(config, (), located)
-    return keyed(store_of(users.items()), key_name(user), task)
+    return with_unit_key(store_from_users(users.items()), key_name(user), task)

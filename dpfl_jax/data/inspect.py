@@ -1,4 +1,8 @@
-"""What ``dpfl data inspect`` shows: counts, quantiles of examples per user, a histogram."""
+"""What ``dpfl data inspect`` shows: counts, (private) quantiles of examples per user, a histogram.
+
+The median number of examples per user is the group size that Charles et al. 2024 (section 6)
+suggest; the exact one is itself information about the users.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,78 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.data.owners import SharedStore, by_set
-from dpfl_jax.data.private_quantiles import private_quantiles
+from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.store import Store
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, positive, probability
 from dpfl_jax.randomness import RootKey
+
+
+def private_quantile(
+    counts: np.ndarray, quantile: float, epsilon: float, largest: int, rng: np.random.Generator
+) -> int:
+    """Releases one quantile of the counts with pure epsilon-DP for adding or removing a user.
+
+    The exponential mechanism (McSherry & Talwar 2007; Smith 2011, algorithm 2, here over integers):
+    candidate v in 1..largest has the score ``-|quantile * below - (1 - quantile) * above|`` with
+    ``below`` the counts < v and ``above`` the counts > v. Adding or removing one user changes a
+    score by at most ``max(quantile, 1 - quantile)``, and the score does not depend on the number of
+    users. v is drawn with probability proportional to exp(epsilon * score / (2 * sensitivity)).
+
+    Args:
+      counts: int64 [num_users], examples of each user.
+      quantile: in (0, 1); 0.5 for the median.
+      epsilon: privacy loss.
+      largest: public upper bound of the answer; must not be looked up in the data.
+      rng: secret randomness.
+
+    Returns:
+      An integer in 1..largest.
+
+    Raises:
+      BadInputError: a parameter is out of range.
+    """
+    probability("the quantile", quantile, zero=False, one=False)
+    positive("epsilon", epsilon)
+    at_least("the upper bound", largest, 1)
+    ordered = np.sort(np.asarray(counts))
+    candidates = np.arange(1, largest + 1)
+    below = np.searchsorted(ordered, candidates, side="left")
+    above = len(ordered) - np.searchsorted(ordered, candidates, side="right")
+    scores = -np.abs(quantile * below - (1.0 - quantile) * above)
+    sensitivity = max(quantile, 1.0 - quantile)
+    # Adding Gumbel noise and taking the largest samples the exponential mechanism exactly.
+    noisy = epsilon * scores / (2.0 * sensitivity) + rng.gumbel(size=largest)
+    return int(candidates[np.argmax(noisy)])
+
+
+def private_quantiles(
+    counts: np.ndarray,
+    quantiles: list[float],
+    epsilon: float,
+    largest: int,
+    key: RootKey | None = None,
+) -> list[int]:
+    """Releases several quantiles; each gets an equal share of epsilon (basic composition)."""
+    key = key or RootKey.generate()
+    if not quantiles:
+        raise BadInputError("no quantile is asked for: give at least one, e.g. 0.5")
+    share = epsilon / len(quantiles)
+    return [
+        private_quantile(counts, q, share, largest, key.numpy("private-quantile", i))
+        for i, q in enumerate(quantiles)
+    ]
+
 
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 
-def _owned(store: Any) -> np.ndarray:
-    return store.owned if isinstance(store, SharedStore) else store.examples_per_user
+def _examples_of_each(store: Any) -> np.ndarray:
+    return store.examples_per_owner if isinstance(store, SharedStore) else store.examples_per_user
 
 
 def size_histogram(counts: np.ndarray) -> list[dict[str, int]]:
-    """Returns the users with 1, 2-3, 4-7, ... examples (``from`` and ``to`` inclusive)."""
+    """Returns the number of users with 1, 2-3, 4-7, ... examples (bounds inclusive)."""
     level = np.floor(np.log2(counts)).astype(int)
     return [
         {"from": 2**k, "to": 2 ** (k + 1) - 1, "users": int((level == k).sum())}
@@ -32,7 +92,7 @@ def size_histogram(counts: np.ndarray) -> list[dict[str, int]]:
 
 def summary(store: ShardStore | SharedStore) -> dict[str, Any]:
     """Returns exact counts. They are information about the users: see ``private_summary``."""
-    counts, disk = _owned(store), by_set(store)
+    counts, disk = _examples_of_each(store), grouped_by_owner_set(store)
     manifest = disk.manifest
     shared = {"most_owners": store.most_owners} if isinstance(store, SharedStore) else {}
     return {
@@ -65,10 +125,10 @@ def private_summary(
 ) -> dict[str, Any]:
     """Returns quantiles of examples per user that are epsilon-DP for adding or removing a user.
 
-    Nothing else about the store is in the result, not even the number of users.
+    The result says nothing else about the store, not even the number of users.
 
     Raises:
-      BadInputError: if epsilon is missing or a parameter is out of range.
+      BadInputError: epsilon is missing, or a parameter is out of range.
     """
     if epsilon is None:
         raise BadInputError("--private needs --epsilon: the privacy loss you accept, e.g. 1")
@@ -96,7 +156,7 @@ def plot_sizes(store: Store, path: str | os.PathLike[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    counts = _owned(store)
+    counts = _examples_of_each(store)
     edges = [2.0**k for k in range(int(np.log2(counts.max())) + 2)]
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -115,7 +175,7 @@ def plot_sizes(store: Store, path: str | os.PathLike[str]) -> None:
 
 
 def show(result: dict[str, Any], console: Any) -> None:
-    """Prints a summary for a person."""
+    """Prints a summary as tables."""
     from rich.table import Table
 
     if result["private"]:

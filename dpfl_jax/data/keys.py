@@ -1,6 +1,6 @@
-"""Key expressions: how a row names its user.
+"""User ids, and key expressions: how a row names its user.
 
-Four forms, none of which evaluates code given as text:
+A key expression has one of four forms, none of which evaluates code given as text:
 
 - ``author`` or ``meta.author``: a column, or a field within it;
 - ``{play}/{speaker}``: several columns in a template;
@@ -24,9 +24,54 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from dpfl_jax.data.store import SEPARATOR, check_user_id, no_sets
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.task import EACH_ROW
+
+# Between the ids of the owners of a record: together they take a user's place (``owners``).
+SEPARATOR = "\x1f"
+
+
+# How people and libraries write a missing value, in lower case.
+_MISSING = frozenset(
+    {"", "nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat", "\\n", "?", "-", "--", "."}
+)
+
+
+def is_missing(value: object) -> bool:
+    """Whether a cell is empty, blank (U+00A0 is a blank) or a word for a missing value."""
+    return str(value).strip().casefold() in _MISSING
+
+
+def no_sets(where: str) -> BadInputError:
+    """The error of an id that would be read as a set of owners."""
+    return BadInputError(
+        f"{where}: a user id holds U+001F, which separates the owners of a record: give owners as "
+        "a list, or leave the character out"
+    )
+
+
+def check_user_id(user_id: object, where: str = "") -> str:
+    """Returns ``user_id`` if it is a text that names somebody.
+
+    A missing id must never become a user ("None", "nan", ""): all rows without an id would then be
+    protected as one person.
+
+    Raises:
+      BadInputError: naming ``where``, if the id is missing or no text.
+    """
+    place = f" ({where})" if where else ""
+    if is_missing(user_id):
+        raise BadInputError(
+            f"a user id is {user_id!r}{place}: every row needs a user id; drop such rows or give "
+            "each a user of its own"
+        )
+    if not isinstance(user_id, str):
+        kind = _KINDS.get(type(user_id), type(user_id).__name__)
+        raise BadInputError(f"a user id is {kind}{place}: store ids as text or whole numbers")
+    return user_id
+
+
+_KINDS = {bool: "true or false", float: "a number with decimals", dict: "an object"}
 
 
 def base_domain(url: str) -> str:
@@ -47,7 +92,7 @@ FUNCTIONS: dict[str, Callable[[str], str]] = {
 
 
 def value_to_id(value: Any, where: str) -> str:
-    """Turns one value into a user id: text as it is, integers in decimal, all else refused."""
+    """Turns one value into a user id: text and UUIDs as they are, integers in decimal."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, uuid.UUID):
@@ -88,9 +133,9 @@ def owners_to_id(value: Any, where: str, each: Callable[[str], str] = str) -> st
     """Turns one user, or a list of the owners of a record, into an id (``value_to_id``).
 
     Args:
-      value: a user; or several, of which the order says nothing and none counts twice.
-      where: the row.
-      each: what a function of ``FUNCTIONS`` makes of an owner's id.
+      value: a user, or several: their order does not matter, and repeated owners count once.
+      where: the row, for errors.
+      each: applied to every owner's id.
     """
     if isinstance(value, np.ndarray) and value.ndim:
         value = value.tolist()
@@ -110,10 +155,10 @@ def names_function(expression: str) -> bool:
 
 
 def key_name(expression: str | None) -> str:
-    """What a guarantee calls what makes a user: ``column visit_id``, or ``key domain(url)``.
+    """How a guarantee names the key of users: ``column visit_id``, or ``key domain(url)``.
 
     Args:
-      expression: as ``UserKey`` takes it; None where every row is a person of its own.
+      expression: a key expression; None if every row is a user.
     """
     if expression is None:
         return EACH_ROW
@@ -124,14 +169,13 @@ def key_name(expression: str | None) -> str:
 class UserKey:
     """A parsed key expression; call it with a row and a description of where the row is.
 
-    Attributes:
-      expression: as given.
+    Raises:
+      BadInputError: an empty expression, or an unknown function.
     """
 
     expression: str
 
     def __post_init__(self) -> None:
-        """Checks the expression."""
         if not self.expression:
             raise BadInputError("the user column is empty: give a column or a key expression")
         call = self._call
@@ -153,7 +197,7 @@ class UserKey:
 
     @property
     def columns(self) -> list[str] | None:
-        """Top-level columns that the key reads, or None if it needs the whole row."""
+        """Top-level columns that the key reads; None if it needs the whole row."""
         if names_function(self.expression):
             return None
         paths = self._template or [self._call[1] if self._call else self.expression]
@@ -167,7 +211,7 @@ class UserKey:
         """Returns the id of a row's user, or of the set of its owners.
 
         Raises:
-          BadInputError: naming ``where``, if a column is missing or a part is null.
+          BadInputError: naming ``where``, if a column is missing or an id is null.
         """
         if names_function(self.expression):
             return owners_to_id(self._function(row), where)

@@ -1,4 +1,4 @@
-"""One entry to all data: a validated description in, examples with their owners and task out."""
+"""Loading: a data section in; examples with their owners and task, or a split data set, out."""
 
 from __future__ import annotations
 
@@ -12,40 +12,43 @@ import numpy as np
 
 from dpfl_jax.data import python_source
 from dpfl_jax.data.chats import conversations_in
-from dpfl_jax.data.chunking import store_from_documents
-from dpfl_jax.data.documents import FORMATS, expand_paths, read_documents
+from dpfl_jax.data.documents import read_documents, store_from_documents
 from dpfl_jax.data.keys import key_name, value_to_id
-from dpfl_jax.data.labels import are_classes
-from dpfl_jax.data.owners import SharedStore, by_set, store_of
-from dpfl_jax.data.registry import data_source
-from dpfl_jax.data.rows import BadRows
+from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set, store_from_users
+from dpfl_jax.data.rows import FORMATS, BadRows, expand_paths
 from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
+from dpfl_jax.data.sets import data_source
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.splits import FEW, limit_store, split_by_user, split_within_users
-from dpfl_jax.data.store import ArrayStore, Store, keyed, unit_key_of
+from dpfl_jax.data.store import (
+    ArrayStore,
+    Store,
+    are_classes,
+    unit_key_of,
+    user_order_key,
+    with_unit_key,
+)
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.task import EACH_ROW, Task
 
-# Settings of stores of arrays and tables, and of tables alone.
-_COLUMNS = (
-    ("target_column", "input_columns", "classes", "silo_column"),
-    ("scale", "categories", "missing", "dates"),
-)
+# Settings of tables and stores of arrays, and of tables alone.
+_ARRAY_SETTINGS = ("target_column", "input_columns", "classes", "silo_column")
+_TABLE_SETTINGS = ("scale", "categories", "missing", "dates")
 
 
 @dataclasses.dataclass(frozen=True)
-class Examples:
+class LoadedExamples:
     """What a source holds.
 
     Attributes:
       store: the examples, by user.
       task: what is learned.
-      unit: one line: what a user is.
+      unit: what a user is, in one line.
       test: a test part that the source itself defines, or None.
-      tokenizer: what made the ids, or None for examples that are not text.
-      dropped: rows that were left out of it.
+      tokenizer: what made the ids; None for examples that are not text.
+      dropped: rows that were left out.
     """
 
     store: Store
@@ -57,9 +60,10 @@ class Examples:
 
     @property
     def left_out(self) -> str:
-        """The end of a description: rows that were left out, if any were."""
-        told = f"; {self.dropped} bad rows left out, a number that no guarantee covers"
-        return told if self.dropped else ""
+        """The end of a description: how many rows were left out, if any."""
+        if not self.dropped:
+            return ""
+        return f"; {self.dropped} bad rows left out, a number that no guarantee covers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +77,9 @@ class Dataset:
       public: a public corpus, or None.
       description: one line: source, users, examples.
       task: what is learned.
-      tokenizer: what made the ids, or None for examples that are not text.
+      tokenizer: what made the ids; None for examples that are not text.
       known: whether some users of the test part are in training, too.
-      rules: by held-out part, how it was chosen, in words.
+      rules: how each held-out part was chosen, in words.
     """
 
     train: Store
@@ -89,44 +93,43 @@ class Dataset:
     rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
-    """Reads what a section names, whole.
+def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> LoadedExamples:
+    """Reads all that a section names.
 
-    Args:
-      config: the section.
-      keep: columns of numbers that a table's examples carry beside input and target.
+    ``keep`` names columns of numbers that a table's examples carry beside input and target.
 
     Raises:
-      BadInputError: with one sentence naming the file and line, or the setting to change.
+      BadInputError: naming the file and line, or the setting to change.
     """
     is_file, bad = config.source in FORMATS, BadRows(config.on_bad_row == "drop")
     if config.on_bad_row == "drop" and not is_file:
         raise BadInputError("data.on_bad_row is for files (of a store: dpfl data build)")
-    if not (is_file and config.target_column is not None):
-        of_stores, of_tables = _COLUMNS
-        for name in of_tables if config.source == "store" else (*of_stores, *of_tables):
+    is_table = is_file and config.target_column is not None
+    if not is_table:
+        of_arrays = () if config.source == "store" else _ARRAY_SETTINGS
+        for name in (*of_arrays, *_TABLE_SETTINGS):
             if getattr(config, name):
                 more = ", whose data.target_column is set" if is_file else ""
-                if name in of_stores and not is_file:
+                if name in _ARRAY_SETTINGS and not is_file:
                     more = " and stores of arrays"
                 raise BadInputError(f"data.{name} is for tables{more}")
-    if config.conversations and (not is_file or config.target_column is not None):
+    if config.conversations and (not is_file or is_table):
         raise BadInputError(
             f"data.{config.conversations[0]} is for files of conversations (of a store: dpfl data "
             "build), not for tables and other sources"
         )
-    if is_file and config.target_column is not None:
+    if is_table:
         users, task = read_table(config, keep, bad=bad)
         unit = "a row" if config.user_column is None else config.user_column
         checked = _checked(users.items(), task, config.source)
-        found = Examples(store_of(checked), task, unit)
+        loaded = LoadedExamples(store_from_users(checked), task, unit)
     elif is_file or config.source == "python_source":
-        found = _texts(config, bad)
+        loaded = _texts(config, bad)
     elif config.source == "store":
-        found = _stored(config)
+        loaded = _stored(config)
     else:
-        found = _named(config)
-    if isinstance(found.store, SharedStore):
+        loaded = _named(config)
+    if isinstance(loaded.store, SharedStore):
         for name in ("records_per_user", "max_users", "max_examples_per_user"):
             if getattr(config, name) is not None:
                 raise BadInputError(
@@ -134,51 +137,51 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
                     "mechanism.group_size says how many of each owner's are used"
                 )
     if config.records_per_user is not None:
-        store = ArrayStore.from_users(_synthetic(found.store, config))
+        store = ArrayStore.from_users(_synthetic(loaded.store, config))
         unit = f"users are synthetic: {config.records_per_user} records each, drawn at random"
-        found = dataclasses.replace(found, store=store, unit=unit)
-    key = _unit_key(config, found)
-    limited = limit_store(found.store, config.max_users, config.max_examples_per_user)
-    limited = keyed(limited, key, found.task)
-    return dataclasses.replace(found, store=limited, dropped=found.dropped or bad.dropped)
+        loaded = dataclasses.replace(loaded, store=store, unit=unit)
+    key = _unit_key(config, loaded)
+    limited = limit_store(loaded.store, config.max_users, config.max_examples_per_user)
+    limited = with_unit_key(limited, key, loaded.task)
+    return dataclasses.replace(loaded, store=limited, dropped=loaded.dropped or bad.dropped)
 
 
-def _unit_key(config: SourceConfig, found: Examples) -> str:
-    """What makes a user of what was read, as a guarantee names it."""
+def _unit_key(config: SourceConfig, loaded: LoadedExamples) -> str:
+    """What makes a user, as a guarantee names it."""
     if config.records_per_user is not None:
         return f"synthetic group of {config.records_per_user} rows"
     if config.source in FORMATS and config.source != "folder":
         return key_name(config.user_column)
-    known = unit_key_of(found.store) if config.source == "store" else ""
-    return known or f"{found.unit} of {config.source}"
+    key = unit_key_of(loaded.store) if config.source == "store" else ""
+    return key or f"{loaded.unit} of {config.source}"
 
 
 def load_dataset(config: DataConfig) -> Dataset:
-    """Reads, cuts and splits the data that ``config`` describes.
+    """Reads, limits and splits the data that ``config`` describes.
 
     Raises:
-      BadInputError: with one sentence naming the file and line, or the setting to change.
+      BadInputError: naming the file and line, or the setting to change.
     """
     expect(config, DataConfig, "config", "a DataConfig(source=..., path=...)")
-    found = load_examples(config)
-    store = found.store
+    loaded = load_examples(config)
+    store = loaded.store
     fractions = {"validation": config.validation_fraction, "test": config.test_fraction}
-    if found.test is not None:
+    if loaded.test is not None:
         fractions["test"] = 0.0
     parts = hold_out(store, config, fractions, config.split, config.held_out_max)
     rules = {name: rule_of(config, config.split, name, fractions[name]) for name in fractions}
     known = False
-    if found.test is not None:
+    if loaded.test is not None:
         rules["test"] = f"the test part of data.source={config.source}"
-        parts["test"], fractions["test"] = found.test, 1.0
-        names = [set(s.user_ids(range(s.num_users))) for s in (store, found.test)]
+        parts["test"], fractions["test"] = loaded.test, 1.0
+        names = [set(s.user_ids(range(s.num_users))) for s in (store, loaded.test)]
         known = not names[0].isdisjoint(names[1])
-    public = _load_public(config, found.tokenizer)
+    public = _load_public(config, loaded.tokenizer)
     users = "rows" if unit_key_of(store) == EACH_ROW else "users"
     description = (
         f"{config.source}: {store.num_users} {users}, {store.num_examples} examples"
-        + _told_shared(store, parts)
-        + found.left_out
+        + _shared_description(store, parts)
+        + loaded.left_out
         + "".join(f"; {n} {p.num_users} {users}" for n, p in parts.items() if p.num_users)
         + (f"; public {public.num_examples} examples" if public is not None else "")
     )
@@ -189,8 +192,8 @@ def load_dataset(config: DataConfig) -> Dataset:
         held_out["test"],
         public,
         description,
-        found.task,
-        found.tokenizer,
+        loaded.task,
+        loaded.tokenizer,
         known,
         rules,
     )
@@ -204,13 +207,12 @@ def rule_of(config: SourceConfig, split: str, part: str, share: float) -> str:
     return f"{chosen}; data.{part}_fraction={share:g}, data.split_seed={config.split_seed}"
 
 
-def _told_shared(store: Store, parts: Mapping[str, Store]) -> str:
-    """How many owners a record has, and how many records lie on no side of a split."""
+def _shared_description(store: Store, parts: Mapping[str, Store]) -> str:
     if not isinstance(store, SharedStore):
         return ""
     between = store.num_examples - sum(part.num_examples for part in parts.values())
-    told = f" of up to {store.most_owners} owners each"
-    return told + (f", {between} left out: owners on several sides" if between else "")
+    left_out = f", {between} left out: owners on several sides" if between else ""
+    return f" of up to {store.most_owners} owners each{left_out}"
 
 
 def hold_out(
@@ -220,14 +222,9 @@ def hold_out(
     split: str,
     most: int | None = None,
 ) -> dict[str, Store]:
-    """Splits a store into ``train`` and the parts of ``fractions``.
+    """Splits a store into ``train`` and the held-out parts of ``fractions``.
 
-    Args:
-      store: what is split.
-      config: its ``split_seed`` chooses users.
-      fractions: share of each held-out part.
-      split: ``"by_user"``, or ``"within_user"`` (see ``DataConfig``).
-      most: most held-out examples of a user in each part (``within_user``).
+    ``split`` and ``most`` are as of ``DataConfig.split`` and ``held_out_max``.
 
     Raises:
       BadInputError: a part would be empty.
@@ -260,11 +257,13 @@ def hold_out(
     return parts
 
 
-def _texts(config: SourceConfig, bad: BadRows) -> Examples:
+def _texts(config: SourceConfig, bad: BadRows) -> LoadedExamples:
     tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
-    store: Store
     if config.source == "python_source":
-        store = python_source.private_store(tokenizer, config.seq_len, config.max_users, limit)
+        files = python_source.installed_package_files()
+        users = sorted(files, key=user_order_key)[: config.max_users]
+        texts = ((user, files[user].decode()) for user in users)
+        store = store_from_documents(texts, tokenizer, config.seq_len, limit)
         return _tokens(store, tokenizer, "a source file of an installed package")
     columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
     conversations = conversations_in(columns, config.tokenizer, config.chat_template)
@@ -283,15 +282,17 @@ def _texts(config: SourceConfig, bad: BadRows) -> Examples:
     return _tokens(store, tokenizer, config.user_column or "a document")
 
 
-def _tokens(store: Store, tokenizer: Tokenizer, unit: str, test: Store | None = None) -> Examples:
+def _tokens(
+    store: Store, tokenizer: Tokenizer, unit: str, test: Store | None = None
+) -> LoadedExamples:
     schema = store.schema
     kind: Literal["tokens", "preferences"] = "preferences" if schema.pairs else "tokens"
     bos_id = None if schema.kind == "answers" else tokenizer.bos_id  # answers' is in the data
     task = Task(kind, schema.fields[0].shape, 0, schema.vocab_size, bos_id)
-    return Examples(store, task, unit, test, tokenizer)
+    return LoadedExamples(store, task, unit, test, tokenizer)
 
 
-def _named(config: SourceConfig) -> Examples:
+def _named(config: SourceConfig) -> LoadedExamples:
     source, name = data_source(config.source), config.source
     task, limit = source.task, config.max_examples_per_user
     tokenizer = load_tokenizer(config.tokenizer) if task is None else None
@@ -310,20 +311,25 @@ def _named(config: SourceConfig) -> Examples:
     if not task.input_shape:
         shape = next(f.shape for f in parts[0].schema.fields if f.name == "x")
         task = dataclasses.replace(task, input_shape=shape)
-    return Examples(parts[0], task, source.unit, test)
+    return LoadedExamples(parts[0], task, source.unit, test)
 
 
-def _stored(config: SourceConfig) -> Examples:
+def _stored(config: SourceConfig) -> LoadedExamples:
     """A built store: tokens as they are, arrays as ``x`` and ``label``."""
     path = os.fspath(expand_paths(config.path)[0])
     store, classes = open_store(path), config.classes
     if store.schema.kind in ("tokens", "answers"):
         tokenizer = load_tokenizer(config.tokenizer)
-        check_tokenizer(store, tokenizer, config.tokenizer)
-        found = _tokens(store, tokenizer, "a user of the store")
-        return dataclasses.replace(
-            found, dropped=by_set(store).manifest.build.get("dropped_rows", 0)
-        )
+        made_by = store.schema.tokenizer
+        if made_by not in (None, tokenizer.fingerprint):
+            raise BadInputError(
+                f"the store's tokens were made by another tokeniser (fingerprint {made_by[:12]}) "
+                f"than data.tokenizer={config.tokenizer} ({tokenizer.fingerprint[:12]}): give the "
+                "one it was built with"
+            )
+        loaded = _tokens(store, tokenizer, "a user of the store")
+        build = grouped_by_owner_set(store).manifest.build
+        return dataclasses.replace(loaded, dropped=build.get("dropped_rows", 0))
     fields = {f.name: f for f in store.schema.fields}
     target = config.target_column or "label"
     inputs = config.input_columns or tuple(n for n, f in fields.items() if f.shape) or ("x",)
@@ -345,24 +351,27 @@ def _stored(config: SourceConfig) -> Examples:
     shape = tuple(size for size in fields[inputs[0]].shape if size != 1)
 
     def users() -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        for name, found in _by_user(store):
-            x, label = found[inputs[0]], found[target]
+        sets = grouped_by_owner_set(store)
+        bounds = zip(sets.user_offsets, sets.user_offsets[1:])
+        for name, (start, stop) in zip(sets.user_ids(range(sets.num_users)), bounds):
+            arrays = sets.read(np.arange(start, stop))
+            x, label = arrays[inputs[0]], arrays[target]
             scale = 255.0 if x.dtype == np.uint8 else 1.0
-            own = {"x": x.reshape(len(x), *shape).astype(np.float32) / scale,
+            pair = {"x": x.reshape(len(x), *shape).astype(np.float32) / scale,
                    "label": label.astype(np.float32) if classes is None else label}  # fmt: skip
             # Other numbers of a record: its silo, or its budget.
-            rest = {n: a for n, a in found.items() if a.ndim == 1 and n not in (inputs[0], target)}
-            yield name, rest | own
+            rest = {n: a for n, a in arrays.items() if a.ndim == 1 and n not in (inputs[0], target)}
+            yield name, rest | pair
 
     scaled = fields[inputs[0]].dtype == "uint8"
     task = Task("regression" if classes is None else "classes", shape, classes or 0, scaled=scaled)
-    return Examples(store_of(_checked(users(), task, path)), task, "a user of it")
+    return LoadedExamples(store_from_users(_checked(users(), task, path)), task, "a user of it")
 
 
 def _checked(
     users: Iterable[tuple[str, Mapping[str, Any]]], task: Task, name: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Refuses what would train nothing, or something else, in silence."""
+    """Refuses what would silently train nothing, or something else."""
     for user, batch in users:
         x, label = np.asarray(batch["x"]), np.asarray(batch["label"])
         where = f"{name}: a user has"
@@ -377,13 +386,6 @@ def _checked(
         if silo.dtype.kind not in "iu" or (silo < 0).any():
             raise BadInputError(f"{where} silos that are not whole numbers from 0 on")
         yield user, {**batch, "label": label.astype(np.int32)} if task.classes else batch
-
-
-def _by_user(store: Store) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    store = by_set(store)
-    names = store.user_ids(range(store.num_users))
-    for name, start, stop in zip(names, store.user_offsets, store.user_offsets[1:]):
-        yield name, store.read(np.arange(start, stop))
 
 
 def _synthetic(store: Store, config: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -408,7 +410,9 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
         return None
     tokenizer = tokenizer or load_tokenizer(config.tokenizer)
     if kind == "stdlib":
-        return python_source.public_store(tokenizer, config.seq_len)
+        library = python_source.standard_library_files().items()
+        texts = ((name, data.decode()) for name, data in library)
+        return store_from_documents(texts, tokenizer, config.seq_len)
     paths = expand_paths(kind)
     if paths[0].is_dir():
         return store_from_documents(read_documents(paths, "folder"), tokenizer, config.seq_len)
@@ -417,13 +421,3 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"cannot read the public text {paths[0]}: {error}") from error
     return store_from_documents([(paths[0].name, text)], tokenizer, config.seq_len)
-
-
-def check_tokenizer(store: Store, tokenizer: Tokenizer, name: str) -> None:
-    """Raises BadInputError if a token store was made by another tokeniser."""
-    made_by = store.schema.tokenizer
-    if made_by not in (None, tokenizer.fingerprint):
-        raise BadInputError(
-            f"the store's tokens were made by another tokeniser (fingerprint {made_by[:12]}) than "
-            f"data.tokenizer={name} ({tokenizer.fingerprint[:12]}): give the one it was built with"
-        )

@@ -1,9 +1,9 @@
 """Records with several owners: e-mails, chats, co-authored texts.
 
-A *set of owners* takes the place of a user in a store: its name is those of its members, and its
-records lie together. Such a store says nothing of users by itself: ``SharedStore`` knows who owns
-what, and gives the part of it in which nobody owns more records than a mechanism may use. Whatever
-asks for the records of one user is refused, so that no set is taken for a person.
+A *set of owners* takes the place of a user in a store: its id joins the ids of its members, and its
+records lie together. ``SharedStore`` knows who owns which record, and gives the part in which no
+user owns more records than a mechanism may use. Whatever asks for the records of one user is
+refused, so that no set is taken for a person.
 
 Source: Ganesh, McKenna, McMahan, Smith, Wu, "It's my data too: private ML for datasets with
 multi-user training examples" (2025, arXiv 2503.03622).
@@ -19,15 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import (
-    SEPARATOR,
-    ArrayStore,
-    Store,
-    StoreBase,
-    unit_key_of,
-    user_order_key,
-)
+from dpfl_jax.data.store import ArrayStore, Store, unit_key_of, user_order_key
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling.contribution import limit_shared
 
@@ -35,37 +29,34 @@ _REFUSED = (
     "records of these data have several owners, and what is asked for treats each as one user's: "
     "use dpfl train with mechanism.kind=els or owner_sets, or give every record one owner"
 )
-_BLOCK = 2**16  # records read at once
+_BLOCK = 2**16  # records per read
 
 
-def store_of(users: Any, schema: Schema | None = None) -> Store:
+def store_from_users(users: Any, schema: Schema | None = None) -> Store:
     """The store of (user, arrays) pairs, where a user may be the id of a set of owners."""
-    return told_apart(ArrayStore.from_users(users, schema, sets=True))
+    return infer_shared_ownership(ArrayStore.from_users(users, schema, allow_sets=True))
 
 
-def told_apart(store: Any) -> Any:
-    """A store that knows the owners of its records, if users of this one are sets of owners."""
-    return SharedStore(store) if getattr(store, "of_sets", False) else store
+def infer_shared_ownership(store: Any) -> Any:
+    """A ``SharedStore`` if the users of this store are sets of owners; else the store itself."""
+    return SharedStore(store) if getattr(store, "users_are_sets", False) else store
 
 
-class SharedStore:
+class SharedStore(Store):
     """Records that belong to sets of users.
 
     Attributes:
-      sets: the records, by set of owners: a store whose users are sets.
-      owners: for each set, the users in it, by their places in the order of ``user_ids``.
+      sets: a store of the same records whose users are the sets of owners.
+      owners: for each set, the indices of its members (in the order of ``user_ids``).
     """
 
     def __init__(self, sets: Store):
-        """Reads the names of all sets."""
         self.sets, self.schema = sets, sets.schema
         self.unit_key, self.task = unit_key_of(sets), getattr(sets, "task", None)
         members = [name.split(SEPARATOR) for name in sets.user_ids(range(sets.num_users))]
-        self._names = sorted({name for some in members for name in some}, key=user_order_key)
+        self._names = sorted({name for owners in members for name in owners}, key=user_order_key)
         place = {name: i for i, name in enumerate(self._names)}
-        self.owners = [tuple(place[name] for name in some) for some in members]
-
-    schema: Schema
+        self.owners = [tuple(place[name] for name in owners) for owners in members]
 
     @property
     def num_users(self) -> int:
@@ -74,21 +65,20 @@ class SharedStore:
 
     @property
     def num_examples(self) -> int:
-        """Number of records."""
         return self.sets.num_examples
 
     @property
-    def user_offsets(self) -> np.ndarray:
+    def user_offsets(self) -> np.ndarray:  # type: ignore[override]
         """Refused: the records of a user do not lie together."""
         raise BadInputError(_REFUSED)
 
     @property
     def examples_per_user(self) -> np.ndarray:
-        """Refused: they do not add up to the number of records (``owned``)."""
+        """Refused: they do not add up to the number of records (``examples_per_owner``)."""
         raise BadInputError(_REFUSED)
 
     @functools.cached_property
-    def owned(self) -> np.ndarray:
+    def examples_per_owner(self) -> np.ndarray:
         """int64 [num_users]: records that each user owns, alone or with others."""
         counts = np.zeros(self.num_users, np.int64)
         for size, members in zip(self.sets.examples_per_user.tolist(), self.owners, strict=True):
@@ -97,30 +87,23 @@ class SharedStore:
 
     @property
     def most_owners(self) -> int:
-        """Owners of the record that has most."""
+        """The largest number of owners of one record."""
         return max(map(len, self.owners), default=1)
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of records, owners and schema."""
         return self.sets.fingerprint
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Returns the ids of the users with these indices."""
         return [self._names[int(i)] for i in indices]
 
-    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the examples at ``positions``."""
-        return self.sets.read(positions)
-
     def records(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the stored records at ``positions``."""
         return self.sets.records(positions)
 
     def bounded(self, limit: int, whole: bool = False) -> BoundedStore:
-        """The part in which nobody owns more than ``limit`` records (``whole``: sets of owners).
+        """The part in which nobody owns more than ``limit`` records, or sets of owners (``whole``).
 
-        What is kept follows from who owns which record, and from nothing that is in the records.
+        What is kept depends on who owns which record, and never on what is in the records.
         """
         digest = hashlib.sha256(b"dpfl_jax contribution bounding").digest()
         rng = np.random.default_rng(np.frombuffer(digest, np.uint32))
@@ -137,17 +120,17 @@ class SharedStore:
 
 @dataclasses.dataclass(frozen=True)
 class Bounding:
-    """What is left where nobody may own too much; exact numbers.
+    """What contribution bounding keeps; exact numbers.
 
     Attributes:
       limit: most records (or sets of owners) of a user.
-      users: who own a record.
-      users_left_out: of them, those of whose records none is kept.
-      examples: records.
-      examples_kept: of them.
-      tokens: in all records; None if they are no texts.
-      tokens_kept: of them.
-      by_owners: by number of owners: records kept, and all.
+      users: users who own a record.
+      users_left_out: users of whom no record is kept.
+      examples: all records.
+      examples_kept: kept records.
+      tokens: tokens of all records; None if they are no texts.
+      tokens_kept: tokens of kept records.
+      by_owners: by number of owners: kept records, and all.
     """
 
     limit: int
@@ -160,7 +143,6 @@ class Bounding:
     by_owners: dict[int, tuple[int, int]]
 
     def __str__(self) -> str:
-        """One line."""
         tokens = f", {self.tokens_kept:,} of {self.tokens:,} tokens" if self.tokens else ""
         return (
             f"contribution bounding at {self.limit}: kept {self.examples_kept:,} of "
@@ -169,22 +151,22 @@ class Bounding:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns a JSON object."""
         kept = {str(n): {"kept": k, "of": all} for n, (k, all) in self.by_owners.items()}
-        return {**dataclasses.asdict(self), "by_owners": kept}
+        return dataclasses.asdict(self) | {"by_owners": kept}
 
 
-class BoundedStore(StoreBase):
+class BoundedStore(Store):
     """Some records of a shared store; its users are sets of owners.
 
     Attributes:
-      shared: the whole of it.
+      shared: the store that all records are in.
     """
 
-    of_sets = True
+    users_are_sets = True
 
     def __init__(self, shared: SharedStore, kept: np.ndarray, limit: int):
-        """``kept``: sorted int64 [n], positions in ``shared``; ``limit``: see ``bounded``."""
+        """Takes sorted positions in ``shared``, int64 [n], and the limit of ``bounded``."""
         self.shared, self.schema, self._limit = shared, shared.schema, limit
         self.unit_key = shared.unit_key
         self.immutable = getattr(shared.sets, "immutable", False)
@@ -194,26 +176,24 @@ class BoundedStore(StoreBase):
         self._kept = kept
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Returns the names of sets of owners."""
         return self.shared.sets.user_ids(self._sets[np.asarray(indices, dtype=np.int64)])
 
     def records(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the stored records at ``positions``."""
         return self.shared.records(self._kept[positions])
 
     @functools.cached_property
     def bounding(self) -> Bounding:
-        """What was left out; the lengths of all texts are read for it."""
+        """What was left out; reads the lengths of all texts."""
         shared, sizes = self.shared, self.shared.sets.examples_per_user
         kept = np.zeros(len(sizes), np.int64)
         kept[self._sets] = np.diff(self.user_offsets)
-        some = {user for i in self._sets.tolist() for user in shared.owners[i]}
+        kept_users = {user for i in self._sets.tolist() for user in shared.owners[i]}
         degree = np.array([len(members) for members in shared.owners])
         text = self.schema.kind == "tokens"
         return Bounding(
             self._limit,
             shared.num_users,
-            shared.num_users - len(some),
+            shared.num_users - len(kept_users),
             shared.num_examples,
             self.num_examples,
             _tokens(shared) if text else None,
@@ -232,25 +212,26 @@ def _tokens(store: SharedStore | BoundedStore) -> int:
     )
 
 
-def whole_of(store: Any) -> SharedStore | None:
-    """What knows the owners of a store's records; None if its users are people."""
+def shared_store(store: Any) -> SharedStore | None:
+    """The ``SharedStore`` that a store is a part of; None if its users are people."""
     if isinstance(store, BoundedStore):
         return store.shared
-    known = told_apart(store)
-    return known if isinstance(known, SharedStore) else None
+    shared = infer_shared_ownership(store)
+    return shared if isinstance(shared, SharedStore) else None
 
 
 def bounding_of(store: Any) -> Bounding | None:
-    """What was left out of data whose examples have several owners; None of other data."""
+    """What contribution bounding left out; None where examples have one owner each."""
     return store.bounding if isinstance(store, BoundedStore) else None
 
 
-def by_set(store: Any) -> Any:
-    """A store whose users are sets of owners, of one that knows them apart; any other as it is."""
+def grouped_by_owner_set(store: Any) -> Any:
+    """The store whose users are sets of owners, of a ``SharedStore``; any other store as it is."""
     return store.sets if isinstance(store, SharedStore) else store
 
 
-def people(store: Any) -> set[str]:
-    """Everybody who owns a record of a store, whose users may be sets of owners."""
-    names = by_set(store).user_ids(range(by_set(store).num_users))
-    return {own for name in names for own in name.split(SEPARATOR)}
+def owner_ids(store: Any) -> set[str]:
+    """Ids of all who own a record of a store, whose users may be sets of owners."""
+    store = grouped_by_owner_set(store)
+    names = store.user_ids(range(store.num_users))
+    return {owner for name in names for owner in name.split(SEPARATOR)}

@@ -1,12 +1,12 @@
-"""Several short examples in one row of tokens, and rows of a few lengths: no wasted token.
+"""Sequence packing: several short examples in one row of tokens, and rows of a few lengths.
 
-A unit's examples are laid one behind the other into as few rows as hold them; each token says which
-example it belongs to, and attention, first token and positions begin anew with each
-(``Transformer``). Which examples a unit has is the sampler's business, and stays as it was drawn.
+A unit's examples are laid one after another into as few rows as hold them. Each token says which
+example it belongs to; attention, beginning-of-sequence token and positions start anew with each
+example (``Transformer``). The sampler decides which examples a unit has; packing changes nothing.
 
 Rows come in a few shapes, one compiled program each. They are chosen from the lengths of some
-examples, and a unit's own lengths decide which it comes in: time and memory tell about lengths,
-as they do about the number of units.
+examples, and a unit's lengths decide its shape: time and memory reveal something about lengths, as
+they do about the number of units.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import Draw
 
-LOOKED_AT = 1024  # units whose lengths the shapes are chosen by
-_WORTH = 0.01  # of all tokens, which another shape must save
+SAMPLE_UNITS = 1024  # whose lengths decide the shapes
+_MIN_SAVING = 0.01  # of all tokens, that another shape must save
 _SHORTEST = 16  # tokens of a row
-_ROWS_OF_EACH = 4  # that a step fills of a shape, at least: the last is half empty
+_MIN_ROWS = 4  # of a shape, that a step fills: on average the last is half empty
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Rows in which units come.
+    """Rows of tokens for one unit.
 
     Attributes:
       rows: of one unit.
@@ -42,20 +42,20 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Places for tokens, taken or not."""
+        """Tokens of all rows, padding included."""
         return self.rows * self.length
 
 
-def lengths_of(store: Readable, positions: np.ndarray) -> np.ndarray:
+def example_lengths(store: Readable, positions: np.ndarray) -> np.ndarray:
     """Tokens of the examples at ``positions`` (-1: none), up to the last that is predicted."""
     real = positions >= 0
-    found = np.zeros(positions.shape, np.int64)
-    found[real] = _ends(store.read(positions[real])["mask"])
-    return found
+    lengths = np.zeros(positions.shape, np.int64)
+    lengths[real] = _ends(store.read(positions[real])["mask"])
+    return lengths
 
 
 def _ends(mask: np.ndarray) -> np.ndarray:
-    """Behind the last True of each row."""
+    """End of the last True of each row."""
     return np.where(mask.any(1), mask.shape[1] - mask[:, ::-1].argmax(1), 0)
 
 
@@ -64,14 +64,9 @@ def first_fit(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lays each unit's examples, the longest first, into the first row with room.
 
-    Args:
-      lengths: int [units, examples].
-      real: bool [units, examples]: which there are.
-      shape: of the rows.
-
-    Returns:
-      int [units, examples], the row of each (-1: no room, or no example) and where it starts in it;
-      bool [units], whether all have room.
+    ``lengths`` are int and ``real`` bool [units, examples] (False: padding). Returns int [units,
+    examples]: the row of each example (-1: no room, or padding), and where it starts; and bool
+    [units]: whether all examples have room.
     """
     units = np.arange(len(lengths))
     free = np.full((len(lengths), shape.rows), shape.length)
@@ -99,20 +94,20 @@ def choose_shapes(
     """Chooses shapes that waste few tokens, for units like those of the store.
 
     Args:
-      store: whose lengths are looked at: those of 1,024 units, the same in every process.
+      store: the lengths of 1,024 of its units are looked at, the same in every process.
       group_size: most examples of a unit; None: a unit is one example.
-      units: of a step, expected.
-      row: units that are computed at once, of a usual number of tokens, and fewer of larger ones:
-        on average half of them are missing from the last of each shape.
-      parts: devices, of whose number these are a multiple.
+      units: expected number in a step.
+      row: units computed at once if they have the usual number of tokens; fewer of larger ones. On
+        average half of them are missing from the last row of each shape.
+      parts: devices; the units computed at once are a multiple of them.
       most_shapes: at least 1.
 
     Returns:
-      The shapes, the cheapest first: the last holds whatever there is. And which part of the units
-      looked at comes in each.
+      The shapes, the cheapest first (the last holds every unit), and the share of the units looked
+      at that comes in each.
     """
-    positions = _some(np.asarray(store.user_offsets), group_size)
-    lengths, real = lengths_of(store, positions), positions >= 0
+    positions = _sample_positions(np.asarray(store.user_offsets), group_size)
+    lengths, real = example_lengths(store, positions), positions >= 0
     seq_len = store.read(positions[:1, 0])["tokens"].shape[-1]
     usual = row * max(1.0, lengths.sum(axis=1).mean())
 
@@ -122,42 +117,39 @@ def choose_shapes(
 
     most = shape(group_size or 1, seq_len)
     candidates, costs = [most], [np.full(len(lengths), float(most.tokens))]
-    for length in _lengths(seq_len, group_size):
+    for length in _candidate_lengths(seq_len, group_size):
         row_of, _, fits = first_fit(lengths, real, Shape(most.rows, length))
         needed = np.where(fits, row_of.max(axis=1) + 1, np.iinfo(int).max)
-        for rows in _rows(most.rows):
+        for rows in _candidate_rows(most.rows):
             if rows * length < most.tokens:
                 candidates.append(shape(rows, length))
                 costs.append(np.where(needed <= rows, float(rows * length), np.inf))
     table, chosen = np.stack(costs), [0]
 
-    def coming(which: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Which part of the units comes in each, and how many of them are computed at once.
-
-        No more than a quarter of those of a step, so that few are missing from the last.
-        """
+    def shares_and_units(which: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Share of the units in each shape, and units at once: at most a quarter of a step's."""
         shares = np.bincount(table[which].argmin(axis=0), minlength=len(which)) / len(lengths)
-        few = (units * shares / _ROWS_OF_EACH).astype(int) // parts * parts
+        few = (units * shares / _MIN_ROWS).astype(int) // parts * parts
         most = [candidates[c].units for c in which]
         return shares, np.minimum(most, np.maximum(few, parts))
 
     def total(which: list[int]) -> float:
-        """Tokens of a step: of its units, and of what is missing from last rows."""
-        shares, at_once = coming(which)
+        """Tokens of a step, padding units included."""
+        shares, at_once = shares_and_units(which)
         sizes = np.array([candidates[c].tokens for c in which])
-        missing = np.minimum((at_once - 1) / 2, units * shares)
-        return float((sizes * (units * shares + missing)).sum())
+        padding = np.minimum((at_once - 1) / 2, units * shares)
+        return float((sizes * (units * shares + padding)).sum())
 
     while len(chosen) < most_shapes:
         best = min(range(len(candidates)), key=lambda c: total([*chosen, c]))
-        if total([*chosen, best]) > (1 - _WORTH) * total(chosen):
+        if total([*chosen, best]) > (1 - _MIN_SAVING) * total(chosen):
             break
         chosen.append(best)
-    # One that others have made superfluous goes; what holds everything stays, for those to come.
+    # Drop shapes that others made superfluous, but keep the one that holds every unit.
     used = set(table[chosen].argmin(axis=0))
     chosen = [c for i, c in enumerate(chosen) if i in used or c == 0]
     chosen.sort(key=lambda c: (c == 0, candidates[c].tokens))
-    shares, at_once = coming(chosen)
+    shares, at_once = shares_and_units(chosen)
     shapes = zip((candidates[c] for c in chosen), at_once)
     return (
         tuple(dataclasses.replace(shape, units=int(n)) for shape, n in shapes),
@@ -166,12 +158,7 @@ def choose_shapes(
 
 
 def split_by_shape(draw: Draw, lengths: np.ndarray, shapes: Sequence[Shape]) -> list[Draw]:
-    """Splits a draw by the first shape that holds a unit.
-
-    Args:
-      draw: positions [n] or [n, group_size].
-      lengths: of ``lengths_of``.
-      shapes: of ``choose_shapes``.
+    """Splits a draw (positions [n] or [n, group_size]) by the first shape that holds a unit.
 
     Raises:
       BadInputError: an example is longer than a row of the last shape.
@@ -187,51 +174,51 @@ def split_by_shape(draw: Draw, lengths: np.ndarray, shapes: Sequence[Shape]) -> 
     return [Draw(draw.units[which == i], draw.positions[which == i]) for i in range(len(shapes))]
 
 
-def packed(
+def pack_units(
     store: Readable, positions: np.ndarray, shape: Shape, grouped: bool, partial: bool = False
 ) -> tuple[dict[str, np.ndarray], np.ndarray | None, np.ndarray | None, int]:
     """Reads units and lays their examples into rows.
 
     Args:
       store: of token sequences.
-      positions: int [units, examples], -1 where there is none.
+      positions: int [units, examples], -1 for padding.
       shape: of the rows.
-      grouped: whether a unit has several rows; if not, it is one.
-      partial: cut off and leave out what has no room, where units are only looked at.
+      grouped: whether a unit has several rows.
+      partial: truncate, and leave out what has no room (for looking at units before training).
 
     Returns:
       ``tokens`` (as narrow as the vocabulary allows), ``segments`` (0: no token; uint16 or uint32)
-      and ``mask`` bool, [units, rows, length], or [units, length]; bool [units, rows], which hold
-      something; int32 [units], examples of each; the number of real tokens.
+      and ``mask`` bool, [units, rows, length], or [units, length]; bool [units, rows], which rows
+      are used; int32 [units], examples of each; the number of real tokens.
     """
     real = positions >= 0
     read = store.read(positions[real])
     lengths = np.zeros(positions.shape, np.int64)
     lengths[real] = _ends(read["mask"])
     lengths = np.minimum(lengths, shape.length) if partial else lengths
-    row, start, whole = first_fit(lengths, real, shape)
+    row, start, complete = first_fit(lengths, real, shape)
     kept = row >= 0
-    assert partial or whole.all(), "a unit is in a shape that does not hold it"
+    assert partial or complete.all(), "a unit is in a shape that does not hold it"
     read = {name: array[kept[real]] for name, array in read.items()}
     unit, number = np.nonzero(kept)
     size = lengths[kept]
-    # Every token by itself: of which example, at which place of it, and where it goes.
+    # For every token: its example, its place in the example, and its destination.
     example = np.repeat(np.arange(len(size)), size)
     place = np.arange(len(example)) - np.repeat(np.cumsum(size) - size, size)
-    goes = (unit * shape.rows + row[kept]) * shape.length + start[kept]
-    goes = goes[example] + place
-    shaped = (len(positions), shape.rows, shape.length)
+    destination = (unit * shape.rows + row[kept]) * shape.length + start[kept]
+    destination = destination[example] + place
+    out_shape = (len(positions), shape.rows, shape.length)
     vocab_size = getattr(getattr(store, "schema", None), "vocab_size", None) or 2**31
-    tokens = np.zeros(shaped, np.uint16 if vocab_size <= 2**16 else np.int32)
-    kind = np.uint16 if positions.shape[1] < 2**16 else np.uint32
-    segments, mask = np.zeros(shaped, kind), np.zeros(shaped, bool)
-    tokens.reshape(-1)[goes] = read["tokens"][example, place]
-    segments.reshape(-1)[goes] = (number + 1)[example]
-    mask.reshape(-1)[goes] = read["mask"][example, place]
+    tokens = np.zeros(out_shape, np.uint16 if vocab_size <= 2**16 else np.int32)
+    segment_dtype = np.uint16 if positions.shape[1] < 2**16 else np.uint32
+    segments, mask = np.zeros(out_shape, segment_dtype), np.zeros(out_shape, bool)
+    tokens.reshape(-1)[destination] = read["tokens"][example, place]
+    segments.reshape(-1)[destination] = (number + 1)[example]
+    mask.reshape(-1)[destination] = read["mask"][example, place]
     arrays = {"tokens": tokens, "segments": segments, "mask": mask}
     if not grouped:
         return {n: a[:, 0] for n, a in arrays.items()}, None, None, int(mask.sum())
-    used = np.zeros(shaped[:2], bool)
+    used = np.zeros(out_shape[:2], bool)
     used[unit, row[kept]] = True
     return arrays, used, kept.sum(axis=1, dtype=np.int32), int(mask.sum())
 
@@ -240,36 +227,36 @@ def _grouped(positions: np.ndarray) -> np.ndarray:
     return positions[:, None] if positions.ndim == 1 else positions
 
 
-def _some(offsets: np.ndarray, group_size: int | None) -> np.ndarray:
-    """Positions of some units' examples, [units, group_size], the same for the same store."""
+def _sample_positions(offsets: np.ndarray, group_size: int | None) -> np.ndarray:
+    """Positions of a sample of units, [units, group_size], the same for the same store."""
     rng = np.random.default_rng(0)
     if group_size is None:
         count = int(offsets[-1] - offsets[0])
-        return offsets[0] + np.sort(rng.choice(count, min(LOOKED_AT, count), False))[:, None]
+        return offsets[0] + np.sort(rng.choice(count, min(SAMPLE_UNITS, count), False))[:, None]
     users = np.flatnonzero(np.diff(offsets))
-    users = users[np.sort(rng.choice(len(users), min(LOOKED_AT, len(users)), False))]
-    found = np.full((len(users), group_size), -1, np.int64)
-    for unit, low, high in zip(found, offsets[users], offsets[users + 1]):
-        mine = rng.choice(high - low, min(group_size, high - low), replace=False)
-        unit[: len(mine)] = low + mine
-    return found
+    users = users[np.sort(rng.choice(len(users), min(SAMPLE_UNITS, len(users)), False))]
+    positions = np.full((len(users), group_size), -1, np.int64)
+    for unit, low, high in zip(positions, offsets[users], offsets[users + 1]):
+        chosen = rng.choice(high - low, min(group_size, high - low), replace=False)
+        unit[: len(chosen)] = low + chosen
+    return positions
 
 
-def _lengths(seq_len: int, group_size: int | None) -> list[int]:
-    """Lengths of rows that are tried: two in each octave, and up to twice the longest example."""
-    found = {seq_len}
+def _candidate_lengths(seq_len: int, group_size: int | None) -> list[int]:
+    """Candidate lengths: four in each octave, and up to twice the longest example."""
+    lengths = {seq_len}
     for octave in range(seq_len.bit_length()):
         for part in (1.0, 0.875, 0.75, 0.625):
-            found.add(int(-(-seq_len * part // 2**octave)))
+            lengths.add(int(-(-seq_len * part // 2**octave)))
     if group_size is not None:
-        found |= {seq_len * 5 // 4, seq_len * 3 // 2, 2 * seq_len}
-    return sorted(length for length in found if length >= min(_SHORTEST, seq_len))
+        lengths |= {seq_len * 5 // 4, seq_len * 3 // 2, 2 * seq_len}
+    return sorted(length for length in lengths if length >= min(_SHORTEST, seq_len))
 
 
-def _rows(most: int) -> list[int]:
-    """1 to 8, then in steps of about an eighth."""
-    found, rows = [], 1
+def _candidate_rows(most: int) -> list[int]:
+    """Candidate numbers of rows: 1 to 8, then in steps of about an eighth."""
+    candidates, rows = [], 1
     while rows < most:
-        found.append(rows)
+        candidates.append(rows)
         rows += max(1, 1 << (rows.bit_length() - 4)) if rows >= 8 else 1
-    return [*found, most]
+    return [*candidates, most]

@@ -1,10 +1,10 @@
-"""From draws to devices: read what was drawn, pad to whole rows, ship it ahead of the step.
+"""From draws to devices: reads what was drawn, pads to whole rows, ships it ahead of the step.
 
 A step's units become one or several *buckets* of fixed shapes [rows, row, ...] with masks; a step
-function loops over the rows that hold units, so a varying number of them never recompiles it. Users
-with few examples go to buckets with a smaller group axis instead of being padded to the largest.
-Every process reads only the columns of its own devices. Training and ``dpfl bench data`` both read
-through this; nothing here is random, so resuming is starting at another step.
+function loops over the rows that hold units, so that a varying number of them never recompiles it.
+Users with few examples go to buckets with a smaller group axis instead of being padded to the
+largest. Every process reads only the columns of its devices. Training and ``dpfl bench data`` both
+read through this. Nothing is random: resuming is starting at another step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from dpfl_jax.data import packing
 from dpfl_jax.data.example_keys import example_keys
-from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
@@ -37,17 +36,16 @@ class Bucket:
     """Units of one shape.
 
     Attributes:
-      arrays: dict of arrays [rows, row, ...] (a unit is one example) or
-        [rows, row, group_size, ...]; zeros where there is no example.
-      unit_mask: bool [rows, row], True for real units.
-      example_mask: bool [rows, row, group_size], True for real examples; None if a unit is one
-        example.
+      arrays: [rows, row, ...] (a unit is one example) or [rows, row, group_size, ...]; zeros where
+        there is no example.
+      unit_mask: bool [rows, row], False for padding.
+      example_mask: bool [rows, row, group_size], False for padding; None if a unit is one example.
       num_rows: rows that hold real units; the others are padding (``padded_rows``).
       num_units: real units, over all hosts.
       keys: uint32 [rows, row, (group_size,) 3], what the examples' keys are made of
         (``example_keys``); None if the loss takes none.
-      counts: int32 [rows, row], examples of each unit, where they are packed: then the group axis
-        is of rows of tokens, and ``example_mask`` says which rows hold something.
+      counts: int32 [rows, row], examples of each unit, if they are packed: then the group axis is
+        of rows of tokens, and ``example_mask`` says which are used.
       per_unit: [rows, row], a number that each unit brings; None if there is none.
     """
 
@@ -62,7 +60,7 @@ class Bucket:
 
     @property
     def group_size(self) -> int | None:
-        """Length of the group axis, or None if a unit is one example."""
+        """Length of the group axis; None if a unit is one example."""
         return None if self.example_mask is None else self.example_mask.shape[2]
 
 
@@ -77,7 +75,7 @@ class StepBatch:
       num_examples: real examples.
       num_tokens: real tokens that this process read (0 if examples are not token sequences).
       columns: columns of each row that this process read.
-      num_places: places for tokens, real or not, that this process's part of the step computes.
+      num_places: tokens, padding included, that this process's part of the step computes.
     """
 
     step: int
@@ -90,20 +88,16 @@ class StepBatch:
 
 
 def bucket_group_sizes(group_size: int) -> tuple[int, ...]:
-    """Returns 1, 2, 4, ... up to ``group_size``: a user is padded to less than twice its size."""
+    """Returns 1, 2, 4, ... up to ``group_size``: users are padded to less than twice their size."""
     sizes = [2**k for k in range(group_size.bit_length()) if 2**k < group_size]
     return (*sizes, group_size)
 
 
 def split_into_buckets(draw: Draw, sizes: tuple[int, ...] | None) -> list[Draw]:
-    """Splits a draw of users by how many examples they hold; each unit keeps all of its own.
+    """Splits a draw of users (positions [n, group_size]) by their numbers of examples.
 
-    Args:
-      draw: positions [n, group_size].
-      sizes: increasing group sizes, the last at least that of the draw; None for one bucket.
-
-    Returns:
-      One draw per size (possibly empty), or ``[draw]`` if units are single examples.
+    ``sizes`` are increasing group sizes up to that of the draw; None, or units that are single
+    examples: one bucket. Returns one draw per size, possibly empty.
     """
     if draw.positions.ndim == 1 or sizes is None:
         return [draw]
@@ -127,7 +121,7 @@ def split_into_buckets(draw: Draw, sizes: tuple[int, ...] | None) -> list[Draw]:
 def padded_rows(units: int, row: int) -> int:
     """Returns the rows of a buffer: exact up to 15, then in steps of at most an eighth.
 
-    Few shapes occur in a run (each is compiled once), and little more than needed is shipped.
+    A run sees few shapes (each is compiled once), and little padding is shipped.
     """
     needed = max(1, -(-units // row))
     grain = 1 << max(0, needed.bit_length() - 4)
@@ -136,7 +130,7 @@ def padded_rows(units: int, row: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Random access to the batches of a run, and an iterator that keeps ahead of it.
+    """Random access to the batches of a run, and an iterator that reads ahead.
 
     Attributes:
       store: where examples are read.
@@ -145,16 +139,16 @@ class Pipeline:
       group_sizes: bucket sizes for users (``bucket_group_sizes``); None for one bucket.
       mesh: a ``jax.sharding.Mesh`` to ship to, or None to keep NumPy arrays.
       axis: mesh axis (or axes) over which units are split.
-      compact: ship stored records as they are, ``{"records": uint8 [rows, row, ..., bytes]}``, to
-        be unpacked by ``store.schema.unpack_on_device`` inside the step; token stores only.
+      compact: ship stored records, ``{"records": uint8 [rows, row, ..., bytes]}``, to be unpacked
+        by ``store.schema.unpack_on_device`` inside the step; token stores only.
       capacities: rows of each bucket's buffer, so that every step has the same shapes; one that
-        overflows is doubled (another compilation, never a truncation: leaving units out would be
-        another sampling than the one accounted for). None sizes buffers to the step.
+        overflows is doubled (and recompiled), never truncated: leaving units out would be another
+        sampling than the one accounted for. None sizes buffers to the step.
       threads: threads that read ahead.
       ahead: steps read ahead.
-      loss_key: root key, from which each example gets a key of its own at each step; None: none.
-      shapes: pack the examples of each unit into rows of these shapes (``packing.choose_shapes``),
-        instead of group sizes; None: an example is a row.
+      loss_key: root key from which each example gets a key at each step; None: no keys.
+      shapes: pack the examples of each unit into rows of these shapes (``packing.choose_shapes``);
+        None: an example is a row, and users go by group sizes.
       per_unit: a number of each unit that may be drawn, shipped beside it; None: none.
     """
 
@@ -173,7 +167,6 @@ class Pipeline:
     per_unit: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        """Checks that rows can be split over the devices, and that records can be shipped."""
         if self.compact and not is_token_store(self.store):
             raise BadInputError("compact=True, but the store's examples are not token sequences")
         if self.capacities is not None and len(self.capacities) != self.num_buckets:
@@ -198,12 +191,12 @@ class Pipeline:
         if self.shapes is None:
             parts = split_into_buckets(draw, self.group_sizes)
         else:
-            # Every process needs all lengths, to know which buffers the units of others are in.
-            lengths, shapes = packing.lengths_of(self.store, draw.positions), [*self.shapes]
+            # Every process needs all lengths: all must agree on the buffer of each unit.
+            lengths, shapes = packing.example_lengths(self.store, draw.positions), [*self.shapes]
             parts = packing.split_by_shape(draw, lengths, self.shapes)
         if self.capacities is None:
-            some = [i for i, part in enumerate(parts) if part.size] or [0]
-            parts, shapes = [parts[i] for i in some], [shapes[i] for i in some]
+            nonempty = [i for i, part in enumerate(parts) if part.size] or [0]
+            parts, shapes = [parts[i] for i in nonempty], [shapes[i] for i in nonempty]
             rows = [padded_rows(p.size, self.width(shape)) for p, shape in zip(parts, shapes)]
         else:
             given = zip(parts, shapes, self.capacities)
@@ -223,7 +216,7 @@ class Pipeline:
         return StepBatch(step, buckets, draw.size, examples, tokens, len(self._columns()), places)
 
     def _places(self, positions: np.ndarray, shape: packing.Shape | None) -> int:
-        """Places for tokens in one unit."""
+        """Tokens of one unit, padding included."""
         if shape is not None:
             return shape.tokens
         length = self.store.schema.seq_len if self.compact else 0  # type: ignore[attr-defined]
@@ -240,14 +233,11 @@ class Pipeline:
         return capacity
 
     def first_units(self, count: int, group_size: int | None) -> list[Bucket]:
-        """Returns the store's first units (up to ``count``), once for each shape that steps have.
+        """Returns the store's first units (up to ``count``), once for each shape of a step.
 
-        For looking at examples before the first step, whatever it draws: one bucket of one row for
-        every group size, with as many of the users' examples as fit. The arrays stay on the host.
-
-        Args:
-          count: how many units.
-          group_size: the sampler's; None if a unit is an example.
+        They are one bucket of one row for every group size (``group_size`` is the sampler's), with
+        as many of the users' examples as fit: examples to look at before the first step, whatever
+        it draws. The arrays stay on the host.
         """
         offsets = np.asarray(self.store.user_offsets)
         sizes: tuple[Any, ...] = self.shapes or (group_size,)
@@ -260,12 +250,7 @@ class Pipeline:
             for row, start, stop in zip(first, offsets[users], offsets[users + 1]):
                 row[: stop - start] = np.arange(start, stop)[: len(row)]
         host = dataclasses.replace(
-            self,
-            row=max(1, len(first)),
-            mesh=None,
-            group_sizes=None,
-            capacities=None,
-            shapes=None,
+            self, row=max(1, len(first)), mesh=None, group_sizes=None, capacities=None, shapes=None
         )
         buckets = []
         for size in sizes:
@@ -277,27 +262,21 @@ class Pipeline:
         return buckets
 
     def spread(self, units: list[Bucket], which: list[np.ndarray]) -> tuple[Bucket, ...]:
-        """Ships buffers of the shapes that steps have, with these units in chosen places.
+        """Ships buffers of the shapes of a step, with units of ``first_units`` in chosen places.
 
-        Args:
-          units: from ``first_units``.
-          which: for each bucket, int [rows, row]: the number of the unit that lies there.
+        ``which`` has for each bucket int [rows, row]: the number of the unit at each place.
         """
         local, shapes = [], [*(self.shapes or [None] * len(units))]
         for b, (bucket, slots) in enumerate(zip(units, which, strict=True)):
             rows = len(slots) if self.capacities is None else self.capacities[b]
-            mine = slots[:, self._columns(shapes[b])]
+            places = slots[:, self._columns(shapes[b])]
 
-            def fill(x: Any, mine: np.ndarray = mine, rows: int = rows) -> np.ndarray:
-                empty = np.zeros((rows - len(mine), mine.shape[1], *x.shape[2:]), x.dtype)
-                return np.concatenate([x[0][mine], empty])
+            def fill(x: Any, places: np.ndarray = places, rows: int = rows) -> np.ndarray:
+                empty = np.zeros((rows - len(places), places.shape[1], *x.shape[2:]), x.dtype)
+                return np.concatenate([x[0][places], empty])
 
-            rest = {
-                "example_mask": bucket.example_mask,
-                "keys": bucket.keys,
-                "counts": bucket.counts,
-                "per_unit": bucket.per_unit,
-            }
+            optional = ("example_mask", "keys", "counts", "per_unit")
+            rest = {name: getattr(bucket, name) for name in optional}
             local.append(
                 {
                     "arrays": {name: fill(x) for name, x in bucket.arrays.items()},
@@ -339,7 +318,9 @@ class Pipeline:
         if shape is not None:
             grouped, lead = share.positions.ndim == 3, share.positions.shape[:2]
             flat = share.positions.reshape(math.prod(lead), -1)
-            arrays, used, counts, tokens = packing.packed(self.store, flat, shape, grouped, partial)
+            arrays, used, counts, tokens = packing.pack_units(
+                self.store, flat, shape, grouped, partial
+            )
 
             def laid(x: np.ndarray) -> np.ndarray:
                 return x.reshape(*lead, *x.shape[1:])
@@ -354,10 +335,10 @@ class Pipeline:
             }, tokens
         real = share.positions >= 0
         examples, tokens = self._examples(share.positions[real])
-        whole = bool(real.all())
+        no_padding = bool(real.all())
 
         def place(values: np.ndarray) -> np.ndarray:
-            if whole:
+            if no_padding:
                 return values.reshape(*real.shape, *values.shape[1:])
             local = np.zeros((*real.shape, *values.shape[1:]), values.dtype)
             local[real] = values
@@ -375,12 +356,12 @@ class Pipeline:
         }, tokens
 
     def _examples(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
-        """Returns the examples at these positions, and their real tokens."""
+        """Returns the examples at these positions, and their number of real tokens."""
         if not self.compact:
             examples = self.store.read(positions)
             return examples, int(examples["mask"].sum()) if "mask" in examples else 0
         records = self.store.records(positions)  # type: ignore[attr-defined]
-        # Its length is said: a step, or a process's share of one, may hold no example at all.
+        # Not -1: a step, or a process's share of one, may hold no example.
         raw = np.ascontiguousarray(records).view(np.uint8)
         raw = raw.reshape(len(positions), records.dtype.itemsize)
         return {"records": raw}, int(records["length"].sum())
@@ -388,7 +369,6 @@ class Pipeline:
     def _ship(
         self, trees: list[dict[str, Any]], shapes: Sequence[packing.Shape | None]
     ) -> list[dict[str, Any]]:
-        """Puts host arrays on the devices of the mesh, as parts of global arrays."""
         if self.mesh is None:
             return trees
         wide = {self.width(shape) for shape in shapes}
@@ -402,8 +382,7 @@ class Pipeline:
     def iterate(self, start: int, stop: int) -> Iterator[StepBatch]:
         """Yields the batches of steps ``start`` to ``stop - 1`` in order, read ahead by Grain.
 
-        Resuming is starting at another step: nothing is replayed. What goes wrong while reading
-        ahead is raised when its step is due.
+        An error while reading ahead is raised when its step is due.
         """
         import grain
 
@@ -415,10 +394,48 @@ class Pipeline:
         try:
             yield from batches
         finally:
-            batches.close()  # no thread goes on reading after a run is interrupted
+            batches.close()  # stops the threads if the run is interrupted
 
 
 def is_token_store(store: Readable) -> bool:
     """Whether the examples are token sequences of fixed length, stored as such."""
     schema = getattr(store, "schema", None)
     return schema is not None and schema.kind == "tokens" and hasattr(store, "records")
+
+
+# ---- arrays over processes -----------------------------------------------------------------------
+
+
+def local_columns(sharding: Any, size: int, axis: int) -> np.ndarray:
+    """The indices along ``axis``, of length ``size``, that the devices of this process hold.
+
+    They increase, but need not be adjacent: a mesh follows the network of a slice, not its hosts.
+    ``sharding`` is a ``jax.sharding.NamedSharding`` that splits ``axis`` alone.
+    """
+    shape = (1,) * axis + (size,)
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    spans = {index[axis].indices(size)[:2] for index in indices}
+    return np.concatenate([np.arange(*span) for span in sorted(spans)])
+
+
+def ship_columns(tree: Any, columns: np.ndarray, size: int, axis: int, sharding: Any) -> Any:
+    """Makes global arrays of the ``columns`` along ``axis`` that each process holds.
+
+    ``columns``, ``size`` (of the global axis) and ``sharding`` are those of ``local_columns``.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return jax.device_put(tree, sharding)  # one call for all arrays: many are small
+
+    def one(local: np.ndarray) -> Any:
+        def part(index: Any) -> np.ndarray:
+            # The columns of one device are adjacent, and this process has all of them.
+            start, stop, _ = index[axis].indices(size)
+            first = int(np.searchsorted(columns, start))
+            return local[(slice(None),) * axis + (slice(first, first + stop - start),)]
+
+        shape = (*local.shape[:axis], size, *local.shape[axis + 1 :])
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return jax.tree.map(one, tree)

@@ -1,10 +1,10 @@
 """Files of records: Arrow, memory-mapped for random access, and ArrayRecord, compressed.
 
-A record is one item of a structured NumPy type (``Schema.record_dtype``). In an Arrow file each of
-its arrays is a column: of texts a list of exactly the tokens that there are, of other examples a
-number or lists of fixed size. All record batches of a file have as many rows, but for the last, so
-that a record is found without a search and read without Arrow's objects. In an ArrayRecord file a
-record is the bytes of the item without its trailing zeros.
+A record is one item of a structured NumPy type (``Schema.record_dtype``). In an Arrow file each
+field is a column: tokens are a list of the real ones, other arrays are numbers or lists of fixed
+size. All record batches of a file but the last have the same number of rows, so that a record is
+located by division and read without Arrow's objects. In an ArrayRecord file a record is the bytes
+of the item without trailing zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pyarrow.ipc
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 
-FORMATS = {"arrow": ".arrow", "arrayrecord": ".array_record"}
+STORE_FORMATS = {"arrow": ".arrow", "arrayrecord": ".array_record"}
 _BATCH_BYTES = 2**24  # of the records of a batch at full width
 
 # Eight records are compressed together: a third of the size of single ones for text, and the
@@ -35,27 +35,27 @@ class RecordReader(Protocol):
     """Random access to the records of one file."""
 
     def read(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the records at ``positions``."""
+        """Returns the records at ``positions``, int64 [n]."""
+
+
+def disk_error(path: pathlib.Path, error: Exception) -> BadInputError:
+    """Returns the error to raise when a build cannot write."""
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    return BadInputError(
+        f"cannot write {path} ({reason}): free space, then run the same command "
+        "again; it resumes where it stopped"
+    )
 
 
 def write_records(
     path: pathlib.Path, format: str, schema: Schema, blocks: Iterable[np.ndarray]
 ) -> int:
-    """Writes blocks of records to a new file, durably.
-
-    Args:
-      path: the file; replaced if there.
-      format: a key of ``FORMATS``.
-      schema: of the records.
-      blocks: structured arrays.
-
-    Returns:
-      The number of records.
+    """Writes blocks of records to a new file, durably; returns the number of records.
 
     Raises:
-      BadInputError: if the disk is full or the file cannot be written.
+      BadInputError: the disk is full, or the file cannot be written.
     """
-    # A name of its own: two workers may try the same shard.
+    # A unique name: two workers may write the same shard.
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     write = _write_array_record if format == "arrayrecord" else _write_arrow
     try:
@@ -65,16 +65,12 @@ def write_records(
         partial.rename(path)
     except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise BadInputError(
-            f"cannot write {path} ({reason}): free space, then run the same command again; it goes "
-            "on with the first shard that is not finished"
-        ) from error
+        raise disk_error(path, error) from error
     return count
 
 
 def open_records(path: pathlib.Path, format: str, schema: Schema, count: int) -> RecordReader:
-    """Opens one file of records.
+    """Opens a file of records.
 
     Raises:
       BadInputError: naming the file, if it cannot be read or does not hold ``count`` records.
@@ -95,36 +91,35 @@ def _write_arrow(path: pathlib.Path, schema: Schema, blocks: Iterable[np.ndarray
         pa.OSFile(os.fspath(path), "wb") as file,
         pa.ipc.new_file(file, arrow_schema(schema)) as writer,
     ):
-        for records in _of_length(blocks, rows):
+        for records in _rebatch(blocks, rows):
             writer.write_batch(to_arrow(records, schema))
             count += len(records)
     return count
 
 
-def _of_length(blocks: Iterable[np.ndarray], rows: int) -> Iterator[np.ndarray]:
-    """Yields the records in blocks of ``rows``, and what is left in the last one."""
-    waiting: list[np.ndarray] = []
+def _rebatch(blocks: Iterable[np.ndarray], rows: int) -> Iterator[np.ndarray]:
+    pending: list[np.ndarray] = []
     count = 0
     for block in blocks:
-        waiting.append(block)
+        pending.append(block)
         count += len(block)
         if count >= rows:
-            whole = np.concatenate(waiting)
+            merged = np.concatenate(pending)
             for start in range(0, count - rows + 1, rows):
-                yield whole[start : start + rows]
-            waiting, count = [whole[count // rows * rows :]], count % rows
+                yield merged[start : start + rows]
+            pending, count = [merged[count // rows * rows :]], count % rows
     if count:
-        yield np.concatenate(waiting)
+        yield np.concatenate(pending)
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """The columns of records in an Arrow file."""
+    """The columns of an Arrow file of records."""
     columns = {}
     for name in _columns(schema):
         dtype = schema.record_dtype[name]
         *shape, base = (*dtype.shape, dtype.base)
         if schema.kind == "arrays":
-            base, more = _held(base)
+            base, more = _storage_type(base)
             shape += more
         else:
             shape[-1] = -1  # of any length
@@ -136,13 +131,13 @@ def arrow_schema(schema: Schema) -> pa.Schema:
 
 
 def _columns(schema: Schema) -> list[str]:
-    """Arrays of a record; the length of a text is that of its list."""
+    """Fields that are columns; the length of a text is that of its list."""
     names = schema.record_dtype.names or ()
     return list(names[1:] if schema.kind == "tokens" else names)
 
 
-def _held(base: np.dtype[Any]) -> tuple[np.dtype[Any], list[int]]:
-    """The numbers as which Arrow holds those of a type: of one that it lacks integers, or bytes."""
+def _storage_type(base: np.dtype[Any]) -> tuple[np.dtype[Any], list[int]]:
+    """The type in which Arrow stores one that it lacks: integers of its size, or bytes."""
     size = base.itemsize
     if base.kind in "iuf" and base.type.__module__ == "numpy" and size <= 8:
         return base, []
@@ -150,13 +145,13 @@ def _held(base: np.dtype[Any]) -> tuple[np.dtype[Any], list[int]]:
 
 
 def to_arrow(records: np.ndarray, schema: Schema) -> pa.RecordBatch:
-    """Records as columns of Arrow's own types."""
+    """Turns records into an Arrow record batch."""
     columns, arrow = [], arrow_schema(schema)
     for name, kind in zip(arrow.names, arrow.types):
         values = records[name]
         if schema.kind == "arrays":
             flat = np.ascontiguousarray(values).reshape(-1)
-            column = pa.array(flat.view(_held(flat.dtype)[0]))
+            column = pa.array(flat.view(_storage_type(flat.dtype)[0]))
         else:
             rows = values.reshape(-1, values.shape[-1])
             if schema.kind == "tokens":
@@ -165,24 +160,24 @@ def to_arrow(records: np.ndarray, schema: Schema) -> pa.RecordBatch:
                 real = rows != 0
                 sizes = np.where(real.any(1), rows.shape[1] - real[:, ::-1].argmax(1), 0)
             ends = np.cumsum(np.concatenate([[0], sizes]), dtype=np.int32)
-            there = rows[np.arange(rows.shape[1]) < sizes[:, None]]
-            column = pa.ListArray.from_arrays(ends, pa.array(there))
-        columns.append(_in_lists(column, kind))
+            tokens = rows[np.arange(rows.shape[1]) < sizes[:, None]]
+            column = pa.ListArray.from_arrays(ends, pa.array(tokens))
+        columns.append(_nest(column, kind))
     return pa.RecordBatch.from_arrays(columns, schema=arrow)
 
 
-def _in_lists(column: pa.Array, kind: pa.DataType) -> pa.Array:
+def _nest(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if column.type == kind:
         return column
-    return pa.FixedSizeListArray.from_arrays(_in_lists(column, kind.value_type), kind.list_size)
+    return pa.FixedSizeListArray.from_arrays(_nest(column, kind.value_type), kind.list_size)
 
 
 class _ArrowReader:
     def __init__(self, path: pathlib.Path, schema: Schema, count: int):
         self._path, self._dtype = path, schema.record_dtype
         self._is_text = schema.kind == "tokens"
-        whole = pa.memory_map(os.fspath(path)).read_buffer()
-        file = pa.ipc.open_file(whole)
+        mapped = pa.memory_map(os.fspath(path)).read_buffer()
+        file = pa.ipc.open_file(mapped)
         if file.schema != arrow_schema(schema):
             raise ValueError("its columns are not those of its manifest")
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
@@ -193,7 +188,7 @@ class _ArrowReader:
         if sum(sizes) != count or any(size != self._rows for size in sizes[:-1]):
             raise ValueError(f"it holds {sum(sizes)} records, expected {count}")
         self._columns = {
-            name: _Column([batch.column(name) for batch in batches], whole, self._dtype[name])
+            name: _Column([batch.column(name) for batch in batches], mapped, self._dtype[name])
             for name in _columns(schema)
         }
 
@@ -211,10 +206,10 @@ class _ArrowReader:
 
 
 class _Column:
-    """A column of all record batches of a mapped file: where in it the values lie."""
+    """A column of all record batches of a mapped file: the offsets of its values in the file."""
 
-    def __init__(self, arrays: list[pa.Array], whole: pa.Buffer, dtype: np.dtype[Any]):
-        """Raises ValueError if a value is missing, or lies elsewhere, as in a compressed file."""
+    def __init__(self, arrays: list[pa.Array], mapped: pa.Buffer, dtype: np.dtype[Any]):
+        """Raises ValueError if a value is missing, or is not in the mapped file (compressed)."""
         values, ends, counts = [], [], []
         for array in arrays:
             lists = None
@@ -225,14 +220,14 @@ class _Column:
                 array = array.values
             if array.null_count:
                 raise ValueError("a value is missing")
-            values.append(_place(array.buffers()[1], whole))
+            values.append(_offset_in(array.buffers()[1], mapped))
             counts.append(len(array))
             if lists is not None:
-                ends.append(_place(lists.buffers()[1], whole) // 4)
+                ends.append(_offset_in(lists.buffers()[1], mapped) // 4)
         self._values, self._ends, self._counts = map(np.array, (values, ends, counts))
-        raw = np.frombuffer(whole, np.uint8)
+        raw = np.frombuffer(mapped, np.uint8)
         self._ints = raw[: len(raw) // 4 * 4].view("<i4")
-        # As many bytes as the longest value has, from every byte on; behind the last, zeros.
+        # A view of as many bytes as the longest value has, at every byte of the file.
         self._lists = np.arange(math.prod(dtype.shape[:-1]) if ends else 1)
         size = dtype.itemsize // len(self._lists)
         self._bytes = raw if len(raw) >= size else np.pad(raw, (0, size))
@@ -240,15 +235,15 @@ class _Column:
         self._from = np.lib.stride_tricks.as_strided(self._bytes, (self._last + 1, size), (1, 1))
 
     def read(self, batch: np.ndarray, row: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-        """Fills ``out`` [n, ...]; of lists fills up with zeros, and returns their lengths [n].
+        """Fills ``out`` [n, ...]; pads lists with zeros, and returns their lengths [n].
 
         Raises:
-          ValueError: the lengths of lists lead elsewhere.
+          ValueError: the lengths of lists lead out of the column.
         """
         item = out.dtype.itemsize
         if not len(self._ends):
-            found = self._wide(self._values[batch] + self._from.shape[1] * row)
-            out[...] = found.view(out.dtype).reshape(out.shape)
+            values = self._read_bytes(self._values[batch] + self._from.shape[1] * row)
+            out[...] = values.view(out.dtype).reshape(out.shape)
             return None
         at = (self._ends[batch] + len(self._lists) * row)[:, None] + self._lists
         start, stop = self._ints[at].astype(np.int64), self._ints[at + 1]
@@ -256,28 +251,28 @@ class _Column:
         past = stop > self._counts[batch][:, None]
         if ((start < 0) | (lengths < 0) | (lengths > width) | past).any():
             raise ValueError("the lengths of its lists")
-        found = self._wide((self._values[batch][:, None] + item * start).reshape(-1))
-        # Narrow integers compare several to an instruction. What follows a list is no part of it.
+        values = self._read_bytes((self._values[batch][:, None] + item * start).reshape(-1))
+        # Zero what follows a list. (Narrow integers compare several to an instruction.)
         narrow = np.uint16 if width < 2**16 else np.uint32
         real = np.arange(width, dtype=narrow) < lengths.astype(narrow)[:, :, None]
-        np.multiply(found.view(out.dtype).reshape(out.shape), real.reshape(out.shape), out=out)
+        np.multiply(values.view(out.dtype).reshape(out.shape), real.reshape(out.shape), out=out)
         return lengths[:, 0]
 
-    def _wide(self, begin: np.ndarray) -> np.ndarray:
-        found = self._from[np.minimum(begin, self._last)]
+    def _read_bytes(self, begin: np.ndarray) -> np.ndarray:
+        values = self._from[np.minimum(begin, self._last)]
         for i in np.flatnonzero(begin > self._last):
             rest = self._bytes[begin[i] :]
-            found[i, : len(rest)] = rest
-        return found
+            values[i, : len(rest)] = rest
+        return values
 
 
-def _place(buffer: pa.Buffer | None, whole: pa.Buffer) -> int:
+def _offset_in(buffer: pa.Buffer | None, mapped: pa.Buffer) -> int:
     if buffer is None or not buffer.size:
         return 0
-    at = int(buffer.address - whole.address)
-    if not 0 <= at <= whole.size - buffer.size or at % 8:
+    offset = int(buffer.address - mapped.address)
+    if not 0 <= offset <= mapped.size - buffer.size or offset % 8:
         raise ValueError("it is compressed")
-    return at
+    return offset
 
 
 def _write_array_record(path: pathlib.Path, schema: Schema, blocks: Iterable[np.ndarray]) -> int:
@@ -289,7 +284,7 @@ def _write_array_record(path: pathlib.Path, schema: Schema, blocks: Iterable[np.
         for block in blocks:
             data = np.ascontiguousarray(block).tobytes()
             for begin in range(0, len(data), width):
-                # At least one byte: an empty record could not be told from a missing one.
+                # At least one byte: an empty record would look like a missing one.
                 writer.write(data[begin : begin + width].rstrip(b"\0") or b"\0")
             count += len(block)
         healthy = writer.ok()
@@ -297,7 +292,7 @@ def _write_array_record(path: pathlib.Path, schema: Schema, blocks: Iterable[np.
         writer.close()
     if not healthy:
         raise RuntimeError("the ArrayRecord writer failed")
-    # The C++ writer reports some failures only in the log: count what can be read back.
+    # The C++ writer only logs some failures: count what can be read back.
     reader = array_record_module.ArrayRecordReader(os.fspath(path), _READER_OPTIONS)
     try:
         if reader.num_records() != count:
@@ -311,6 +306,9 @@ _READER_OPTIONS = "index_storage_option:in_memory"
 
 
 class _ArrayRecordReader:
+    # Not Grain's ArrayRecordDataSource: it takes twice the time for 256 random records (it starts
+    # threads for every batch, and looks up each position in Python), logs an error for groups of
+    # several records, and does not compare the number of records with the manifest.
     def __init__(self, path: pathlib.Path, schema: Schema, count: int):
         from array_record.python import array_record_module
 

@@ -1,6 +1,6 @@
-"""Streaming rows out of JSONL, Parquet, CSV, TSV and Arrow files, with errors that say where.
+"""Rows of JSONL, Parquet, CSV, TSV, Arrow and Hugging Face files, with where each row is.
 
-Each row comes as (where it is, dict of its columns): the place goes into every later error.
+Each row comes as (where it is, its columns): the place goes into every later error.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import functools
+import glob
 import gzip
 import io
 import json
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from csv import Error as CsvError
@@ -23,11 +25,12 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from dpfl_jax.errors import BadInputError, repeated, unrepeated
+from dpfl_jax.files import local_path
 
 LocatedRow = tuple[str, dict[str, Any]]
 
-field_size_limit(2**31 - 1)  # a text may be longer than Python's csv expects
-_PART = 1024  # rows that are made Python objects at once
+field_size_limit(2**31 - 1)  # by default a text has at most 128 KiB
+_BATCH_ROWS = 1024  # made Python objects at once
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -41,10 +44,10 @@ _SUFFIXES = {
 
 
 def guess_format(path: pathlib.Path) -> str:
-    """Returns the format that a file's name tells (``"folder"`` for a folder).
+    """Returns the format that a file's name implies (``"folder"`` for a folder).
 
     Raises:
-      BadInputError: if the name tells none.
+      BadInputError: the name implies none.
     """
     if path.is_dir():
         return "folder"
@@ -59,7 +62,7 @@ def open_binary(path: pathlib.Path) -> IO[bytes]:
     """Opens a file, through gzip if its name ends in ``.gz``.
 
     Raises:
-      BadInputError: if it cannot be opened or is empty.
+      BadInputError: it cannot be opened, or is empty.
     """
     try:
         if path.stat().st_size == 0:
@@ -98,9 +101,9 @@ def is_number(text: str) -> bool:
 
 
 def no_column(where: str, column: str, names: Sequence[str]) -> BadInputError:
-    """Returns the error for a column that is not there."""
+    """Returns the error for a missing column."""
     more = ""
-    if column == "text":  # the name that nobody chose: perhaps there is no text
+    if column == "text":  # the default name: perhaps the file holds no text
         more = (
             ": name the text's as text_column (--text-column); of a table of numbers name the "
             "target as data.target_column (`dpfl train` reads it as it is, no store is needed)"
@@ -109,20 +112,19 @@ def no_column(where: str, column: str, names: Sequence[str]) -> BadInputError:
 
 
 class BadRows:
-    """What is done with rows that cannot be used, each by itself, whatever the others hold.
+    """What to do with rows that cannot be used, each judged by itself.
 
     Attributes:
-      drops: whether they are left out, and counted.
+      drops: leave them out and count them; else they are errors.
       dropped: how many were left out.
     """
 
     def __init__(self, drop: bool = False) -> None:
-        """``drop``: leave them out, and count."""
         self.drops, self.dropped = drop, 0
         self._first: BadInputError | None = None
 
     def __call__(self, error: BadInputError) -> None:
-        """Takes note of a bad row, or raises ``error``, which says what is wrong with it."""
+        """Counts a bad row, or raises ``error``, which says what is wrong with it."""
         if not self.drops:
             raise error
         self._first = self._first or error
@@ -140,8 +142,8 @@ class CsvFormat:
     """How CSV and TSV files are written.
 
     Attributes:
-      delimiter: between cells; default ``,`` (of TSV files a tab).
-      encoding: of the text, as Python names it; default UTF-8, or UTF-16 if the file begins so.
+      delimiter: between cells; default ``,`` (in TSV files a tab).
+      encoding: Python's name of it; default UTF-8, or UTF-16 if the file begins with its mark.
     """
 
     delimiter: str | None = None
@@ -160,13 +162,9 @@ def read_rows(
 ) -> Iterator[LocatedRow]:
     """Streams the rows of one file.
 
-    Args:
-      path: the file.
-      format: ``"jsonl"``, ``"parquet"``, ``"csv"``, ``"tsv"`` or ``"arrow"``.
-      columns: columns that must be there; tables are read for these only. None for all.
-      csv: how CSV files are written.
-      bad: told of lines that are no JSON objects. Rows of other files are not told apart until all
-        around them are sound: what is wrong there is an error.
+    ``columns`` must be there, and of tables only they are read; None for all. ``bad`` takes lines
+    that
+    are no JSON objects: in other formats a damaged row damages the file, which is always an error.
 
     Raises:
       BadInputError: naming the file and the line or row.
@@ -231,13 +229,13 @@ def _table(
     number = 0
     for batch in batches:
         where = f"{path}, rows {number + 1} to {number + batch.num_rows}"
-        # Arrow checks text only when asked to; a bad value would otherwise surface anywhere.
+        # Arrow checks that text is UTF-8 only when asked to.
         try:
             chosen = batch if columns is None else batch.select(list(columns))
             chosen.validate(full=True)
-            # Part by part: a batch of a few bytes may hold millions of nulls.
-            for start in range(0, chosen.num_rows, _PART):
-                for row in chosen.slice(start, _PART).to_pylist():
+            # Piece by piece: a batch of a few bytes may hold millions of nulls.
+            for start in range(0, chosen.num_rows, _BATCH_ROWS):
+                for row in chosen.slice(start, _BATCH_ROWS).to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
@@ -245,7 +243,7 @@ def _table(
             raise BadInputError(f"{where}: {kind} ({error})") from error
 
 
-def _check(names: Sequence[str], columns: Sequence[str] | None, path: pathlib.Path) -> None:
+def _check_columns(names: Sequence[str], columns: Sequence[str] | None, path: pathlib.Path) -> None:
     twice = repeated(names)
     if twice is not None:
         raise BadInputError(f"{path}: two columns are called {twice!r}: rename one")
@@ -257,8 +255,8 @@ def _check(names: Sequence[str], columns: Sequence[str] | None, path: pathlib.Pa
 def _parquet(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedRow]:
     open_binary(path).close()
     with pa.parquet.ParquetFile(path) as file:
-        _check(file.schema_arrow.names, columns, path)
-        yield from _table(file.iter_batches(_PART, columns=columns), path, columns)
+        _check_columns(file.schema_arrow.names, columns, path)
+        yield from _table(file.iter_batches(_BATCH_ROWS, columns=columns), path, columns)
 
 
 def _arrow(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedRow]:
@@ -270,14 +268,14 @@ def _arrow(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Locate
         except pa.ArrowInvalid:
             reader = pa.ipc.open_file(source)
             batches = map(reader.get_batch, range(reader.num_record_batches))
-        _check(reader.schema.names, columns, path)
+        _check_columns(reader.schema.names, columns, path)
         yield from _table(batches, path, columns)
 
 
 def _csv(
     path: pathlib.Path, columns: Sequence[str] | None, format: CsvFormat, delimiter: str = ","
 ) -> Iterator[LocatedRow]:
-    """Cells are text: ids keep their leading zeros, an empty one stays empty (no user, then)."""
+    """Yields cells as text: ids keep their leading zeros, and an empty cell stays empty."""
     delimiter, encoding = format.delimiter or delimiter, format.encoding
     with open_binary(path) as binary:
         if encoding is None:
@@ -287,11 +285,11 @@ def _csv(
             text = io.TextIOWrapper(binary, encoding, newline="")
         except LookupError:
             raise BadInputError(f"data.encoding={encoding} is not known: use utf-8, say") from None
-        # Strict: a quotation that is never closed would make one text of all rows behind it.
+        # Strict: a quotation that is never closed would turn all later rows into one text.
         lines = csv_reader(text, delimiter=delimiter, strict=True)
         try:
             names = next(lines, [])
-            if names:  # of a file that begins with a mark of order, in whatever encoding
+            if names:  # a byte-order mark, in whatever encoding
                 names[0] = names[0].removeprefix("\ufeff")
             if not any(name.strip() for name in names):
                 raise BadInputError(
@@ -302,9 +300,9 @@ def _csv(
                     remedy = "data.source=tsv" if sign == "\t" else f"'data.delimiter=\"{sign}\"'"
                     remedy += f" (of `dpfl predict` and `dpfl data`: --delimiter '{sign}')"
                     raise BadInputError(f"{path}: cells seem to lie between {kind}: set {remedy}")
-            _check(names, columns, path)
+            _check_columns(names, columns, path)
             chosen = [(name, names.index(name)) for name in columns or names]
-            rows = (cells for cells in lines if cells)  # of blank lines there are none
+            rows = (cells for cells in lines if cells)  # skips blank lines
             for number, cells in enumerate(rows, start=1):
                 if len(cells) != len(names):
                     raise BadInputError(
@@ -324,3 +322,69 @@ def _csv(
                 f"({getattr(error, 'reason', error)}): set data.encoding, to cp1252 or latin-1 of "
                 "files from Windows, say"
             ) from error
+
+
+FORMATS = ("jsonl", "parquet", "csv", "tsv", "arrow", "folder", "huggingface")
+
+
+def expand_paths(path: str | os.PathLike[str] | Sequence[str] | None) -> list[pathlib.Path]:
+    """Returns the files that a path, a list of paths or glob patterns name, sorted per pattern.
+
+    Raises:
+      BadInputError: a path is missing or named twice, or a pattern matches nothing.
+    """
+    if path is None or path == () or path == "":
+        raise BadInputError("no data files are given: set data.path (or --input) to them")
+    patterns = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    files: list[pathlib.Path] = []
+    for given in patterns:
+        pattern = local_path(given, "dataset")
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+        if not matches:
+            raise BadInputError(f"the data file {pattern} does not exist")
+        files.extend(map(pathlib.Path, matches))
+    twice = repeated(path.resolve() for path in files)
+    if twice is not None:
+        raise BadInputError(f"the data file {twice} is given twice: its people would count double")
+    return files
+
+
+def read_file_rows(
+    paths: Iterable[pathlib.Path],
+    format: str,
+    columns: Sequence[str] | None = None,
+    csv: CsvFormat = PLAIN_CSV,
+    bad: BadRows | None = None,
+) -> Iterator[LocatedRow]:
+    """Streams the rows of files one after another; arguments as of ``read_rows``."""
+    for path in paths:
+        if format != "huggingface":
+            yield from read_rows(path, format, columns, csv, bad)
+            continue
+        for file in huggingface_files(path):
+            yield from read_rows(file, guess_format(file), columns)
+
+
+def huggingface_files(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files of a Hugging Face data set on disk (one split), in order.
+
+    Reads what ``Dataset.save_to_disk`` writes (``state.json`` gives the order) and folders of
+    Parquet or Arrow files, without the ``datasets`` library.
+    """
+    if not path.is_dir():
+        return [path]
+    state = path / "state.json"
+    if state.is_file():
+        try:
+            names = [entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+            if any(pathlib.Path(name).name != name for name in names):
+                raise ValueError("it names a file outside its folder")
+            return [path / name for name in names]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise BadInputError(f"{state}: not the state of a saved data set ({error})") from error
+    files = sorted((*path.glob("*.arrow"), *path.glob("*.parquet")))
+    if not files:
+        raise BadInputError(
+            f"{path} holds no .arrow or .parquet files: give the folder of one split"
+        )
+    return files

@@ -1,7 +1,7 @@
-"""What one example is: the arrays a reader sees, and the fixed-width record that is stored.
+"""The arrays of an example as they are read, and the fixed-width record that is stored.
 
-A stored record is one item of a NumPy structured type, so a store in memory, a memory-mapped file
-and a shard of records on disk all hold the same bytes, and gathering a batch is one copy.
+A stored record is one item of a NumPy structured type: a store in memory, a memory-mapped file and
+a shard on disk hold the same bytes, and gathering a batch is one copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.errors import BadInputError, at_least, expect, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Field:
 class Schema:
     """The layout of the examples of a store.
 
-    Three kinds. ``"arrays"``: what is read is what is stored. ``"tokens"``: stored are a length and
-    the token ids in the smallest unsigned type that holds the vocabulary; read are ``tokens`` int32
-    [seq_len] (0 where there is no token) and ``mask`` bool [seq_len]. ``"answers"``: the same is
-    read, but ``mask`` is True for tokens of answers alone, a bit each; both are [2, seq_len], the
-    chosen one first, where an example is a pair of which somebody preferred one.
+    - ``"arrays"``: records hold the arrays as they are read.
+    - ``"tokens"``: a record is a length and token ids in the smallest unsigned type that holds the
+      vocabulary. Read are ``tokens`` int32 [seq_len] (0 is padding) and ``mask`` bool [seq_len].
+    - ``"answers"``: read like ``"tokens"``, but ``mask`` is True for the tokens of answers alone
+      (one bit each in the record). Of a preference pair both arrays are [2, seq_len], the chosen
+      sequence first.
 
     Attributes:
       kind: ``"arrays"``, ``"tokens"`` or ``"answers"``.
@@ -54,9 +55,7 @@ class Schema:
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the kind and that there is at least one field."""
-        if self.kind not in ("arrays", "tokens", "answers"):
-            raise BadInputError(f"a schema is 'arrays', 'tokens' or 'answers', not {self.kind!r}")
+        one_of("the kind of a schema", self.kind, ("arrays", "tokens", "answers"))
         if not self.fields:
             raise BadInputError("a schema needs at least one field")
 
@@ -64,8 +63,7 @@ class Schema:
     def tokens(cls, seq_len: int, vocab_size: int, tokenizer: str | None = None) -> Schema:
         """Returns the schema of language-model examples of ``seq_len`` tokens."""
         expect(seq_len, (int, np.integer), "seq_len", "a whole number of tokens")
-        if seq_len < 1:
-            raise BadInputError(f"seq_len is {seq_len}, but an example needs at least 1 token")
+        at_least("seq_len", seq_len, 1)
         fields = (Field("tokens", "int32", (seq_len,)), Field("mask", "bool", (seq_len,)))
         return cls("tokens", fields, int(vocab_size), tokenizer)
 
@@ -73,11 +71,11 @@ class Schema:
     def answers(
         cls, seq_len: int, vocab_size: int, tokenizer: str | None = None, pairs: bool = False
     ) -> Schema:
-        """Returns the schema of prompts with answers, or of pairs of them."""
+        """Returns the schema of prompts with answers, or of preference ``pairs``."""
         lead = (2,) if pairs else ()
-        whole = cls.tokens(seq_len, vocab_size, tokenizer)
-        fields = tuple(dataclasses.replace(f, shape=(*lead, *f.shape)) for f in whole.fields)
-        return dataclasses.replace(whole, kind="answers", fields=fields)
+        tokens = cls.tokens(seq_len, vocab_size, tokenizer)
+        fields = tuple(dataclasses.replace(f, shape=(*lead, *f.shape)) for f in tokens.fields)
+        return dataclasses.replace(tokens, kind="answers", fields=fields)
 
     @classmethod
     def arrays(cls, example: Mapping[str, Any], leading_axis: bool = False) -> Schema:
@@ -91,10 +89,10 @@ class Schema:
 
     @property
     def seq_len(self) -> int:
-        """Tokens in an example, or in either sequence of a pair.
+        """Tokens of an example, or of either sequence of a pair.
 
         Raises:
-          BadInputError: if the examples are not token sequences.
+          BadInputError: the examples are not token sequences.
         """
         if self.kind == "arrays":
             raise BadInputError("this store holds plain arrays, not token sequences")
@@ -102,7 +100,7 @@ class Schema:
 
     @property
     def pairs(self) -> bool:
-        """Whether an example is two sequences, of which the first was preferred."""
+        """Whether an example is a preference pair."""
         return self.kind == "answers" and len(self.fields[0].shape) == 2
 
     @functools.cached_property
@@ -120,7 +118,7 @@ class Schema:
         )
 
     def unpack(self, records: np.ndarray) -> dict[str, np.ndarray]:
-        """Turns stored records [n] into the dict of arrays with leading axis n."""
+        """Turns stored records [n] into arrays with leading axis n."""
         if self.kind == "tokens":
             # Narrow integers compare several to an instruction.
             narrow = np.dtype(np.uint16 if self.seq_len < 2**16 else np.uint32)
@@ -133,18 +131,18 @@ class Schema:
         return {f.name: np.ascontiguousarray(records[f.name]) for f in self.fields}
 
     def unpack_on_device(self, raw: Any) -> dict[str, Any]:
-        """Turns raw records, uint8 [..., record bytes], into ``tokens`` and ``mask``, inside jit.
+        """Turns raw records into ``tokens`` and ``mask``, inside jit (``"tokens"`` only).
 
-        Records cross to the device at two bytes a token instead of five (``"tokens"`` only).
+        Records cross to the device at two bytes a token instead of five.
 
         Args:
-          raw: jax array, the bytes of stored records; all zero where there is no example.
+          raw: uint8 [..., record bytes]; all zero where there is no example.
 
         Returns:
           ``tokens`` int32 [..., seq_len] and ``mask`` bool [..., seq_len].
 
         Raises:
-          BadInputError: if the examples are not token sequences.
+          BadInputError: the examples are not token sequences.
         """
         import jax
         import jax.numpy as jnp
@@ -160,11 +158,11 @@ class Schema:
         return {"tokens": tokens, "mask": mask}
 
     def pack(self, batch: Mapping[str, Any]) -> np.ndarray:
-        """Turns a dict of arrays with leading axis n into stored records [n].
+        """Turns arrays with leading axis n into stored records [n].
 
         Raises:
-          BadInputError: if an array is missing or has another shape, or (tokens) if a mask has a
-            hole or an id is outside the vocabulary.
+          BadInputError: an array is missing or has another shape; a mask of tokens has a hole; a
+            token id is outside the vocabulary.
         """
         arrays = {}
         for f in self.fields:
@@ -200,11 +198,5 @@ class Schema:
         return records
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object that ``from_json`` reads back."""
+        """Returns a JSON object."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Schema:
-        """Reads what ``to_json`` wrote."""
-        fields = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in data["fields"])
-        return cls(data["kind"], fields, data["vocab_size"], data["tokenizer"])

@@ -1,4 +1,4 @@
-"""The data section of a configuration: which examples, whose they are, how they are held out."""
+"""The data section of a configuration: which examples, who owns them, how some are held out."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dpfl_jax.data.rows import CsvFormat
 from dpfl_jax.errors import BadInputError
 
 
-def _no_truth(value: object) -> object:
+def _no_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("yes, no, on and off are true and false in YAML: put them in quotes")
     return value
 
 
 _Count = Annotated[int, Field(gt=0)]
-_Word = Annotated[str | int, BeforeValidator(_no_truth)]
-# Columns of conversations: NAME_column of a section, NAME of ``chats.Conversations``.
+_Word = Annotated[str | int, BeforeValidator(_no_bool)]
+# NAME_column of a section is NAME of ``chats.Conversations``.
 CONVERSATION = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
@@ -28,52 +28,54 @@ CONVERSATION = ("messages", "prompt", "completion", "chosen", "rejected")
 class SourceConfig:
     """Which examples there are, and who owns them; the same for every kind of run.
 
-    A *user* owns examples: in a federation they are a subject, whose examples may lie in several
+    A *user* owns examples. In a federation a user is a subject, whose examples may lie in several
     silos.
 
     Attributes:
       source: ``python_source`` (needs no files); files: ``jsonl``, ``csv``, ``tsv``, ``parquet``,
-        ``arrow``, ``huggingface``, ``folder``; ``store`` (what ``dpfl data build`` made); the name
-        of a data set (``dpfl_jax.data.registry``); or ``package.module:NAME``, a ``DataSource`` of
-        your own.
+        ``arrow``, ``huggingface``, ``folder``; ``store`` (made by ``dpfl data build``); the name of
+        a data set (``dpfl_jax.data.sets``); or ``package.module:NAME``, your own ``DataSource``.
       path: file, files or glob pattern; the folder of a store or of a named set; or
         ``hf:org/name``, a data set in the local Hugging Face cache.
-      user_column: column of the user's id, or of a list of owners, or a key expression; null:
-        every row is a person of its own.
+      user_column: column of the user's id, or of a list of owners, or a key expression; null: every
+        row is a user.
       text_column: column of the text, if files hold text.
-      messages_column: column of a conversation, if files hold these: a list of messages with role
-        and content, or JSON of one. What is learned are the assistant's.
+      messages_column: column of a conversation: a list of messages with role and content, or JSON
+        of one. The assistant's messages are learned.
       prompt_column: column of a prompt, text or messages, that is followed by
-      completion_column: the one answer that is learned; or by
-      chosen_column, rejected_column: two, of which the first was preferred (``model.dpo``); both
-        are whole conversations if there is no prompt_column.
-      chat_template: file of a Jinja template for messages; default the tokeniser's own.
-      target_column: files hold a table: this column is to be predicted from others. Of a store of
+      completion_column: the answer that is learned; or by
+      chosen_column, rejected_column: two answers, of which the first was preferred (``model.dpo``);
+        without a prompt_column both are whole conversations.
+      chat_template: file of a Jinja template for messages; default the tokeniser's.
+      target_column: files hold a table: this column is to be predicted from others. In a store of
         arrays: the field (default ``label``).
       input_columns: what it is predicted from, names or shell patterns; default all other columns.
-        Of a store of arrays: one field (default the only one that is not a plain number).
+        In a store of arrays: one field (default the only one that is not a plain number).
       categories: by column, its words, known without these data (the target's are its classes).
-      missing: inputs, names or shell patterns, whose cells may be empty, which counts as the middle
+      missing: inputs, names or shell patterns, whose cells may be empty: that counts as the middle
         of their ``scale``, or as none of their ``categories``.
       dates: by column, how dates that are text are written, such as "%d.%m.%Y"; all become years
         since 2000.
-      classes: how many classes the target has, a public number: it is 0, 1, ... Without it, or
+      classes: number of classes of the target, a public number: labels are 0, 1, ... Without it, or
         with 0, the target is a number (regression).
       silo_column: which silo holds a row. The silos' names are taken as public.
       delimiter, encoding: of CSV files (``CsvFormat``).
-      decimal: what is before the decimals of numbers in tables that are text.
-      on_bad_row: of files, a row that has no user, no text, or what is no number in a table: error,
-        or drop it and count. Each is judged by itself.
+      decimal: the decimal separator of numbers in tables that are text.
+      on_bad_row: of files, for a row without a user or text, or with a bad number: error, or drop
+        it and count. Each row is judged by itself.
       scale: by column (the target too): middle and half width, known without these data; a value v
         becomes (v - middle) / half width.
       seq_len: tokens in an example (a store keeps its own), or characters in a window.
       stride: characters from one window to the next (``characters``).
       tokenizer: ``"bytes"``, a tokenizers ``.json`` or a SentencePiece ``.model`` file; in a
         central run also ``"checkpoint"``, that of model.checkpoint.
-      records_per_user: where every record is a person of its own: make synthetic users of so many,
-        drawn at random.
+      records_per_user: where every record is a user: make synthetic users of so many records, drawn
+        at random.
       max_users: keep that many users (a choice fixed by their ids).
       max_examples_per_user: keep each user's first examples.
+      public_fraction: this share of all records is declared public: they set the scale of features
+        and target, and are neither trained on nor evaluated. Only of silos that trust no server,
+        where ``scale`` does not declare what brings numbers to order 1; there it is 0.1.
       split_seed: chooses what is held out, and synthetic users; public.
     """
 
@@ -107,10 +109,10 @@ class SourceConfig:
     records_per_user: _Count | None = None
     max_users: _Count | None = None
     max_examples_per_user: _Count | None = None
+    public_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     split_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     def __post_init__(self) -> None:
-        """Checks the scale: half widths above 0."""
         for column, (middle, width) in self.scale.items():
             if not (math.isfinite(middle) and 0 < width < math.inf):
                 raise BadInputError(
@@ -120,45 +122,45 @@ class SourceConfig:
 
     @property
     def conversations(self) -> tuple[str, ...]:
-        """The settings of conversations that are made."""
+        """The names of the settings of conversations that are set."""
         names = [f"{kind}_column" for kind in CONVERSATION]
         return tuple(n for n in (*names, "chat_template") if getattr(self, n) is not None)
 
     def caveats(self) -> tuple[str, ...]:
-        """What these settings mean for a guarantee, a sentence each."""
-        table, found = self.target_column is not None, []
+        """What these settings mean for a guarantee, one sentence each."""
+        table, caveats = self.target_column is not None, []
         if self.max_users is not None:
-            found.append(
+            caveats.append(
                 "data.max_users keeps a fixed number of users, so that adding a person to the raw "
                 "data can displace another: the guarantee is for one of the users kept"
             )
         if self.records_per_user is not None:
-            found.append(
+            caveats.append(
                 f"users are synthetic, {self.records_per_user} records each drawn at random: the "
                 "guarantee is for such a group, not for a real person, who would deal all anew"
             )
         if table and self.user_column is None:
-            found.append(
+            caveats.append(
                 "every row counts as a person of its own (data.user_column is null): somebody with "
                 "several rows is protected less"
             )
         if table and self.silo_column is not None:
-            found.append("which silos there are, by data.silo_column, is taken as public")
+            caveats.append("which silos there are, by data.silo_column, is taken as public")
         if self.on_bad_row == "drop":
-            found.append(
+            caveats.append(
                 "how many rows were left out (data.on_bad_row=drop) is counted without noise: the "
                 "guarantee does not cover that number"
             )
         if self.conversations:
-            found.append(
+            caveats.append(
                 "the chat template is taken as known without these data; how many conversations "
                 "were too long is counted without noise: the guarantee does not cover that number"
             )
         declared = ("scale", "categories", "missing", "dates")
         if named := [f"data.{name}" for name in declared if getattr(self, name)]:
             are = "is" if len(named) == 1 else "are"
-            found.append(f"{', '.join(named)} {are} taken as known without these data")
-        return tuple(found)
+            caveats.append(f"{', '.join(named)} {are} taken as known without these data")
+        return tuple(caveats)
 
     @property
     def csv(self) -> CsvFormat:
@@ -168,18 +170,21 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    """The data of a central run.
+    """The data of a run.
 
     Attributes:
-      validation_fraction: expected share of users held out for tuning.
+      validation_fraction: expected share of users held out for tuning (of subjects, where silos
+        train; of each silo's records, where they trust no server). There it is 0.2 if not given.
       test_fraction: expected share of users held out for the report.
       split: ``"by_user"`` (a user is on one side; default), or ``"within_user"`` (the fractions are
         the leading share of each user's examples, at most ``held_out_max`` of them; users with one
-        example are left out; Charles et al. 2024 split CC-News so with 0 and 0.1). A named set that
-        comes with a test part keeps it, and ``test_fraction`` is not used.
+        example are left out; Charles et al. 2024 split CC-News so with 0 and 0.1). A named set with
+        a test part keeps it, and ``test_fraction`` is not used.
       held_out_max: most held-out examples of a user in each part (``within_user``).
       public: public corpus for pre-training: ``"auto"`` (the standard library for
         ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, or a text file or folder.
+      max_norm: each record's features (with their constant) are scaled down to this norm.
+      max_target: each record's target (regression, scaled) is clipped to this.
     """
 
     validation_fraction: float = 0.1
@@ -187,3 +192,5 @@ class DataConfig(SourceConfig):
     split: Literal["by_user", "within_user"] = "by_user"
     held_out_max: int = 32
     public: str = "auto"
+    max_norm: Annotated[float, Field(gt=0)] = 4.0
+    max_target: Annotated[float, Field(gt=0)] = 3.0

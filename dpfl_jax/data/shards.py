@@ -3,12 +3,12 @@
 Layout of a store's folder::
 
     manifest.json            version, schema, counts, checksums, tokeniser, how it was built
-    users.arrow              of each user the id and how many examples there are, in store order
+    users.arrow              id and number of examples of each user, in store order
     shard-00000-of-00016.*   examples, users in store order, no user in two shards
 
 Shards are Arrow files (memory-mapped: the fastest random access) or ArrayRecord files (compressed,
-for object stores). Opening reads the manifest and the counts: 8 bytes a user; ids stay on disk. The
-manifest is written last and the folder renamed into place, so a folder that opens is complete.
+for object stores). Opening reads the manifest and 8 bytes a user; ids stay on disk. The manifest is
+written last, then the folder is renamed into place: a folder that opens is complete.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import pydantic
 
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
-from dpfl_jax.data.records import FORMATS, RecordReader, open_records
+from dpfl_jax.data.records import STORE_FORMATS, RecordReader, open_records
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import StoreBase, content_fingerprint
+from dpfl_jax.data.store import Store, content_fingerprint
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import within
 
@@ -50,14 +50,7 @@ def sha256_file(path: pathlib.Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """What the manifest says about one file.
-
-    Attributes:
-      file: name within the store's folder.
-      bytes: its size.
-      sha256: hex digest of its contents.
-      examples: examples it holds (shards only).
-    """
+    """The manifest's entry of one file: name, bytes, hex SHA-256, and examples of a shard."""
 
     file: str
     bytes: int
@@ -66,7 +59,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: pathlib.Path, examples: int = 0) -> FileEntry:
-        """Describes a file that is there."""
+        """Describes an existing file."""
         return cls(path.name, path.stat().st_size, sha256_file(path), examples)
 
 
@@ -82,8 +75,8 @@ class Manifest:
       fingerprint: digest of users and examples, the same for every way of storing them.
       shards: in store order.
       index: ``users.arrow``.
-      shared: whether users are sets of owners (``data/owners.py``).
-      build: free-form facts about the build (sources, settings); no part of the content.
+      shared: whether users are sets of owners (``owners``).
+      build: facts about the build (sources, settings); no part of the content.
     """
 
     schema: Schema
@@ -112,7 +105,7 @@ class Manifest:
         """Reads ``manifest.json``.
 
         Raises:
-          BadInputError: if it is missing, damaged, of another kind or of a later version.
+          BadInputError: it is missing, damaged, of another kind or of another version.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -144,7 +137,7 @@ def _checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-class ShardStore(StoreBase):
+class ShardStore(Store):
     """A store on disk, opened for reading. Thread-safe; can be sent to worker processes.
 
     Attributes:
@@ -156,12 +149,11 @@ class ShardStore(StoreBase):
     immutable = True
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Opens a folder; see ``open_store``."""
         self.path = pathlib.Path(path)
         self.manifest = Manifest.read(self.path)
-        self.schema, self.of_sets = self.manifest.schema, self.manifest.shared
+        self.schema, self.users_are_sets = self.manifest.schema, self.manifest.shared
         self.unit_key = _unit_key(self.manifest.build.get("sources", {}))
-        if self.manifest.shard_format not in FORMATS:
+        if self.manifest.shard_format not in STORE_FORMATS:
             raise BadInputError(
                 f"{self.path / MANIFEST}: unknown shard format {self.manifest.shard_format!r}"
             )
@@ -203,11 +195,10 @@ class ShardStore(StoreBase):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of users, examples and schema, as written when the store was built."""
+        """Hex digest of users, examples and schema, from the manifest."""
         return self.manifest.fingerprint
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Returns the ids of the users with these indices."""
         chosen = np.fromiter(indices, np.int64, len(indices))
         places = pa.Array.from_buffers(pa.int64(), len(chosen), [None, pa.py_buffer(chosen)])
         return list(self._ids.take(places).to_pylist())
@@ -231,7 +222,7 @@ class ShardStore(StoreBase):
         """Returns the stored records at ``positions``.
 
         Raises:
-          BadInputError: naming the shard, if one is found damaged while reading.
+          BadInputError: naming the shard, if it is found damaged while reading.
         """
         positions = np.asarray(positions, dtype=np.int64)
         if len(self.manifest.shards) == 1:
@@ -260,7 +251,7 @@ class ShardStore(StoreBase):
 
 
 def _read_users(path: pathlib.Path) -> tuple[pa.Array, np.ndarray]:
-    """Ids and counts of ``users.arrow``, mapped; without what imports pandas in Arrow's own way."""
+    """Maps ids and counts of ``users.arrow``; avoids Arrow functions that import pandas."""
     try:
         users = pa.ipc.open_file(pa.memory_map(os.fspath(path))).read_all().combine_chunks()
         users.validate()
@@ -273,7 +264,7 @@ def _read_users(path: pathlib.Path) -> tuple[pa.Array, np.ndarray]:
 
 
 def _unit_key(sources: dict[str, Any]) -> str:
-    """What made the users of a store, by what its manifest says that it was built from."""
+    """The key of the users, from what the manifest says about the sources."""
     if "set" in sources:
         return f"user of data.source={sources['set']}"
     if sources.get("format") != "folder" and "user_column" in sources:
@@ -282,10 +273,10 @@ def _unit_key(sources: dict[str, Any]) -> str:
 
 
 def open_store(path: str | os.PathLike[str]) -> ShardStore | SharedStore:
-    """Opens a store's folder; one whose records have several owners knows them.
+    """Opens a store's folder; a ``SharedStore`` if records have several owners.
 
-    Sizes of all files and checksums of the index are checked here; ``ShardStore.verify`` re-reads
-    the shards.
+    Sizes of all files and the checksum of the index are checked; ``ShardStore.verify`` reads the
+    rest.
 
     Raises:
       BadInputError: naming the file that is missing, damaged or of another build.

@@ -1,6 +1,6 @@
-"""Where the rows of a build come from: files, installed packages, a TFDS builder.
+"""Where the rows of a build come from: files, installed packages, named sets, TFDS.
 
-A source is opened lazily: an interrupted build that already read its rows does not read them again.
+A source is opened lazily: a build that resumes after its rows were read does not read them again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import numpy as np
 
 from dpfl_jax.data import python_source
 from dpfl_jax.data.chats import Conversations
-from dpfl_jax.data.documents import expand_paths, read_documents
+from dpfl_jax.data.documents import read_documents
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, text_of
+from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, expand_paths, text_of
 from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.sections import SourceConfig
+from dpfl_jax.data.sets import data_source
 from dpfl_jax.errors import BadInputError
 
 Row = tuple[str, bytes]  # user, and text or packed records
@@ -31,10 +33,10 @@ class Source:
 
     Attributes:
       rows: opens the stream of (user id, data).
-      identity: says which rows these are, so that an interrupted build can tell a changed source.
+      identity: identifies the rows, so that a resumed build notices a changed source.
       size: bytes of input, about; sets the number of shards.
-      schema: layout of packed records, or None if the data are text to tokenise.
-      bad: what is done with rows that cannot be used, and how many were left out.
+      schema: layout of packed records; None if the data are text to tokenise.
+      bad: what to do with rows that cannot be used, and how many were left out.
     """
 
     rows: Callable[[], Iterator[Row]]
@@ -86,7 +88,7 @@ def file_source(
 
 
 def python_files_source() -> Source:
-    """Returns the installed packages' source files, one user each."""
+    """Returns the source files of the installed packages, one user each."""
     files = python_source.installed_package_files()
     sizes = {user: len(data) for user, data in files.items()}
     return Source(lambda: iter(files.items()), {"python_files": sizes}, sum(sizes.values()))
@@ -110,16 +112,16 @@ def tfds_source(
       data_dir: where prepared data of registered names lie.
 
     Raises:
-      BadInputError: if the data are not there, are not in a random-access format, or the source
-        holds another number of examples than its metadata says.
+      BadInputError: the data are not there, have no random-access format, or hold another number of
+        examples than their metadata say.
     """
     key = UserKey(user_column)
     source, info = _open_tfds(name, split, data_dir)
     expected = info.splits[split].num_examples
-    found = _count_examples(source, info.splits[split])
-    if found != expected:
+    readable = _count_examples(source, info.splits[split])
+    if readable != expected:
         raise BadInputError(
-            f"the TFDS data set {name}, split {split}, gives {found} examples but its "
+            f"the TFDS data set {name}, split {split}, gives {readable} examples but its "
             f"metadata says {expected}: prepare it again with file_format='array_record'"
         )
     if expected == 0:
@@ -159,11 +161,11 @@ def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
             "reading TFDS data needs its library: pip install tensorflow-datasets"
         ) from error
     try:
-        # Where the library has no code of a name it goes by the files that are prepared.
+        # Without code for a name, the library reads the prepared files.
         prepared = pathlib.Path(name)
         if data_dir is not None and not prepared.is_dir():
             prepared = pathlib.Path(data_dir)
-        _refuse_classes_of_others(prepared)
+        _refuse_foreign_classes(prepared)
         if os.path.isdir(name):
             builder = tfds.builder_from_directory(name)
         else:
@@ -184,12 +186,8 @@ def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
         ) from error
 
 
-def _refuse_classes_of_others(folder: pathlib.Path) -> None:
-    """Refuses prepared data whose features name classes: TFDS would import them.
-
-    Raises:
-      BadInputError: a class is not from ``tensorflow_datasets``.
-    """
+def _refuse_foreign_classes(folder: pathlib.Path) -> None:
+    """Refuses prepared data whose features name classes that TFDS would import."""
     for file in folder.rglob("features.json"):
         left = [json.loads(file.read_text())]
         while left:
@@ -208,7 +206,7 @@ def _refuse_classes_of_others(folder: pathlib.Path) -> None:
 
 
 def _count_examples(source: Any, split: Any) -> int:
-    """Counts what can be read; the library's own length repeats the metadata for ArrayRecord."""
+    """Counts what can be read; for ArrayRecord, the library repeats the metadata."""
     names = [os.fspath(p) for p in split.filepaths]
     if not all("array_record" in os.path.basename(n) for n in names):
         return len(source)
@@ -233,3 +231,36 @@ def _numeric(example: dict[str, Any], key: UserKey, name: str) -> dict[str, np.n
     if not arrays:
         raise BadInputError(f"{name} has no numeric features: give --text-column to tokenise text")
     return arrays
+
+
+def set_source(section: SourceConfig, split: str = "train") -> Source:
+    """Returns the rows of one split of a named set.
+
+    Raises:
+      BadInputError: the set, the split or a file does not exist.
+    """
+    name, chosen = section.source, data_source(section.source)
+    if chosen.splits == ("all",) and split in ("all", "train"):
+        split = "all"
+    elif split not in (*chosen.splits, *(("validation",) if name == "stack_overflow" else ())):
+        raise BadInputError(f"{name} has the splits {', '.join(chosen.splits)}, not {split!r}")
+    files = [] if section.path is None else file_identity(expand_paths(section.path)[0])
+    identity = {"set": name, "split": split, "files": files}
+    size = sum(entry[1] for entry in files)
+    if chosen.task is None:
+
+        def texts() -> Iterator[Row]:
+            for user, document in chosen.read(section, split):
+                yield user, document.encode()
+
+        return Source(texts, identity, size)
+    first = next(chosen.read(section, split), None)
+    if first is None:
+        raise BadInputError(f"{section.path} holds no examples of {name}, split {split}")
+    schema = Schema.arrays(first[1], leading_axis=True)
+
+    def packed() -> Iterator[Row]:
+        for user, batch in chosen.read(section, split):
+            yield user, schema.pack(batch).tobytes()
+
+    return Source(packed, identity, size, schema)

@@ -1,6 +1,6 @@
-"""Splitting by user: every user's examples go to one side (or, per user, a leading part to one).
+"""Splits by user, limits, and held-out examples within each user.
 
-A user's side depends on a hash of its id alone, so adding or removing a user never moves another.
+A user's side depends on a hash of the id alone: adding or removing a user never moves another.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 
 from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.store import Store, UserView
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, probability
 
-FEW = 20  # so few users of a column, with many more rows, are perhaps no people
+FEW = 20  # a column with so few values, and many more rows, may not name people
 
 
 def user_uniforms(store: Store, seed: int = 0, purpose: str = "split") -> np.ndarray:
-    """Returns one number in [0, 1) per user: a keyed hash of its id (float64 [num_users])."""
+    """Returns a number in [0, 1) per user, a keyed hash of the id: float64 [num_users]."""
     key = hashlib.sha256(f"dpfl_jax {purpose} {seed}".encode()).digest()
     words = [
         hashlib.blake2b(name.encode(), digest_size=8, key=key).digest()
@@ -34,18 +34,17 @@ def split_by_user(store: Store, fractions: Mapping[str, float], seed: int = 0) -
     Args:
       store: what is split.
       fractions: expected share of the users per named part, e.g. ``{"validation": 0.1}``.
-      seed: chooses the hash key; the split is public, not part of the mechanism.
+      seed: chooses the hash key; public, and no part of the mechanism.
 
     Returns:
       The named parts and "train", the remaining users, as views. A part may be empty by chance. A
-      record whose owners are not all on one side is in none.
+      record whose owners are on several sides is in none.
 
     Raises:
-      BadInputError: if a fraction is outside [0, 1) or they leave nothing to train on.
+      BadInputError: a fraction is outside [0, 1), or they leave nothing to train on.
     """
     for name, fraction in fractions.items():
-        if not 0.0 <= fraction < 1.0:
-            raise BadInputError(f"{name}_fraction is {fraction}, but it must be in [0, 1)")
+        probability(f"{name}_fraction", fraction, one=False)
     if sum(fractions.values()) >= 1.0:
         raise BadInputError(
             f"the fractions {dict(fractions)} leave no users for 'train': lower them"
@@ -54,17 +53,13 @@ def split_by_user(store: Store, fractions: Mapping[str, float], seed: int = 0) -
     side = np.searchsorted(np.cumsum(list(fractions.values())), uniforms, side="right")
     names = {"train": len(fractions), **{name: i for i, name in enumerate(fractions)}}
     if isinstance(store, SharedStore):
-        all_in = np.array([_one_side(side[list(members)]) for members in store.owners])
+        sides = [set(side[list(members)].tolist()) for members in store.owners]
+        side_of_set = np.array([min(s) if len(s) == 1 else -1 for s in sides])
         return {
-            name: SharedStore(UserView(store.sets, np.flatnonzero(all_in == i)))
+            name: SharedStore(UserView(store.sets, np.flatnonzero(side_of_set == i)))
             for name, i in names.items()
         }
     return {name: UserView(store, np.flatnonzero(side == i)) for name, i in names.items()}
-
-
-def _one_side(sides: np.ndarray) -> int:
-    """The side of all, or -1."""
-    return int(sides[0]) if (sides == sides[0]).all() else -1
 
 
 def split_within_users(
@@ -72,22 +67,21 @@ def split_within_users(
 ) -> tuple[Store, Store]:
     """Holds out the first ``ceil(fraction * n)``, at most ``most``, of each user's n examples.
 
-    The rule of Charles et al. 2024, section 5 (CC-News: the first 10 % of each user's examples, at
-    most 32, are held out, after users with a single example are removed: ``smallest=2``).
+    This is the rule of Charles et al. 2024, section 5 (CC-News: the first 10 % of each user, at
+    most
+    32, after users with a single example are removed: ``smallest=2``).
 
     Args:
       store: what is split.
-      fraction: share of each user's examples that is held out, rounded up.
+      fraction: share of each user's examples to hold out, rounded up.
       most: most held-out examples of one user.
       smallest: users with fewer examples are left out of both parts.
 
     Returns:
       The training part and the held-out part.
     """
-    if not 0.0 <= fraction <= 1.0:
-        raise BadInputError(f"the held-out fraction is {fraction}, but it must be in [0, 1]")
-    if most is not None and most < 0:
-        raise BadInputError(f"data.held_out_max is {most}, but it must be 0 or more")
+    probability("the held-out fraction", fraction)
+    at_least("data.held_out_max", most, 0)
     counts = store.examples_per_user
     users = np.flatnonzero(counts >= smallest)
     # The rounding guard keeps ceil(0.1 * 30) at 3.
@@ -100,9 +94,9 @@ def split_within_users(
 def limit_store(
     store: Store, max_users: int | None = None, max_examples_per_user: int | None = None
 ) -> Store:
-    """Keeps the first ``max_users`` users in store order and each one's first examples.
+    """Keeps the first ``max_users`` users in store order, and the first examples of each.
 
-    Store order is a hash order, so the users kept are a pseudo-random choice fixed by their ids.
+    Store order is a hash order: the users kept are a pseudo-random choice that their ids determine.
     """
     if max_users is None and max_examples_per_user is None:
         return store
@@ -111,10 +105,7 @@ def limit_store(
             "some records have several owners: leave out max_users and max_examples_per_user; "
             "mechanism.group_size says how many of each owner's are used"
         )
-    for name, value in (
-        ("max_users", max_users),
-        ("max_examples_per_user", max_examples_per_user),
-    ):
+    for name, value in (("max_users", max_users), ("max_examples_per_user", max_examples_per_user)):
         if value is not None and value < 1:
             raise BadInputError(f"data.{name} is {value}, but it must be at least 1")
     users = np.arange(min(store.num_users, max_users or store.num_users))

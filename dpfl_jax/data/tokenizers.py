@@ -1,6 +1,6 @@
 """Tokenisers: bytes (no file needed), and files of the ``tokenizers`` and SentencePiece libraries.
 
-How a text begins, and which tokens end it, is what ``transformers`` makes of the same files.
+Where texts begin and end follows ``transformers`` on the same files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.hub import local_path
+from dpfl_jax.files import local_path
 
 
 class Tokenizer(Protocol):
@@ -23,10 +23,10 @@ class Tokenizer(Protocol):
 
     Attributes:
       vocab_size: ids are below it.
-      bos_id: the id that every text begins with, which a model prepends and ``encode`` leaves out;
-        None if texts begin with their own first token.
-      eos_id: the id that ends a document, or None if the tokeniser has none.
-      stop_ids: any of them ends what a model writes.
+      bos_id: the id at the beginning of every text, which a model prepends and ``encode`` leaves
+        out; None if there is none.
+      eos_id: the id that ends a document; None if there is none.
+      stop_ids: ids that end what a model generates.
       fingerprint: hex digest; equal fingerprints give equal ids.
     """
 
@@ -38,54 +38,45 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of ``text``, without special tokens."""
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text as an integer array."""
+        """Returns the ids of each text as integer arrays, without special tokens."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ``ids``; special tokens are left out."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes: ids 0 padding, 1 beginning, 2 end, 3..258 the bytes 0..255."""
 
     vocab_size = 259
-    pad_id = 0
     bos_id: int | None = 1
     eos_id: int | None = 2
     stop_ids = frozenset({2})
     fingerprint = hashlib.sha256(b"dpfl_jax bytes: pad 0, bos 1, eos 2, byte b = 3 + b").hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of the text's UTF-8 bytes."""
-        return self.encode_bytes(text.encode()).tolist()
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text as a uint16 array."""
-        return [self.encode_bytes(text.encode()) for text in texts]
+        raw = (np.frombuffer(text.encode(), np.uint8) for text in texts)
+        return [data.astype(np.uint16) + np.uint16(3) for data in raw]
 
-    def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Returns the ids of UTF-8 bytes as a uint16 array, without decoding them."""
-        return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(3)
-
-    def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns of each text the ids, and [n, 2]: from which character to which each is made."""
-        found = []
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns of each text the ids, and int [n, 2]: the range of characters of each."""
+        offsets = []
         for text in texts:
             sizes = [len(character.encode()) for character in text]
-            place = np.repeat(np.arange(len(text)), sizes)
-            found.append((self.encode_bytes(text.encode()), np.stack([place, place + 1], axis=1)))
-        return found
+            character_of = np.repeat(np.arange(len(text)), sizes)
+            offsets.append(np.stack([character_of, character_of + 1], axis=1))
+        return list(zip(self.encode_batch(texts), offsets))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text; bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(i) - 3 for i in ids if 3 <= i < 259).decode(errors="replace")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokeniser of the ``tokenizers`` library."""
 
-    # Of a file that nothing lies beside: what ends a text by the families' conventions.
+    # What ends a text by convention, if no file beside the tokeniser says it.
     _ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[EOS]")
 
     def __init__(self, data: bytes, name: str, settings: Mapping[str, Any] | None = None):
@@ -94,10 +85,10 @@ class HuggingFaceTokenizer:
         Args:
           data: of the file.
           name: what errors call it.
-          settings: what is said of it elsewhere (``tokenizer_settings``).
+          settings: ``tokenizer_settings`` of the files beside it.
 
         Raises:
-          BadInputError: if it is not a tokeniser, or its beginning or end cannot be told.
+          BadInputError: it is no tokeniser, or has no one beginning or end of texts.
         """
         import tokenizers
 
@@ -106,63 +97,57 @@ class HuggingFaceTokenizer:
         except Exception as error:
             raise BadInputError(f"{name} is not a tokenizers JSON file: {error}") from error
         self._name = name
-        # Truncation or padding written into the file would silently drop or invent text.
+        # Truncation or padding set in the file would silently drop or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         settings = settings or {}
-        self.bos_id, after = _around(json.loads(data).get("post_processor"), name)
+        self.bos_id, after = _added_ids(json.loads(data).get("post_processor"), name)
         id_of = self._tokenizer.token_to_id
-        self.eos_id, self.stop_ids = _ends_of(settings, id_of, after, name)
+        self.eos_id, self.stop_ids = _end_ids(settings, id_of, after, name)
         if self.eos_id is None and not settings:
-            found = [token for token in self._ENDS if token in vocabulary]
-            if len(found) > 1:
+            tokens = [token for token in self._ENDS if token in vocabulary]
+            if len(tokens) > 1:
                 raise BadInputError(
-                    f"{name} has the tokens {' and '.join(found)}, each of which may end a text: "
+                    f"{name} has the tokens {' and '.join(tokens)}, each of which may end a text: "
                     'put a tokenizer_config.json beside it that holds {"eos_token": ...}'
                 )
-            self.eos_id = vocabulary[found[0]] if found else None
-            self.stop_ids = frozenset(vocabulary[token] for token in found)
+            self.eos_id = vocabulary[tokens[0]] if tokens else None
+            self.stop_ids = frozenset(vocabulary[token] for token in tokens)
         ends = f"\0{self.bos_id}\0{self.eos_id}".encode()
         self.fingerprint = hashlib.sha256(b"tokenizers\0" + data + ends).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of ``text``, without special tokens."""
-        return self._encoded([text])[0].ids
-
-    def _encoded(self, texts: Sequence[str]) -> Any:
+    def _encode(self, texts: Sequence[str]) -> Any:
         try:
             return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic in Rust is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
         # Without the library's reason, which may quote a text.
         raise BadInputError(f"{self._name} fails on a text: mend that file, or choose another")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text; the library uses its own threads."""
-        return [np.asarray(e.ids, dtype=np.uint32) for e in self._encoded(texts)]
+        return [np.asarray(e.ids, dtype=np.uint32) for e in self._encode(texts)]
 
-    def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns of each text the ids, and [n, 2]: from which character to which each is made."""
-        done = self._encoded(texts)
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """As of ``ByteTokenizer``."""
+        done = self._encode(texts)
         return [(np.asarray(e.ids, np.uint32), np.array(e.offsets).reshape(-1, 2)) for e in done]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ``ids``; special tokens are left out."""
         known = [int(i) for i in ids if i != self.bos_id and i not in self.stop_ids]
         return self._tokenizer.decode(known, skip_special_tokens=True)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model`` file (extra ``sentencepiece``)."""
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any] | None = None):
         """Reads the file; ``settings`` as of ``HuggingFaceTokenizer``.
 
         Raises:
-          BadInputError: if it is not there, is not a model, or the library is not installed.
+          BadInputError: it is missing or no model, or the library is not installed.
         """
         try:
             import sentencepiece
@@ -179,42 +164,35 @@ class SentencePieceTokenizer:
         bos, eos = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
 
         def piece(text: str) -> int | None:
-            found = self._model.PieceToId(text)
-            return None if found == self._model.unk_id() else found
+            token_id = self._model.PieceToId(text)
+            return None if token_id == self._model.unk_id() else token_id
 
         settings = settings or {}
         self.bos_id = bos if settings.get("add_bos_token", True) else None
-        self.eos_id, self.stop_ids = _ends_of(settings, piece, eos, str(path))
+        self.eos_id, self.stop_ids = _end_ids(settings, piece, eos, str(path))
         self.vocab_size = self._model.GetPieceSize()
         ends = f"\0{self.bos_id}\0{self.eos_id}".encode()
         self.fingerprint = hashlib.sha256(b"sentencepiece\0" + data + ends).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of ``text``, without special tokens."""
-        return self._model.EncodeAsIds(text)
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text as a uint32 array."""
         return [np.asarray(ids, dtype=np.uint32) for ids in self._model.Encode(list(texts))]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ``ids``; special tokens are left out."""
         known = [int(i) for i in ids if i != self.bos_id and i not in self.stop_ids]
         return self._model.DecodeIds(known)
 
 
 def load_tokenizer(name: Any) -> Tokenizer:
-    """Returns the tokeniser called ``"bytes"``, the one in a file, or one that is at hand.
-
-    Of a file, ``tokenizer_config.json`` and its neighbours say how texts begin and end.
+    """Returns a tokeniser by name, file or object.
 
     Args:
       name: ``"bytes"``; a ``tokenizer.json`` of the tokenizers library or a SentencePiece
-        ``.model``, or a folder that holds one (a checkpoint, say) or its name of the hub; a
-        ``tokenizers.Tokenizer`` or a fast tokeniser of ``transformers``; or a ``Tokenizer``.
+        ``.model``, a folder that holds one (a checkpoint, say), or a name on the hub; a
+        ``tokenizers.Tokenizer`` or a fast tokeniser of ``transformers``; or a ``Tokenizer``. Files
+        beside a tokeniser's say how texts begin and end (``tokenizer_settings``).
 
     Raises:
-      BadInputError: if the file is missing or of another kind.
+      BadInputError: the file is missing or of another kind.
     """
     library = getattr(name, "backend_tokenizer", name)  # transformers keep one of tokenizers
     if hasattr(library, "to_str") and hasattr(library, "get_vocab"):
@@ -232,8 +210,8 @@ def load_tokenizer(name: Any) -> Tokenizer:
         return ByteTokenizer()
     path = local_path(path, "model")
     if os.path.isdir(path):
-        held = [os.path.join(path, f) for f in ("tokenizer.json", "tokenizer.model")]
-        path = next((f for f in held if os.path.exists(f)), path)
+        candidates = [os.path.join(path, f) for f in ("tokenizer.json", "tokenizer.model")]
+        path = next((f for f in candidates if os.path.exists(f)), path)
     if path.endswith(".json"):
         return HuggingFaceTokenizer(_read(path), path, tokenizer_settings(path))
     if path.endswith((".model", ".spm")):
@@ -245,10 +223,10 @@ def load_tokenizer(name: Any) -> Tokenizer:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Returns what a model reads of a prompt that it goes on with.
+    """Returns the ids of a prompt as a model reads it, with the beginning of a text.
 
     Raises:
-      BadInputError: nothing: the prompt is empty, and texts begin with no token of their own.
+      BadInputError: the prompt is empty, and texts have no beginning-of-sequence token.
     """
     ids = list(tokenizer.encode(prompt))
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -264,53 +242,53 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 def tokenizer_settings(file: str | os.PathLike[str]) -> dict[str, Any]:
     """What the files beside a tokeniser's say of it: tokens by name, and ``eos_token_id``.
 
-    As in ``transformers``, tokenizer_config.json goes before special_tokens_map.json, and
-    generation_config.json before config.json.
+    As in ``transformers``, tokenizer_config.json precedes special_tokens_map.json, and
+    generation_config.json precedes config.json.
 
     Raises:
       BadInputError: one of them cannot be read.
     """
     folder = pathlib.Path(file).parent
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        told = json_of(folder / name)
-        found = named_tokens(told) | found
-        if told.get("add_bos_token") is False:
-            found["add_bos_token"] = False
+        tokens = read_json_object(folder / name)
+        settings = named_tokens(tokens) | settings
+        if tokens.get("add_bos_token") is False:
+            settings["add_bos_token"] = False
     for name in ("generation_config.json", "config.json"):
-        ids = json_of(folder / name).get("eos_token_id")
-        if ids is not None and "eos_token_id" not in found:
-            found["eos_token_id"] = ids
-    return found
+        ids = read_json_object(folder / name).get("eos_token_id")
+        if ids is not None and "eos_token_id" not in settings:
+            settings["eos_token_id"] = ids
+    return settings
 
 
-def json_of(path: pathlib.Path) -> dict[str, Any]:
+def read_json_object(path: pathlib.Path) -> dict[str, Any]:
     """The JSON object in a file beside a tokeniser's; empty if there is none."""
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_read(path))
+        value = json.loads(_read(path))
     except ValueError as error:
         raise BadInputError(f"{path} is no JSON file: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def named_tokens(told: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and others, which are text or an object with it."""
-    found = {}
-    for key, token in told.items():
+def named_tokens(named: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and others as text; in files they are text or an object with it."""
+    tokens = {}
+    for key, token in named.items():
         content = token.get("content") if isinstance(token, Mapping) else token
         if key.endswith("_token") and isinstance(content, str):
-            found[key] = str(content)
-    return found
+            tokens[key] = str(content)
+    return tokens
 
 
-def _around(processor: Any, name: str) -> tuple[int | None, int | None]:
-    """The ids that a post-processor of ``tokenizers`` puts before a text and after it."""
+def _added_ids(processor: Any, name: str) -> tuple[int | None, int | None]:
+    """The ids that a post-processor of ``tokenizers`` puts before and after a text."""
     kind = (processor or {}).get("type")
     if kind == "Sequence":
-        found = [_around(part, name) for part in processor["processors"]]
-        return tuple(next((i for i in side if i is not None), None) for side in zip(*found))  # type: ignore[return-value]
+        pairs = [_added_ids(part, name) for part in processor["processors"]]
+        return tuple(next((i for i in side if i is not None), None) for side in zip(*pairs))  # type: ignore[return-value]
     if kind in ("BertProcessing", "RobertaProcessing"):
         return processor["cls"][1], processor["sep"][1]
     if kind != "TemplateProcessing":
@@ -330,18 +308,18 @@ def _around(processor: Any, name: str) -> tuple[int | None, int | None]:
     return next(iter(before), None), next(iter(after), None)
 
 
-def _ends_of(
+def _end_ids(
     settings: Mapping[str, Any], id_of: Callable[[str], int | None], after: int | None, name: str
 ) -> tuple[int | None, frozenset[int]]:
-    """What ends a text, and all that ends a sample; ``after``: what the tokeniser itself adds."""
-    token, told = settings.get("eos_token"), settings.get("eos_token_id")
+    """The id that ends a text, and all that end a sample; ``after``: what the tokeniser appends."""
+    token, listed = settings.get("eos_token"), settings.get("eos_token_id")
     eos = None if token is None else id_of(token)
     if token is not None and eos is None:
         raise BadInputError(
             f"{name} has no token {token!r}, which a file beside it calls the eos_token: correct "
             "one of them"
         )
-    ends = [i for i in (told if isinstance(told, list) else [told]) if type(i) is int]
+    ends = [i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int]
     eos = next((i for i in (eos, after, *ends) if i is not None), None)
     return eos, frozenset(ends if eos is None else [*ends, eos])
 

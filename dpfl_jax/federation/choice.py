@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dpfl_jax.config import FederatedConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import FederatedRun, with_calibrated_noise
 from dpfl_jax.federation.mechanisms import (
@@ -52,7 +52,7 @@ class Choice:
     noise_multiplier: float
     kept: float
     ratio: float
-    config: FederatedConfig = dataclasses.field(repr=False)
+    config: RunConfig = dataclasses.field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """All but the configuration."""

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from dpfl_jax import accounting
 from dpfl_jax.clipping import SelfCheckError, clipped_grad, self_check
 from dpfl_jax.clipping.result import StepStats
-from dpfl_jax.config.execution import RoundExecution
+from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, keyed, with_any_key
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, worst_cases
@@ -56,7 +56,7 @@ class Federated(Algorithm):
         mesh: Mesh,
         server: ServerRule,
         keep_local_state: bool,
-        execution: RoundExecution,
+        execution: Execution,
         show_spent: bool = True,
         here: int | None = None,
     ) -> None:
@@ -275,7 +275,7 @@ def run_rounds(
     delta: float,
     server: ServerRule | None = None,
     keep_local_state: bool = False,
-    execution: RoundExecution | None = None,
+    execution: Execution | None = None,
     mesh: Mesh | None = None,
     show_spent: bool = True,
     **options: Any,
@@ -312,7 +312,7 @@ def run_rounds(
         mesh=data_parallel_mesh() if mesh is None else mesh,
         server=OptimizerServer() if server is None else server,
         keep_local_state=keep_local_state,
-        execution=RoundExecution() if execution is None else execution,
+        execution=Execution(microbatch_size=32) if execution is None else execution,
         show_spent=show_spent,
     )
     return drive(algorithm, **options)

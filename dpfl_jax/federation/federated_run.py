@@ -21,10 +21,9 @@ from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.config.federated import FederatedConfig
-from dpfl_jax.data.labels import far_from_order_1
+from dpfl_jax.config import RunConfig
 from dpfl_jax.data.splits import limit_store
-from dpfl_jax.data.store import Store, unit_key_of
+from dpfl_jax.data.store import Store, scale_warning, unit_key_of
 from dpfl_jax.federation.accountant import (
     calibrate_federation,
     dominating_event,
@@ -79,12 +78,12 @@ EVALUATION_CAVEAT = {
 _MANY = 0.2
 
 
-def build_federation(config: FederatedConfig, data: FederatedData) -> Federation:
+def build_federation(config: RunConfig, data: FederatedData) -> Federation:
     """The federation of a config on its data, not yet calibrated."""
     return federation_of(config, [SiloFacts.of(silo) for silo in data.silos])
 
 
-def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federation:
+def federation_of(config: RunConfig, facts: Sequence[SiloFacts]) -> Federation:
     """The federation of a config for silos of these public sizes, not yet calibrated."""
     section, mechanism = config.federation, config.mechanism
     weights = section.weights or (1.0,) * section.silos
@@ -103,7 +102,7 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
     return Federation(plans, section.rounds, reach, cohort)
 
 
-def calibrated(config: FederatedConfig, federation: Federation, delta: float) -> Federation:
+def calibrated(config: RunConfig, federation: Federation, delta: float) -> Federation:
     """The federation with its noise: the one that is configured, or what the target asks for."""
     if not federation.mechanism.private or config.privacy.noise_multiplier is not None:
         return federation
@@ -112,7 +111,7 @@ def calibrated(config: FederatedConfig, federation: Federation, delta: float) ->
 
 
 def with_calibrated_noise(
-    config: FederatedConfig, facts: Sequence[SiloFacts], noise: Sequence[float] | None = None
+    config: RunConfig, facts: Sequence[SiloFacts], noise: Sequence[float] | None = None
 ) -> tuple[Federation, Published | None]:
     """The federation with its noise, from public numbers alone.
 
@@ -151,7 +150,7 @@ class FederatedStudy(Run, abc.ABC):
       num_params: of the model.
     """
 
-    config: FederatedConfig
+    config: RunConfig
     task: Task
     federation: Federation
     delta: float
@@ -216,7 +215,7 @@ class FederatedRun(FederatedStudy):
       personal: budgets and rates of records that have their own.
     """
 
-    config: FederatedConfig
+    config: RunConfig
     subjects: SubjectData
     data: FederatedData
     federation: Federation
@@ -325,7 +324,7 @@ class FederatedRun(FederatedStudy):
         if self.private and self.federation.mechanism.privacy_unit == "subject":
             found.append(not_people(store, "subject"))
         if self.private:
-            found.append(far_from_order_1(store))
+            found.append(scale_warning(store))
         return [f"warning: {text}" for text in found if text is not None]
 
     def headline(self) -> list[str]:
@@ -418,7 +417,7 @@ class FederatedRun(FederatedStudy):
         ]
 
 
-def round_optimizers(config: FederatedConfig) -> tuple[Any, OptimizerServer]:
+def round_optimizers(config: RunConfig) -> tuple[Any, OptimizerServer]:
     """The optimizer of a silo's local steps, and the server's."""
     section = config.federation
     local = make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
@@ -432,7 +431,7 @@ def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
 
 
 def federated_inputs(
-    config: FederatedConfig, task: Task, counts: str, *, remote: bool = False
+    config: RunConfig, task: Task, counts: str, *, remote: bool = False
 ) -> tuple[str, ...]:
     """What a study takes as public; ``remote``: its silos are elsewhere."""
     more: list[str] = []
@@ -445,7 +444,7 @@ def federated_inputs(
     return public_inputs(counts, config.mechanism.bounds, config, task, more=more, remote=remote)
 
 
-def knobs(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Iterator[Knob]:
+def knobs(config: RunConfig, facts: Sequence[SiloFacts]) -> Iterator[Knob]:
     """What may be changed where noise swamps signal.
 
     Args:
@@ -490,7 +489,7 @@ def _personalised(run: FederatedRun, noise: float | None = None) -> FederatedRun
     return dataclasses.replace(run, federation=federation, data=data, personal=personal)
 
 
-def read_subjects(config: FederatedConfig) -> SubjectData:
+def read_subjects(config: RunConfig) -> SubjectData:
     """The subjects of a configuration, with the column of their budgets if there is one."""
     budgets = config.privacy.budgets
     column = budgets.column if budgets.kind == "column" and budgets.path is None else None
@@ -498,7 +497,7 @@ def read_subjects(config: FederatedConfig) -> SubjectData:
 
 
 def prepare(
-    config: FederatedConfig, console: Console, subjects: SubjectData | None = None
+    config: RunConfig, console: Console, subjects: SubjectData | None = None
 ) -> FederatedRun:
     """Reads the data, spreads it, calibrates.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
-from dpfl_jax.config.federated import FederatedConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.data.store import Store
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import FederatedData
@@ -47,7 +48,7 @@ def own_silos(store: Store, num_silos: int) -> np.ndarray:
     return silos
 
 
-def spread(store: Store, config: FederatedConfig, classes: int | None = None) -> FederatedData:
+def spread(store: Store, config: RunConfig, classes: int | None = None) -> FederatedData:
     """Spreads a store's subjects over silos, and caps them.
 
     Args:
@@ -65,9 +66,8 @@ def spread(store: Store, config: FederatedConfig, classes: int | None = None) ->
         most = int(labels.max(initial=0)) + 1 if classes is None else classes
         silos = assign_by_labels(subjects, keys, labels, section.silos, most)
     else:
-        silos = assign_to_silos(
-            subjects, keys, section.silos, section.partition, alpha=section.alpha
-        )
+        how: Any = section.partition
+        silos = assign_to_silos(subjects, keys, section.silos, how, alpha=section.alpha)
     keep = None
     if config.mechanism.private:
         keep = capped(config, subjects, silos, keys)
@@ -75,7 +75,7 @@ def spread(store: Store, config: FederatedConfig, classes: int | None = None) ->
 
 
 def capped(
-    config: FederatedConfig, subjects: np.ndarray, silos: np.ndarray, keys: np.ndarray
+    config: RunConfig, subjects: np.ndarray, silos: np.ndarray, keys: np.ndarray
 ) -> np.ndarray:
     """The records that the cap per subject and silo leaves, bool [n].
 

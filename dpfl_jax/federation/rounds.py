@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.data.example_keys import example_keys, with_keys
-from dpfl_jax.data.placement import local_columns
+from dpfl_jax.data.pipeline import local_columns
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Chunk
 from dpfl_jax.federation.federation import Federation

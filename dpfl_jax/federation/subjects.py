@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from dpfl_jax.config.federated import FederatedDataConfig
+from dpfl_jax.data import DataConfig
 from dpfl_jax.data.load import hold_out, load_examples, rule_of
 from dpfl_jax.data.store import Store
 from dpfl_jax.task import Task
@@ -30,7 +30,7 @@ class SubjectData:
     rule: str = ""
 
 
-def load_subjects(config: FederatedDataConfig, keep: Sequence[str] = ()) -> SubjectData:
+def load_subjects(config: DataConfig, keep: Sequence[str] = ()) -> SubjectData:
     """Reads and splits the data of a configuration.
 
     Args:

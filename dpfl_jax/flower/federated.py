@@ -17,7 +17,7 @@ import numpy as np
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.clipping.result import StepStats
-from dpfl_jax.config import FederatedConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.federation.accountant import dominating_event, federated_epsilon, subject_epsilon
 from dpfl_jax.federation.data import FederatedData
@@ -63,7 +63,7 @@ def one_device() -> Any:
     return data_parallel_mesh(jax.devices()[:1])
 
 
-def one_silo_at_a_time(config: FederatedConfig) -> Any:
+def one_silo_at_a_time(config: RunConfig) -> Any:
     """Execution of one silo at a time."""
     return config.execution.model_copy(update={"width": 1, "chunk_silos": 1})
 
@@ -103,7 +103,7 @@ def round_key(key: RootKey, round_index: int) -> RootKey:
 class Subjects:
     """What one silo holds, for a federated study."""
 
-    def __init__(self, config: FederatedConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         """Reads the silo's own data.
 
         Args:

@@ -18,7 +18,7 @@ import numpy as np
 from dpfl_jax import accounting
 from dpfl_jax import task as tasks
 from dpfl_jax.accounting import REPLACE, Guarantee
-from dpfl_jax.config import IsrlConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.privacy import SiloNoise, silo_guarantee
@@ -41,31 +41,27 @@ from dpfl_jax.run.terms import Terms
 
 
 def _made(
-    config: IsrlConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
+    config: RunConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
 ) -> tuple[Task, Parameters]:
     """Loss and numbers, from what is public: the study, the task and the silos' sizes."""
     sizes = np.array([row["num_records"] for row in rows])
     made = dataset_task(config, sizes, task.input_shape[0], task.classes)
     parameters = choose(config, made, sizes)
-    return made, parameters.with_noise(noise, config.isrl.noise)
-
-
-def _mechanism(config: IsrlConfig) -> str:
-    return f"isrl/{config.isrl.algorithm}"
+    return made, parameters.with_noise(noise, config.mechanism.arithmetic)
 
 
 class Records:
     """What one silo holds, for a study without a trusted server."""
 
-    def __init__(self, config: IsrlConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         """Reads the silo's own data.
 
         Raises:
           BadInputError: anything wrong with the data.
         """
         self.config, loss = config, config.model.loss
-        own = dataclasses.replace(config.data, silos=1)
-        found = load_silos(own, softmax=loss == "softmax", signed=loss == "hinge")
+        alone = config.federation.model_copy(update={"silos": 1})
+        found = load_silos(config.data, alone, softmax=loss == "softmax", signed=loss == "hinge")
         self.train = found.train
         self.fingerprint, self.description = found.fingerprint, found.description
         self.learned, self.unit_key = found.learned, found.unit_key
@@ -120,14 +116,14 @@ class MessageWork:
         """What the plan asks, as this silo computes it."""
         if policy.unit == "subject":
             raise RefusedError(
-                f"{_mechanism(self.config)} protects a record, and nothing bounds how many a "
+                f"{self.config.mechanism.kind} protects a record, and nothing bounds how many a "
                 "person has in all silos: set policy.unit to record"
             )
         record = sum(leaf.nbytes / leaf.shape[1] for leaf in jax.tree.leaves(self._mine))
         check_memory(len(self.sizes) * int(self.sizes.max()) * record)
         multiplier = self.noise.noise_multiplier
         epsilon = accounting.epsilon(self.noise.event, policy.delta, relation=REPLACE)
-        return Asked(_mechanism(self.config), self.rounds, multiplier, epsilon, policy.unit)
+        return Asked(self.config.mechanism.kind, self.rounds, multiplier, epsilon, policy.unit)
 
     def charge(self, policy: Policy) -> Charge:
         """What a ledger is charged for the whole run."""
@@ -142,7 +138,7 @@ class MessageWork:
     @property
     def _most(self) -> int:
         """Rounds in which the silo answers at most: its noise is for so many."""
-        if self.config.isrl.sampling == "disjoint":
+        if self.config.mechanism.sampling == "disjoint":
             batch = max(self.parameters.batches[self.index], 1.0)
             return min(self.noise.rounds, int(self.sizes[self.index] // batch))
         return self.noise.rounds

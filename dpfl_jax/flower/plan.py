@@ -8,9 +8,9 @@ import json
 import re
 from typing import Any
 
-from dpfl_jax.config import FederatedConfig, IsrlConfig, config_to_dict
+from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.config.load import differing_key
-from dpfl_jax.data.registry import SETS
+from dpfl_jax.data.sets import SETS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower.wire import MessageError
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
@@ -49,11 +49,12 @@ def study_of(config: Any) -> dict[str, Any]:
 
 
 def _check(config: Any) -> None:
-    if not isinstance(config, FederatedConfig | IsrlConfig):
+    if config.variant == "central":
         raise BadInputError(
-            "the configuration has no section `federation` or `isrl`: silos elsewhere add noise of "
-            "their own, while users of central training, devices with local steps too, trust a "
-            "server that has their updates before noise, which is simulated alone (dpfl train)"
+            f"mechanism.kind is {config.mechanism.kind}, which trains in one place: silos "
+            "elsewhere add noise of their own (hi_grad_avg, minibatch_sgd, ...), while users of "
+            "central training, devices with local steps too, trust a server that has their updates "
+            "before noise, which is simulated alone (dpfl train)"
         )
     if config.seed is not None:
         raise BadInputError(
@@ -64,7 +65,7 @@ def _check(config: Any) -> None:
         raise BadInputError(
             "eval.baseline trains without privacy, which no silo elsewhere does: set it to false"
         )
-    if isinstance(config, IsrlConfig):
+    if config.variant == "isrl":
         _check_isrl(config)
         return
     section, privacy = config.federation, config.privacy
@@ -101,28 +102,24 @@ def _check(config: Any) -> None:
         raise BadInputError(wrong)
 
 
-def _check_isrl(config: IsrlConfig) -> None:
-    data, section, wrong = config.data, config.isrl, None
+def _check_isrl(config: RunConfig) -> None:
+    data, section, wrong = config.data, config.federation, None
     task = SETS[data.source].task if data.source in SETS else None
     known = task is not None and task.scaled  # by constants that no record moves
-    if data.partition != "natural":
-        wrong = f"data.partition is {data.partition}: silos hold their own, set natural"
+    if section.partition != "natural":
+        wrong = f"federation.partition is {section.partition}: silos hold their own, set natural"
     elif not data.scale and not known:
         wrong = (
             "data.scale is not set, and no public records of all silos can be set aside: declare "
             "the middle and half width of each column"
         )
-    elif section.available is not None:
-        wrong = "isrl.available is set, but who answers is found out: remove it"
+    elif section.answering is not None:
+        key = "silos_law" if section.silos_law is not None else "silos_per_round"
+        wrong = f"federation.{key} is set, but who answers is found out: remove it"
     elif config.privacy.epsilon is None:
         wrong = "privacy.epsilon is null: silos run with privacy"
     if wrong:
         raise BadInputError(wrong)
-
-
-def silos_in(config: FederatedConfig | IsrlConfig) -> int:
-    """How many silos a study has."""
-    return config.data.silos if isinstance(config, IsrlConfig) else config.federation.silos
 
 
 def first_difference(mine: Any, theirs: Any) -> str | None:

@@ -62,8 +62,7 @@ class Policy(Section):
         all. null: no limit but an earlier one, so that a server may begin one run after the other.
       least_noise_multiplier: of a step.
       most_rounds: of a run.
-      mechanisms: kinds that are allowed: mechanism.kind of federated runs, ``isrl/`` and
-        isrl.algorithm of others.
+      mechanisms: kinds that are allowed (mechanism.kind).
     """
 
     epsilon: float = Field(gt=0, lt=math.inf)

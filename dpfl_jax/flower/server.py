@@ -12,19 +12,15 @@ from typing import Any
 
 from rich.console import Console
 
-from dpfl_jax.config import FederatedConfig, IsrlConfig
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower import federated, isrl
-from dpfl_jax.flower.plan import silos_in, study_of
+from dpfl_jax.flower.plan import study_of
 from dpfl_jax.flower.remote import NO_LEDGER, SILOS, RemoteRun, RemoteSilos, Transport
 from dpfl_jax.flower.wire import pack, unpack, why_of
 from dpfl_jax.run.pipeline import run_experiment
 from dpfl_jax.task import Task
 
-_RUNS: dict[Any, Any] = {
-    FederatedConfig: federated.RemoteSubjects,
-    IsrlConfig: isrl.RemoteRecords,
-}
+_RUNS: dict[str, Any] = {"silos": federated.RemoteSubjects, "isrl": isrl.RemoteRecords}
 # How long a server that goes on waits for all its silos to come back.
 _RETURN_S = 60.0
 
@@ -43,12 +39,10 @@ def prepare(
     Raises:
       BadInputError: studies or schemas that differ, named with the silo.
     """
-    if type(config) not in _RUNS:
-        raise BadInputError("the configuration has no section `federation` or `isrl`")
     if config.privacy.ledger is not None:
         raise BadInputError(NO_LEDGER)
     study = study_of(config)
-    count = silos_in(config)
+    count = config.federation.silos
     console.print(f"waiting for {count} silos", highlight=False)
     most_s = math.inf if known is None else _RETURN_S
     replies = transport.hello(pack({"kind": "hello", "study": study}), count, most_s)
@@ -81,7 +75,7 @@ def prepare(
         rows = known
     _, task = introduced[first]
     with console.status("calibrating noise"):
-        return _RUNS[type(config)](RemoteSilos(config, task, rows, transport))
+        return _RUNS[config.variant](RemoteSilos(config, task, rows, transport))
 
 
 def _introduced(name: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], Task]:
@@ -91,7 +85,7 @@ def _introduced(name: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], T
       BadInputError: it is nothing of the kind.
     """
     try:
-        facts, task = header["facts"], Task.of(header["task"])
+        facts, task = header["facts"], Task.from_json(header["task"])
         whole = "name" not in facts and all(
             type(size) is int and 0 < size < 2**31 for size in facts.values()
         )

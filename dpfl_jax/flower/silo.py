@@ -31,14 +31,14 @@ from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.guarantee import rounded_up
-from dpfl_jax.config import FederatedConfig, IsrlConfig, validate_config
+from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.config.base import NAME, Section
-from dpfl_jax.config.load import AnyConfig, config_to_dict, read_sections, refuse_code
+from dpfl_jax.config.load import config_to_dict, read_sections, refuse_code
 from dpfl_jax.config.text import read_yaml
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.log import Log
-from dpfl_jax.flower.plan import Plan, first_difference, silos_in, study_of
+from dpfl_jax.flower.plan import Plan, first_difference, study_of
 from dpfl_jax.flower.policy import Policy, RefusedError
 from dpfl_jax.flower.wire import MessageError, is_finite, pack, tree_of, unpack
 from dpfl_jax.randomness import RootKey
@@ -51,7 +51,7 @@ CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log
 UNSAID = "its operator knows why (its log says so)"
 _NO_CODE = "a silo runs what is installed with it: name a column, or a data set of the library"
 _MOST_TOLD = 500  # characters of a request that are written down
-_HELD: dict[Any, Any] = {FederatedConfig: federated.Subjects, IsrlConfig: isrl.Records}
+_HELD: dict[str, Any] = {"silos": federated.Subjects, "isrl": isrl.Records}
 
 
 class SiloConfig(Section):
@@ -126,7 +126,7 @@ def read_key(folder: pathlib.Path) -> RootKey:
         raise BadInputError(f"{path} holds no root key: bring the file back") from None
 
 
-def read_study(path: pathlib.Path) -> AnyConfig:
+def read_study(path: pathlib.Path) -> RunConfig:
     """Reads a study, which a server may have sent, without expanding environment variables.
 
     Otherwise a server could name a variable, and learn its value from how the studies differ.
@@ -147,8 +147,7 @@ def study_config(folder: pathlib.Path, silo: SiloConfig) -> Any:
     """
     path = folder / silo.config
     config = read_study(path)
-    if not isinstance(config, tuple(_HELD)):
-        raise BadInputError(f"{path} has no section `federation` or `isrl`: there are no silos")
+    study_of(config)
     own = dict(silo.data)
     # A path of the silo's file is relative to its folder.
     if isinstance(own.get("path"), str) and not own["path"].startswith("hf:"):
@@ -198,7 +197,7 @@ class Silo:
         self.name, self.policy = self.config.name, self.config.policy
         study = study_config(self.folder, self.config)
         self.study = study_of(study)
-        self.held = _HELD[type(study)](study)
+        self.held = _HELD[study.variant](study)
         self.log = Log(self.folder / LOG, self._key)
         self.ledger = accounting.Ledger(self.folder / LEDGER)
         self.runs: dict[str, _Run] = {}
@@ -352,7 +351,7 @@ class Silo:
             raise RefusedError(f"the plan's study is not this silo's: {different}")
         if self.name not in plan.names:
             raise RefusedError(f"the plan is for the silos {plan.names}, not for {self.name}")
-        if len(plan.names) != (count := silos_in(self.held.config)):
+        if len(plan.names) != (count := self.held.config.federation.silos):
             raise RefusedError(f"the plan has {len(plan.names)} silos, but the study {count}")
         if any(set(row) != {"name", *self.held.facts} for row in plan.silos):
             raise RefusedError(f"the plan's silos are not told by {sorted(self.held.facts)} alone")

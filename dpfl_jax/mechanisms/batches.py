@@ -18,14 +18,14 @@ from jax.sharding import Mesh
 from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, keyed, with_keys
-from dpfl_jax.data.packing import LOOKED_AT, Shape, choose_shapes, packed
+from dpfl_jax.data.packing import SAMPLE_UNITS, Shape, choose_shapes, pack_units
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import unit_axes, unit_parts
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Sampler
-from dpfl_jax.task import is_marked
+from dpfl_jax.task import handles_segments
 
 if TYPE_CHECKING:
     from dpfl_jax.mechanisms.mechanism import Mechanism
@@ -87,7 +87,7 @@ def _packed(sampler: Sampler, store: Readable, mesh: Mesh, row: int, most_shapes
         store, sampler.group_size, sampler.expected_size, row, unit_parts(mesh), most_shapes
     )
     # Of few units that were looked at: a share may be larger by some of its standard errors.
-    sure = [min(1.0, share + 4 * math.sqrt(share / LOOKED_AT) + 0.004) for share in shares]
+    sure = [min(1.0, share + 4 * math.sqrt(share / SAMPLE_UNITS) + 0.004) for share in shares]
     units = [min(most, most * share + 6 * math.sqrt(most * share)) for share in sure]
     return Pipeline(
         store,
@@ -111,7 +111,7 @@ def check_packing(loss_fn: Callable[..., jax.Array], store: Readable, how: Execu
             "execution.packing is for single sequences of tokens, which these examples are not: "
             "set it to 0"
         )
-    if not is_marked(loss_fn):
+    if not handles_segments(loss_fn):
         raise BadInputError(
             "execution.packing needs a loss of several sequences in one row, as the transformer's "
             "is: set it to 0, or mark a loss that takes `segments` with "
@@ -140,7 +140,7 @@ def check_packed_loss(loss_fn: Callable[..., jax.Array], store: Readable, params
     positions = np.arange(offsets[0], min(offsets[0] + 4, offsets[-1]))
     cut = _Halved(store)
     length = store.read(positions[:1])["tokens"].shape[1]
-    rows, *_ = packed(cut, positions[None], Shape(len(positions), length), grouped=True)
+    rows, *_ = pack_units(cut, positions[None], Shape(len(positions), length), grouped=True)
     rows = {n: x[0].astype(_KINDS.get(n, x.dtype)) for n, x in rows.items()}
     params = away_from_zero(params)
 

@@ -19,7 +19,7 @@ import numpy as np
 from dpfl_jax.accounting.cells import Contribution
 from dpfl_jax.accounting.statement import whole_number
 from dpfl_jax.config.kinds import PARTICIPATIONS, SCHEMES, Named
-from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
+from dpfl_jax.data.owners import BoundedStore, grouped_by_owner_set, shared_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
@@ -101,12 +101,12 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
         Raises:
           BadInputError: they have, and this would take a set of owners for a user.
         """
-        if whole_of(data) is not None:
+        if shared_store(data) is not None:
             raise BadInputError(
                 "some records of the data have several owners, which this mechanism would take for "
                 f"one user: {SHARED_KINDS}, or name one owner of each"
             )
-        return by_set(data)
+        return grouped_by_owner_set(data)
 
     @abc.abstractmethod
     def population(self, user_offsets: np.ndarray) -> Population:
@@ -283,9 +283,9 @@ class Examples(Participation):
 
     def bounded(self, data: Readable) -> Readable:
         """Nobody owns more than ``group_size`` examples of it, alone or with others."""
-        whole = whole_of(data)
+        whole = shared_store(data)
         if self.group_size is None:
-            return by_set(data)
+            return grouped_by_owner_set(data)
         # proof: els-owners-1
         return data if whole is None else whole.bounded(self.group_size)
 
@@ -456,7 +456,7 @@ class OwnerSets(_WithExamples):
 
     def bounded(self, data: Readable) -> Readable:
         """Nobody is in more than ``sets_per_user`` of the sets whose records are kept."""
-        whole = whole_of(data)
+        whole = shared_store(data)
         if whole is None:
             raise BadInputError(
                 "mechanism.kind=owner_sets is for records with several owners, but every record of "

@@ -29,7 +29,7 @@ from dpfl_jax.mesh import (
     replicated,
     splits_parameters,
 )
-from dpfl_jax.models.placement import activations_pinned
+from dpfl_jax.models.transformer import constrain_activations
 
 if TYPE_CHECKING:
     from dpfl_jax.mechanisms.mechanism import Mechanism
@@ -187,7 +187,7 @@ def _in_place(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., ja
                 axes[0], split = SEQUENCE_AXIS, True
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
-        with activations_pinned(pin):
+        with constrain_activations(pin):
             found = loss_fn(params, example, **kwargs)
         if not split:
             raise BadInputError(

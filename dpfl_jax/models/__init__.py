@@ -1,12 +1,19 @@
 """What is trained: models as pure functions of their parameters. Knows nothing of privacy."""
 
 from dpfl_jax.models.by_name import build_by_name
-from dpfl_jax.models.cnn import LeafCNN, SmallCNN
 from dpfl_jax.models.config import SIZES, TransformerConfig, transformer_config
-from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression, RegressionMLP
-from dpfl_jax.models.functional import Classifier, FunctionalModel
-from dpfl_jax.models.lstm import StackedLSTM
 from dpfl_jax.models.preferences import PreferenceModel, not_reference, with_reference
+from dpfl_jax.models.small import (
+    MLP,
+    Classifier,
+    FunctionalModel,
+    LeafCNN,
+    LinearRegression,
+    LogisticRegression,
+    RegressionMLP,
+    SmallCNN,
+    StackedLSTM,
+)
 from dpfl_jax.models.transformer import LanguageModel
 from dpfl_jax.models.unigram import UnigramModel
 

@@ -1,10 +1,10 @@
-"""Causal attention: with all scores at once, or block by block in memory that grows with length.
+"""Causal attention: with all scores at once, or blockwise in memory that grows with length.
 
-A length that needs no thought is best served by the plain form. Block by block (online softmax:
-Milakov & Gimelshein 2018; Dao et al. 2022), the scores of one pair of blocks are all there ever is:
-the pass back computes them again from queries, keys and the logarithm of each row's sum. Pairs that
-no query may see are not computed, so that half the products of the plain form are saved, and more
-with a window.
+Up to ``PLAIN_UP_TO`` positions the plain form is as fast. Blockwise (online softmax: Milakov &
+Gimelshein 2018; Dao et al. 2022), only the scores of one pair of blocks exist at a time: the
+backward pass recomputes them from queries, keys and the logarithm of each row's sum. Pairs of
+blocks that no query may see are not computed, which saves half the products of the plain form, and
+more with a window.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dpfl_jax.models.config import RopeScaling
 # Positions up to which scores of one head take 4 MiB, and plain attention is as fast.
 PLAIN_UP_TO = 1024
 BLOCK = 512  # positions
-# Finite, so that nothing is ever inf - inf; its exponential is exactly 0.
-_NEVER = -1e30
+# Finite, so that nothing is inf - inf; its exponential is exactly 0.
+_MASKED = -1e30
 
 
 def attend(
@@ -32,21 +32,21 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     *,
-    how: str = "auto",
+    form: str = "auto",
     softcap: float | None = None,
     window: int | None = None,
     segments: jax.Array | None = None,
 ) -> jax.Array:
-    """What every position takes from itself and those before it.
+    """Attention of every position to itself and those before it.
 
     Args:
       q: queries [kv_heads, group, length, width], scaled; those of a group share a key head.
       k: keys [kv_heads, length, width].
       v: values, like the keys.
-      how: ``plain``, ``blockwise``, or ``auto`` (plain up to ``PLAIN_UP_TO``).
+      form: ``plain``, ``blockwise``, or ``auto`` (plain up to ``PLAIN_UP_TO``).
       softcap: scores become cap * tanh(scores / cap).
-      window: a position sees that many, itself included; None: all before it.
-      segments: int32 [length]; a position sees those of its own segment alone. None: one segment.
+      window: positions that a position sees, itself included; None: all before it.
+      segments: int32 [length]; a position sees its own segment only. None: one segment.
 
     Returns:
       [kv_heads, group, length, width], in the type of ``v``; scores and sums are float32.
@@ -54,7 +54,7 @@ def attend(
     length = q.shape[2]
     if window is not None and window >= length:
         window = None
-    if how == "plain" or (how == "auto" and length <= PLAIN_UP_TO):
+    if form == "plain" or (form == "auto" and length <= PLAIN_UP_TO):
         place = jnp.arange(length) if segments is not None else np.arange(length)
         seen = visible(place, place, window)
         if segments is not None:
@@ -64,9 +64,9 @@ def attend(
     blocks = -(-length // size)
 
     def cut(x: jax.Array, axis: int) -> jax.Array:
-        """Blocks first; the last is filled up behind all positions, where nothing sees it."""
-        filling = blocks * size - length
-        x = jnp.pad(x, [(0, filling if i == axis else 0) for i in range(x.ndim)])
+        """Blocks first; the last one is padded at the end, where nothing sees it."""
+        padding = blocks * size - length
+        x = jnp.pad(x, [(0, padding if i == axis else 0) for i in range(x.ndim)])
         return jnp.moveaxis(x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :]), axis, 0)
 
     segments = None if segments is None else cut(segments, 0)
@@ -87,7 +87,7 @@ def weighted(
     scores = jnp.einsum("kgtw,ksw->kgts", q, k, preferred_element_type=jnp.float32)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    future = jnp.where(seen, 0.0, _NEVER).astype(jnp.float32)
+    future = jnp.where(seen, 0.0, _MASKED).astype(jnp.float32)
     weights = jax.nn.softmax(scores + future, axis=-1).astype(v.dtype)
     return jnp.einsum("kgts,ksw->kgtw", weights, v)
 
@@ -110,7 +110,7 @@ def _forward(
     def pair(state: Any, i: Any, j: Any) -> Any:
         most, total, mixed = state
         scores, seen, _ = _scores(static, q, k, segments, i, j)
-        now = jnp.maximum(_row(most, i), jnp.where(seen, scores, _NEVER).max(-1))
+        now = jnp.maximum(_row(most, i), jnp.where(seen, scores, _MASKED).max(-1))
         weights = jnp.where(seen, jnp.exp(scores - now[..., None]), 0.0)
         kept = jnp.exp(_row(most, i) - now)
         more = _product("kgts,ksw->kgtw", weights.astype(v.dtype), _row(v, j))
@@ -121,7 +121,7 @@ def _forward(
         )
 
     none = _zeros(q, segments)
-    start = (jnp.full_like(none[..., 0], _NEVER), none[..., 0], none)
+    start = (jnp.full_like(none[..., 0], _MASKED), none[..., 0], none)
     most, total, mixed = _over_pairs(pair, start, q, static)
     out = (mixed / total[..., None]).astype(v.dtype)  # every position sees itself: no total is 0
     return out, (q, k, v, segments, out, most + jnp.log(total))
@@ -156,15 +156,15 @@ _blockwise.defvjp(_forward, _backward)
 def _over_pairs(
     pair: Callable[[Any, Any, Any], Any], start: Any, q: jax.Array, static: _Static
 ) -> Any:
-    """Takes ``pair`` over all pairs of blocks of which a query in one sees a key in the other."""
+    """Scans ``pair`` over the pairs of blocks in which a query sees a key."""
     blocks, size, window = q.shape[0], q.shape[-2], static[1]
     i, j = np.tril_indices(blocks)
     if window is not None:  # the first query of a block sees furthest back
         near = i * size - window < (j + 1) * size - 1
         i, j = i[near], j[near]
     pairs = (jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32))
-    # Within a scan over layers, what depends on constants alone (which scores count, for all pairs)
-    # would be computed before it and kept: here it depends on the queries, as far as JAX can tell.
+    # Within a scan over layers, what depends on constants alone (the masks of all pairs) would be
+    # computed before the scan and kept: the barrier makes it depend on the queries.
     pairs, _ = jax.lax.optimization_barrier((pairs, q))
     return jax.lax.scan(lambda state, at: (pair(state, *at), None), start, pairs)[0]
 
@@ -172,12 +172,12 @@ def _over_pairs(
 def _scores(
     static: _Static, q: jax.Array, k: jax.Array, segments: jax.Array | None, i: Any, j: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Scores of one pair of blocks, which of them count, and the slope of the cap."""
+    """Scores of one pair of blocks, which of them are visible, and the slope of the softcap."""
     softcap, window = static
     scores, slope = _product("kgtw,ksw->kgts", _row(q, i), _row(k, j)), None
     if softcap is not None:
-        bent = jnp.tanh(scores / softcap)
-        scores, slope = softcap * bent, 1.0 - bent * bent
+        capped = jnp.tanh(scores / softcap)
+        scores, slope = softcap * capped, 1.0 - capped * capped
     size = q.shape[-2]
     places = jnp.arange(size)
     seen = visible(i * size + places, j * size + places, window)
@@ -187,7 +187,7 @@ def _scores(
 
 
 def _zeros(like: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """Float32 zeros that vary over the mesh axes over which either does."""
+    """Float32 zeros that vary over the mesh axes of both arrays."""
     zeros = jnp.zeros_like(like, jnp.float32)
     return zeros if segments is None else zeros + jnp.zeros_like(segments[0, 0], jnp.float32)
 
@@ -208,16 +208,17 @@ _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 def rotary_frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
     """Radians per position of each pair of coordinates, float64 [width / 2]."""
-    found = theta ** (-np.arange(0, width, 2) / width)
+    freqs = theta ** (-np.arange(0, width, 2) / width)
     if scaling is None:
-        return found
+        return freqs
     if scaling.kind == "linear":
-        return found / scaling.factor
+        return freqs / scaling.factor
     # Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated.
-    turns = scaling.original_max_len * found / (2 * math.pi)
-    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    rotations = scaling.original_max_len * freqs / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = (rotations - low) / (high - low)
     share = np.clip(share, 0.0, 1.0)
-    return (1 - share) * found / scaling.factor + share * found
+    return (1 - share) * freqs / scaling.factor + share * freqs
 
 
 def rotary_tables(length: int, freqs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -227,7 +228,7 @@ def rotary_tables(length: int, freqs: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def rotate(x: jax.Array, cos: jax.Array | np.ndarray, sin: jax.Array | np.ndarray) -> jax.Array:
-    """Turns x [heads, length, width] by angles given as cos and sin [length, width / 2]."""
+    """Rotates x [heads, length, width] by angles given as cos and sin [length, width / 2]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""From batch normalisation, which mixes people, to one that each example has for itself."""
+"""Replaces batch normalisation, which mixes examples, by group normalisation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpfl_jax.errors import BadInputError
 
 
 class _GroupNorm(nnx.GroupNorm):
-    """Of one example: ``nnx.GroupNorm`` alone would take its first axis for one of examples."""
+    """Of one example: ``nnx.GroupNorm`` would take its first axis for the batch."""
 
     def __call__(
         self, x: Any, use_running_average: bool | None = None, *, mask: Any = None
@@ -21,18 +21,17 @@ class _GroupNorm(nnx.GroupNorm):
 
 
 def without_batch_norm(module: Any) -> Any:
-    """Returns a copy of a Flax NNX module in which group normalisation is in BatchNorm's place.
+    """Returns a copy of a Flax NNX module with group normalisation in place of BatchNorm.
 
-    There are at most 32 groups, each of at least four channels; scales and biases stay as they are,
-    with their names. Like all models that ``fit`` trains, it takes one example without a leading
-    axis.
+    There are at most 32 groups, each of at least four channels; scales and biases stay, with their
+    names. Like all models that ``fit`` trains, it takes one example without a leading axis.
 
     Args:
       module: not changed.
 
     Raises:
-      BadInputError: it is another library's, is a BatchNorm itself, or normalises another axis than
-        the last.
+      BadInputError: it is of another library, is a BatchNorm itself, or normalises another axis
+        than the last.
     """
     if not isinstance(module, nnx.Module) or isinstance(module, nnx.BatchNorm):
         raise BadInputError(

@@ -6,25 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.models.cnn import LeafCNN, SmallCNN
 from dpfl_jax.models.config import transformer_config
-from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression, RegressionMLP
-from dpfl_jax.models.lstm import StackedLSTM
+from dpfl_jax.models.small import (
+    MLP,
+    LeafCNN,
+    LinearRegression,
+    LogisticRegression,
+    RegressionMLP,
+    SmallCNN,
+    StackedLSTM,
+)
 from dpfl_jax.models.transformer import LanguageModel
 from dpfl_jax.task import Task
 
 
 def build_by_name(kind: str, task: Task, options: Mapping[str, Any]) -> Any:
-    """Returns a model for a task.
+    """Returns a model for a task, by ``dpfl_jax.task.ModelKind``.
 
-    Args:
-      kind: one of ``dpfl_jax.task.ModelKind``.
-      task: gives shapes and classes.
-      options: further arguments of the model's class; of a transformer ``size`` and fields of
-        ``TransformerConfig``.
+    ``options`` are further arguments of the model's class; for a transformer ``size`` and fields of
+    ``TransformerConfig``.
 
     Raises:
-      BadInputError: a kind that does not fit the task, or options it does not take.
+      BadInputError: the kind does not fit the task, or does not take the options.
     """
     shape, classes = task.input_shape, task.classes
     fitting: dict[str, Any] = {}

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import math
 from typing import Any, ClassVar, Literal, get_args
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, nearest, one_of, positive, require
 
 Activation = Literal["gelu", "swiglu", "geglu"]
-Norm = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "light", "full"]
 AttentionForm = Literal["auto", "plain", "blockwise"]
+_CHOICES = {"activation": Activation, "norm": NormKind, "positions": Positions,
+            "dtype": ComputeDtype, "remat": Remat, "attention": AttentionForm}  # fmt: skip
+_POSITIVE = ("norm_eps", "rope_theta", "query_scale", "attention_softcap", "logit_softcap",
+             "local_rope_theta")  # fmt: skip
+_COUNTS = ("vocab_size", "max_seq_len", "num_layers", "embed_dim", "num_heads")
+_OPTIONAL_COUNTS = ("num_kv_heads", "head_dim", "mlp_dim", "num_experts", "experts_per_token",
+                    "sliding_window", "global_every")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Rotary frequencies of a model made for longer sequences than it was first trained on.
+    """Rotary frequencies of a model for longer sequences than it was first trained on.
 
     Attributes:
       kind: ``"linear"``: all frequencies divided by ``factor`` (Chen et al. 2023); ``"llama3"``:
-        only the low ones (Llama 3.1), with a smooth passage.
+        only the low ones (Llama 3.1), with a smooth transition.
       factor: > 0.
       low_freq_factor: llama3: wavelengths above original_max_len / this are divided.
       high_freq_factor: llama3: wavelengths below original_max_len / this are kept.
-      original_max_len: llama3: length of the first training.
+      original_max_len: llama3: sequence length of the first training.
     """
 
     kind: Literal["linear", "llama3"] = "linear"
@@ -38,11 +44,7 @@ class RopeScaling:
     original_max_len: int = 8192
 
     def __post_init__(self) -> None:
-        """Validates."""
-        if self.kind not in ("linear", "llama3"):
-            raise BadInputError(
-                f"model: rope_scaling kind {self.kind!r} is not one of linear, llama3"
-            )
+        one_of("model: rope_scaling kind", self.kind, ("linear", "llama3"))
         if not (self.factor > 0 and self.high_freq_factor > self.low_freq_factor > 0):
             raise BadInputError(
                 "model: rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0"
@@ -51,13 +53,13 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters beside projections (Hu et al. 2021): y = x W + (alpha / rank) x A B.
+    """Low-rank adapters of projections (Hu et al. 2021): y = x W + (alpha / rank) x A B.
 
     Attributes:
       rank: columns of A.
       alpha: scale of the adapter times rank.
-      targets: shell patterns of the projections that get one, matched against their path, e.g.
-        ``"*/attention/*"`` or ``"block_3/mlp/down"``.
+      targets: shell patterns of the paths of projections that get one, e.g. ``"*/attention/*"`` or
+        ``"block_3/mlp/down"``.
     """
 
     rank: int = 8
@@ -65,7 +67,6 @@ class Lora:
     targets: tuple[str, ...] = ("*/attention/*",)
 
     def __post_init__(self) -> None:
-        """Validates."""
         object.__setattr__(self, "targets", tuple(self.targets))
         if self.rank < 1 or not 0 < self.alpha < math.inf:
             raise BadInputError(
@@ -74,11 +75,11 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Alpha / rank."""
+        """alpha / rank."""
         return self.alpha / self.rank
 
     def covers(self, path: str) -> bool:
-        """Whether the projection called ``path`` gets an adapter."""
+        """Whether the projection at ``path`` gets an adapter."""
         return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.targets)
 
 
@@ -92,15 +93,15 @@ class TransformerConfig:
       num_layers: blocks.
       embed_dim: width of the residual stream.
       num_heads: query heads.
-      num_kv_heads: key and value heads (fewer = grouped-query attention); default num_heads.
+      num_kv_heads: key and value heads (fewer: grouped-query attention); default num_heads.
       head_dim: width of a head; default embed_dim / num_heads.
       mlp_dim: hidden width of the MLP; default 4 x embed_dim, or 8/3 of it (rounded up to a
         multiple of 32) for the gated activations.
       activation: gelu, swiglu or geglu.
-      num_experts: MLPs of mlp_dim in every block, of which each token chooses some by itself (and
-        all of which are computed); None: one MLP, which no token chooses.
-      experts_per_token: how many it chooses; needed with num_experts, and only there.
-      experts_sum_to_one: the weights of those that it chooses are divided by their sum.
+      num_experts: MLPs of width mlp_dim in every block, all of which are computed, and some of
+        which each token chooses; None: one MLP, without routing.
+      experts_per_token: how many a token chooses; needed with num_experts, and only there.
+      experts_sum_to_one: the weights of the chosen experts are divided by their sum.
       norm: rms or layer.
       norm_eps: added to the variance.
       norm_plus_one: norms multiply by 1 + scale, not by scale (Gemma).
@@ -112,23 +113,23 @@ class TransformerConfig:
       global_every: every so many layers, one is not local (2: the second, fourth, ...); None: all
         are local.
       local_rope_theta: of local layers, which are not scaled (Gemma 3); None: as the others.
-      head_norms: queries and keys are normalised, each head for itself (Qwen 3, Gemma 3).
-      query_scale: queries are multiplied by it; default head width ** -0.5.
+      head_norms: normalise queries and keys, each head separately (Qwen 3, Gemma 3).
+      query_scale: factor of queries; default head width ** -0.5.
       attention_softcap: scores become cap * tanh(scores / cap) (Gemma 2); None: as they are.
       logit_softcap: the same for logits.
       scale_embeddings: embeddings are multiplied by the root of embed_dim (Gemma).
       use_bias: biases in projections.
-      qkv_bias: biases in those of queries, keys and values alone (Qwen 2).
+      qkv_bias: biases in those of queries, keys and values only (Qwen 2).
       tie_embeddings: the output head is the transposed embedding.
       scan_layers: one compiled block run num_layers times (compile time does not grow with depth).
-      last_layers: that many of the last blocks are a stack of their own, ``last_blocks``, so that
-        they can be trained alone; 0: one stack.
+      last_layers: so many last blocks are a separate stack, ``last_blocks``, so that they can be
+        trained alone; 0: one stack.
       remat: what the backward pass recomputes instead of storing. ``"light"``: all of a block but
-        the results of its projections, so that no attention matrix is ever stored (also the
-        fastest on a CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing.
-      attention: how it is computed: ``"plain"`` holds the scores of all positions with all;
-        ``"blockwise"`` those of two blocks of 512, so that memory grows with the length alone;
-        ``"auto"``: plain up to 1,024 positions.
+        the results of its projections, so that no attention matrix is stored (also the fastest on a
+        CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing.
+      attention: ``"plain"`` holds the scores of all pairs of positions; ``"blockwise"`` those of
+        two blocks of 512, so that memory grows linearly with length; ``"auto"``: plain up to 1,024
+        positions.
       dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
       bos_id: put before every sequence by the model; None: nothing, and then a sequence's first
         token is not predicted.
@@ -147,7 +148,7 @@ class TransformerConfig:
     num_experts: int | None = None
     experts_per_token: int | None = None
     experts_sum_to_one: bool = False
-    norm: Norm = "rms"
+    norm: NormKind = "rms"
     norm_eps: float = 1e-6
     norm_plus_one: bool = False
     post_norms: bool = False
@@ -176,64 +177,24 @@ class TransformerConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
-        """Validates the shape; one sentence for what does not fit."""
         if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "full" if self.remat else "none")
         for name, kind in (("rope_scaling", RopeScaling), ("lora", Lora)):
             value = getattr(self, name)
             if isinstance(value, dict):
                 object.__setattr__(self, name, _parsed(name, kind, value))
-        optional = (
-            "num_kv_heads",
-            "head_dim",
-            "mlp_dim",
-            "num_experts",
-            "experts_per_token",
-            "sliding_window",
-            "global_every",
-        )
-        for name in (
-            "vocab_size",
-            "max_seq_len",
-            "num_layers",
-            "embed_dim",
-            "num_heads",
-            *optional,
-        ):
+        for name in (*_COUNTS, *_OPTIONAL_COUNTS):
             value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadInputError(
-                    f"model: {name} is {value!r}, but it must be a whole number >= 1"
-                )
-        choices = {
-            "activation": Activation,
-            "norm": Norm,
-            "positions": Positions,
-            "dtype": ComputeDtype,
-            "remat": Remat,
-            "attention": AttentionForm,
-        }
-        for name, options in choices.items():
-            if getattr(self, name) not in get_args(options):
-                raise BadInputError(
-                    f"model: {name} is {getattr(self, name)!r}, but it must be one of "
-                    f"{', '.join(get_args(options))}"
-                )
-        for name in ("norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
-        for name in ("query_scale", "attention_softcap", "logit_softcap", "local_rope_theta"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
-        if not (type(self.last_layers) is int and 0 <= self.last_layers < self.num_layers):
-            raise BadInputError(
-                f"model: last_layers is {self.last_layers!r}, but it must be an integer from 0 to "
-                f"below num_layers ({self.num_layers})"
-            )
+            optional = value is None and name in _OPTIONAL_COUNTS
+            good = optional or (type(value) is int and value >= 1)
+            require(good, f"model: {name}", value, "a whole number, at least 1")
+        for name, options in _CHOICES.items():
+            value, known = getattr(self, name), get_args(options)
+            require(value in known, f"model: {name}", value, f"one of {', '.join(known)}")
+        for name in _POSITIVE:
+            positive(f"model: {name}", getattr(self, name))
+        most = self.num_layers - 1
+        at_least("model: last_layers", self.last_layers, 0, most=most, whole=True)
         local = {"global_every": self.global_every, "local_rope_theta": self.local_rope_theta}
         for name, value in local.items():
             if value is not None and self.sliding_window is None:
@@ -301,7 +262,7 @@ class TransformerConfig:
 
     @property
     def local_layers(self) -> tuple[bool, ...]:
-        """For each block, whether it sees sliding_window positions only."""
+        """For each block, whether it sees only sliding_window positions."""
         if self.sliding_window is None:
             return (False,) * self.num_layers
         every = self.global_every
@@ -347,21 +308,14 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(size: str, **overrides: Any) -> TransformerConfig:
-    """Returns the configuration of a named size, with some fields changed.
-
-    Args:
-      size: a key of ``SIZES``.
-      **overrides: fields of ``TransformerConfig``; ``vocab_size`` is needed unless the size has it.
+    """Returns the configuration of a size (a key of ``SIZES``), with some fields changed.
 
     Raises:
       BadInputError: an unknown size or field.
     """
-    if size not in SIZES:
-        raise BadInputError(f"model: size {size!r} is not one of {', '.join(SIZES)}")
+    one_of("model: size", size, SIZES)
     known = [f.name for f in dataclasses.fields(TransformerConfig)]
     for name in overrides:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise BadInputError(f"model: unknown field {name!r}: {hint}")
+            raise BadInputError(f"model: unknown field {name!r}: {nearest(name, known)}")
     return TransformerConfig(**{"vocab_size": 259} | SIZES[size] | overrides)

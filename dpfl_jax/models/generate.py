@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.models.config import TransformerConfig
 from dpfl_jax.models.transformer import LanguageModel
 
@@ -34,24 +34,23 @@ def generate(
     Args:
       model: the model.
       params: its parameters.
-      prompt: ids as the model reads them, its beginning included (``dpfl_jax.data.prompt_ids``).
-      max_tokens: at most so many are sampled.
+      prompt: ids as the model reads them, beginning included (``dpfl_jax.data.prompt_ids``).
+      max_tokens: sampled at most.
       key: of the draws.
       temperature: logits are divided by it; 0: always the most likely token.
       top_k: draw from the k most likely tokens; None: from all.
       stop_ids: any of them ends the text, and is not yielded.
 
     Raises:
-      BadInputError: nothing to sample, prompt and sample are longer than the model takes, a token
-        outside the vocabulary, or settings that make no sense.
+      BadInputError: there is nothing to sample, prompt and sample are longer than the model takes,
+        a token is outside the vocabulary, or a setting makes no sense.
     """
     config = model.config
     tokens = np.asarray(prompt, np.int64)
     if not len(tokens):
         raise BadInputError("the prompt has no token that a model could go on from")
     length = len(tokens) + max_tokens
-    if max_tokens < 1:
-        raise BadInputError(f"the number of tokens to sample is {max_tokens}, but at least 1")
+    at_least("the number of tokens to sample", max_tokens, 1)
     if length > config.max_seq_len + 1:  # the last token sampled is not read again
         raise BadInputError(
             f"prompt and sample are {length - 1} tokens long, but the model takes at most "
@@ -61,16 +60,14 @@ def generate(
         raise BadInputError(
             f"the prompt has a token id outside the model's vocabulary of {config.vocab_size}"
         )
-    if not temperature >= 0 or (top_k is not None and top_k < 1):
-        raise BadInputError(
-            f"temperature must be >= 0 and top_k >= 1, but they are {temperature} and {top_k}"
-        )
+    at_least("temperature", temperature, 0)
+    at_least("top_k", top_k, 1)
     if config.positions == "rotary":  # the cache need not be longer than this text
         config = dataclasses.replace(config, max_seq_len=length)
     return _tokens(config, params, tokens, max_tokens, key, temperature, top_k, stop_ids)
 
 
-# One program for all parameters of a model.
+# One program for all models of a shape.
 @functools.partial(
     jax.jit, static_argnames=("config", "temperature", "top_k"), donate_argnames="cache"
 )
@@ -84,7 +81,7 @@ def _read(
     top_k: int | None,
 ) -> tuple[jax.Array, PyTree]:
     logits, cache = LanguageModel(config).next_logits(params, cache, tokens)
-    return draw(logits[-1], key, temperature, top_k), cache
+    return sample_token(logits[-1], key, temperature, top_k), cache
 
 
 def _tokens(
@@ -97,19 +94,19 @@ def _tokens(
     top_k: int | None,
     stop_ids: Collection[int],
 ) -> Iterator[int]:
-    cache, some = LanguageModel(config).start(params), jnp.asarray(tokens, jnp.int32)
+    cache, unread = LanguageModel(config).init_cache(params), jnp.asarray(tokens, jnp.int32)
     for i in range(max_tokens):
         drawn, cache = _read(
-            config, params, cache, some, jax.random.fold_in(key, i), temperature, top_k
+            config, params, cache, unread, jax.random.fold_in(key, i), temperature, top_k
         )
         token = int(drawn)
         if token in stop_ids:
             return
         yield token
-        some = drawn[None]
+        unread = drawn[None]
 
 
-def draw(
+def sample_token(
     logits: jax.Array, key: jax.Array, temperature: float = 1.0, top_k: int | None = None
 ) -> jax.Array:
     """Draws one token, int32 scalar, from logits [vocab_size]."""

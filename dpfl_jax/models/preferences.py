@@ -1,7 +1,7 @@
 """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) of a language model.
 
-The reference is the model before the first step, a constant: of a model with adapters its base
-alone, and of one that is trained itself a frozen copy of what is trained, beside it.
+The reference is the model before the first step, a constant: the base of a model with adapters, or
+a frozen copy of the parameters that are trained.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.config import TransformerConfig
-from dpfl_jax.models.lora import is_adapter, without_adapters
+from dpfl_jax.models.params import flat_paths, is_adapter, nested, without_adapters
 from dpfl_jax.models.transformer import LanguageModel
 
 PyTree = Any
@@ -23,15 +22,15 @@ REFERENCE = "reference"
 
 
 def with_reference(params: PyTree, trained: Callable[[str], bool] | None = None) -> PyTree:
-    """``params`` before the first step, beside the reference of a ``PreferenceModel``.
+    """Adds the reference of a ``PreferenceModel`` to ``params`` before the first step.
 
     Args:
       params: of the model; adapters' B are zero.
       trained: which are trained, by name; None: all.
 
     Returns:
-      ``params``, with what is trained of them under ``"reference"`` (``not_reference`` is then to
-      be asked of a name, too); adapters alone need no copy.
+      ``params``, with a copy of the trained ones under ``"reference"`` (``not_reference`` then
+      tells them apart); adapters need no copy.
     """
     chosen = {
         name: value
@@ -42,7 +41,7 @@ def with_reference(params: PyTree, trained: Callable[[str], bool] | None = None)
 
 
 def not_reference(name: str) -> bool:
-    """Whether a parameter is the model's own: what ``trainable`` of a run must ask."""
+    """Whether a parameter is not of the reference; a run's ``trainable`` must ask it."""
     return not name.startswith(f"{REFERENCE}/")
 
 
@@ -50,11 +49,10 @@ class PreferenceModel(LanguageModel):
     """A transformer that learns which of two answers was chosen.
 
     Attributes:
-      beta: how dear it is to leave the reference.
+      beta: the cost of leaving the reference.
     """
 
     def __init__(self, config: TransformerConfig, beta: float = 0.1) -> None:
-        """See the class."""
         super().__init__(config)
         self.beta = beta
         self._base = LanguageModel(dataclasses.replace(config, lora=None))
@@ -64,24 +62,24 @@ class PreferenceModel(LanguageModel):
     ) -> jax.Array:
         """-log sigmoid(beta (margin of the model - margin of the reference)) of ONE pair.
 
-        A margin is log p(chosen answer) - log p(rejected answer), of all their tokens together.
+        A margin is log p(chosen answer) - log p(rejected answer), summed over their tokens.
 
         Args:
           params: of ``with_reference``.
-          example: ``tokens`` int32 [2, length], the chosen sequence first, and ``mask`` bool
-            [2, length], True for the answers' tokens.
+          example: ``tokens`` int32 [2, length], the chosen sequence first, and ``mask`` bool [2,
+            length], True for the answers' tokens.
           rng: unused (there is no dropout).
 
         Returns:
           float32 scalar; log 2 where the model is the reference.
         """
         del rng
-        own = {name: value for name, value in params.items() if name != REFERENCE}
-        kept = flat_paths(params.get(REFERENCE, {}))
-        first = nested({**flat_paths(without_adapters(own)), **kept})
-        moved = _margin(self, own, example)
-        still = jax.lax.stop_gradient(_margin(self._base, first, example))
-        return jax.nn.softplus(-self.beta * (moved - still))
+        model_params = {name: value for name, value in params.items() if name != REFERENCE}
+        reference = flat_paths(params.get(REFERENCE, {}))
+        base_params = nested({**flat_paths(without_adapters(model_params)), **reference})
+        margin = _margin(self, model_params, example)
+        reference_margin = jax.lax.stop_gradient(_margin(self._base, base_params, example))
+        return jax.nn.softplus(-self.beta * (margin - reference_margin))
 
     def right(self, losses: jax.Array) -> jax.Array:
         """Whether margins are above the reference's, by losses: 1, 0, or 1/2 where equal."""

@@ -1,15 +1,16 @@
 """A decoder-only transformer in Flax: pre-norm, rotary or learned positions, scanned blocks.
 
-Projections are plain matrix products of parameters with data: what computes the norms of per-person
-gradients from the loss's jaxpr knows those. What is between them has no parameters, and may be
-computed in any way.
+All parameters meet data in plain matrix products, which the computation of per-unit gradient norms
+from the loss's jaxpr understands. What lies between has no parameters, and any form will do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
@@ -26,20 +27,44 @@ from dpfl_jax.models.attention import (
     weighted,
 )
 from dpfl_jax.models.config import TransformerConfig
-from dpfl_jax.models.placement import pinned
 from dpfl_jax.task import takes_segments
 
 PyTree = Any
-Initializer = Callable[..., jax.Array]
 _STDDEV = 0.02
-# Longer sequences times vocabularies than this (1 GiB) have their losses computed in pieces.
-_LOGITS_AT_ONCE = 2**28
+# Above this many logits (1 GiB) losses are computed in chunks.
+_MAX_LOGITS = 2**28
+
+
+Constraint = Callable[[jax.Array], jax.Array]
+
+
+_CONSTRAINT = contextvars.ContextVar[Constraint | None]("constraint", default=None)
+
+
+@contextlib.contextmanager
+def constrain_activations(constraint: Constraint) -> Iterator[None]:
+    """Applies ``constraint`` to every activation of the models traced inside.
+
+    With parameters split over devices, the compiler may follow them, give every device a slice of
+    each layer of *all* examples, and send activations rather than parameters. A caller who knows
+    the mesh keeps each activation with its example by a sharding constraint.
+    """
+    token = _CONSTRAINT.set(constraint)
+    try:
+        yield
+    finally:
+        _CONSTRAINT.reset(token)
+
+
+def _constrained(x: jax.Array) -> jax.Array:
+    constraint = _CONSTRAINT.get()
+    return x if constraint is None else constraint(x)
 
 
 class Linear(nn.Module):
     """x @ kernel (+ bias) in the compute dtype; x [..., i] -> [..., features].
 
-    With ``experts`` there are so many kernels: x [length, i] -> [length, experts, features], and
+    With ``experts`` there is a kernel for each: x [length, i] -> [length, experts, features], and
     x [length, experts, i] -> [length, features], summed over experts.
     """
 
@@ -51,7 +76,6 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the projection."""
         lead = () if self.experts is None else (self.experts,)
         init = nn.initializers.normal(self.stddev)
         kernel = self.param("kernel", init, (*lead, x.shape[-1], self.features))
@@ -66,14 +90,14 @@ class Linear(nn.Module):
             b = self.param("lora_b", nn.initializers.zeros, (*lead, lora.rank, self.features))
             inner = _product(x, a.astype(x.dtype), True)
             y = y + _product(inner, b.astype(x.dtype), x.ndim == 2) * lora.scale
-        return pinned(y)
+        return _constrained(y)
 
 
-def _product(x: jax.Array, kernel: jax.Array, apart: bool) -> jax.Array:
-    """One product, or one for each expert, theirs ``apart`` or their sum."""
+def _product(x: jax.Array, kernel: jax.Array, separate: bool) -> jax.Array:
+    """One product; with experts one each, kept separate or summed."""
     if kernel.ndim == 2:
         return x @ kernel
-    read, made = "te" if x.ndim == 3 else "t", "te" if apart else "t"
+    read, made = "te" if x.ndim == 3 else "t", "te" if separate else "t"
     return jnp.einsum(f"{read}i,eif->{made}f", x, kernel)
 
 
@@ -84,7 +108,6 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises and scales."""
         y = x.astype(jnp.float32)
         if self.config.norm == "layer":
             y = y - y.mean(axis=-1, keepdims=True)
@@ -99,11 +122,11 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, optionally with fewer key and value heads.
+    """Causal self-attention, optionally with fewer key and value heads (grouped-query attention).
 
     Attributes:
       config: the model's shape.
-      decode: go on from a cache: keys and values of up to max_seq_len earlier positions.
+      decode: continue from a cache of keys and values of up to max_seq_len earlier positions.
     """
 
     config: TransformerConfig
@@ -111,17 +134,14 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        local: bool | jax.Array = False,
-        segments: jax.Array | None = None,
+        self, x: jax.Array, local: bool | jax.Array = False, segments: jax.Array | None = None
     ) -> jax.Array:
-        """X [length, embed_dim] -> the same shape; ``local``: of the layer (bool scalar)."""
+        """x [length, embed_dim] -> the same shape; ``local``: of the layer (bool scalar)."""
         c = self.config
         length = x.shape[0]
 
         def heads(name: str, count: int, norm: str | None = None) -> jax.Array:
-            # Heads first: the products below are then batched over a leading axis, without copies.
+            # Heads first: the products below are batched over a leading axis, without copies.
             y = Linear(count * c.width, c, bias=c.qkv_bias, name=name)(x)
             y = y.reshape(length, count, c.width)
             y = Norm(c, name=norm)(y) if norm is not None and c.head_norms else y
@@ -136,7 +156,7 @@ class Attention(nn.Module):
             q, k, v, seen = self._cached(q, k, v, local)
             mixed = weighted(q.reshape(grouped), k, v, seen, c.attention_softcap)
         else:
-            q, k = self._placed(q, k, 0, local)
+            q, k = self._rotated(q, k, 0, local)
             mixed = self._attend(q.reshape(grouped), k, v, local, segments)
         mixed = mixed.reshape(c.num_heads, length, c.width).transpose(1, 0, 2).reshape(length, -1)
         return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="out")(mixed)
@@ -149,10 +169,9 @@ class Attention(nn.Module):
         local: bool | jax.Array,
         segments: jax.Array | None,
     ) -> jax.Array:
-        """Within a window, or not, or as the layer says."""
         c = self.config
         form = functools.partial(
-            attend, how=c.attention, softcap=c.attention_softcap, segments=segments
+            attend, form=c.attention, softcap=c.attention_softcap, segments=segments
         )
         near = functools.partial(form, window=c.sliding_window)
         if c.sliding_window is None or c.sliding_window >= q.shape[2]:
@@ -161,12 +180,12 @@ class Attention(nn.Module):
             return near(q, k, v) if local else form(q, k, v)
         return jax.lax.cond(local, near, form, q, k, v)
 
-    def _placed(
+    def _rotated(
         self, q: jax.Array, k: jax.Array, start: Any, local: bool | jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Rotates queries and keys [heads, length, width] of the positions from ``start`` on.
 
-        Only how far two are apart matters: segments of one row need no positions of their own.
+        Only relative positions matter: segments of one row need no positions of their own.
         """
         c, length = self.config, q.shape[1]
         if c.positions != "rotary":
@@ -186,37 +205,37 @@ class Attention(nn.Module):
     def _cached(
         self, q: jax.Array, k: jax.Array, v: jax.Array, local: bool | jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Appends to the cache; returns queries, all keys and values, and which are seen."""
+        """Appends to the cache; returns queries, all keys and values, and which are visible."""
         c, length = self.config, q.shape[1]
         shape = (c.kv_heads, c.max_seq_len, c.width)
         keys = self.variable("cache", "keys", jnp.zeros, shape, k.dtype)
         values = self.variable("cache", "values", jnp.zeros, shape, v.dtype)
         at = self.variable("cache", "index", jnp.zeros, (), jnp.int32)
         start = at.value
-        q, k = self._placed(q, k, start, local)
+        q, k = self._rotated(q, k, start, local)
         keys.value = jax.lax.dynamic_update_slice_in_dim(keys.value, k, start, axis=1)
         values.value = jax.lax.dynamic_update_slice_in_dim(values.value, v, start, axis=1)
         at.value = start + length
-        here, places = start + jnp.arange(length), jnp.arange(c.max_seq_len)
-        seen = visible(here, places, None)
+        queries, places = start + jnp.arange(length), jnp.arange(c.max_seq_len)
+        seen = visible(queries, places, None)
         if c.sliding_window is not None:
-            seen = jnp.where(local, visible(here, places, c.sliding_window), seen)
+            seen = jnp.where(local, visible(queries, places, c.sliding_window), seen)
         return q, keys.value, values.value, seen
 
 
 class Mlp(nn.Module):
     """Two or (gated) three projections, or as many for each of the experts.
 
-    All experts are computed for all positions, and those that a position has not chosen have weight
-    zero: no position is left out, whatever others choose, and all products are those of parameters
-    with data. It takes num_experts / experts_per_token times the arithmetic of the chosen ones.
+    All experts are computed for all positions, with weight zero if a position has not chosen them:
+    no position is left out because of others' choices, and all products are of parameters with
+    data. It takes num_experts / experts_per_token times the arithmetic of the chosen ones.
     """
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """X [length, embed_dim] -> the same shape."""
+        """x [length, embed_dim] -> the same shape."""
         c = self.config
         linear = functools.partial(Linear, config=c, experts=c.num_experts)
         y = linear(c.hidden, name="up")(x)
@@ -227,20 +246,12 @@ class Mlp(nn.Module):
             y = jax.nn.gelu(y)
         if c.num_experts is not None:
             scores = Linear(c.num_experts, c, name="router")(x)
-            y = y * shares(scores, c).astype(y.dtype)[..., None]
+            y = y * expert_weights(scores, c).astype(y.dtype)[..., None]
         return linear(c.embed_dim, stddev=_STDDEV / math.sqrt(2 * c.num_layers), name="down")(y)
 
 
-def shares(scores: jax.Array, config: TransformerConfig) -> jax.Array:
-    """How much each position takes of each expert, zero of those that it does not choose.
-
-    Args:
-      scores: of experts, [length, num_experts].
-      config: says how many are chosen, and whether their weights sum to one.
-
-    Returns:
-      float32 [length, num_experts].
-    """
+def expert_weights(scores: jax.Array, config: TransformerConfig) -> jax.Array:
+    """The weight of each expert at each position, float32 like ``scores``; 0 if not chosen."""
     assert config.experts_per_token is not None
     weights = jax.nn.softmax(scores.astype(jnp.float32))
     chosen = jax.lax.top_k(weights, config.experts_per_token)[1]
@@ -251,12 +262,12 @@ def shares(scores: jax.Array, config: TransformerConfig) -> jax.Array:
 
 
 class Block(nn.Module):
-    """One pre-norm block, in the form that ``nn.scan`` wants: (carry, nothing).
+    """One pre-norm block, in the form that ``nn.scan`` takes: (carry, nothing).
 
     Attributes:
       config: the model's shape.
       decode: as of ``Attention``.
-      local: whether all blocks of this stack see a window; None: the argument says which do.
+      local: whether all blocks of this stack have a window; None: the argument says which do.
     """
 
     config: TransformerConfig
@@ -265,16 +276,15 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        local: jax.Array | None = None,
-        segments: jax.Array | None = None,
+        self, x: jax.Array, local: jax.Array | None = None, segments: jax.Array | None = None
     ) -> tuple[jax.Array, None]:
-        """X [length, embed_dim] -> (the same shape, None)."""
+        """x [length, embed_dim] -> (the same shape, None)."""
         c = self.config
-        x = pinned(x)
-        here: Any = local if self.local is None else self.local
-        y = Attention(c, self.decode, name="attention")(Norm(c, name="norm1")(x), here, segments)
+        x = _constrained(x)
+        is_local: Any = local if self.local is None else self.local
+        y = Attention(c, self.decode, name="attention")(
+            Norm(c, name="norm1")(x), is_local, segments
+        )
         x = x + (Norm(c, name="post_norm1")(y) if c.post_norms else y)
         y = Mlp(c, name="mlp")(Norm(c, name="norm2")(x))
         return x + (Norm(c, name="post_norm2")(y) if c.post_norms else y), None
@@ -286,12 +296,12 @@ class Transformer(nn.Module):
     With ``losses``, the cross-entropy of each token instead, float32 [length].
 
     The input is shifted right behind the beginning-of-sequence id, so that position t predicts
-    token t from the tokens before it; without such an id, nothing predicts a sequence's first
-    token, and its loss is 0. With ``decode`` it is not shifted: the model goes on from its cache,
-    and position t predicts what follows token t.
+    token t from the tokens before it. Without such an id nothing predicts a sequence's first token,
+    and its loss is 0. With ``decode`` it is not shifted: the model continues from its cache, and
+    position t predicts what follows token t.
 
-    With ``segments``, int32 [length], there are several sequences, one behind the other: each
-    begins anew where the number changes, and sees itself alone.
+    With ``segments``, int32 [length], there are several sequences, one after another: each starts
+    where the number changes, and sees only itself.
     """
 
     config: TransformerConfig
@@ -301,13 +311,12 @@ class Transformer(nn.Module):
     def __call__(
         self, tokens: jax.Array, losses: bool = False, segments: jax.Array | None = None
     ) -> jax.Array:
-        """Runs the model on one sequence."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
         init = nn.initializers.normal(_STDDEV)
         embedding = self.param("embedding", init, (c.vocab_size, c.embed_dim))
         inputs = tokens
-        first = jnp.arange(tokens.shape[0]) == 0 if segments is None else begins(segments)
+        first = jnp.arange(tokens.shape[0]) == 0 if segments is None else segment_starts(segments)
         bos = None if self.decode else c.bos_id
         if bos is not None:
             inputs = jnp.where(first, bos, jnp.roll(tokens, 1))
@@ -318,17 +327,17 @@ class Transformer(nn.Module):
             positions = self.param("positions", init, (c.max_seq_len, c.embed_dim))
             if self.decode:
                 at = self.variable("cache", "index", jnp.zeros, (), jnp.int32)
-                here = jax.lax.dynamic_slice_in_dim(positions, at.value, tokens.shape[0])
+                encoding = jax.lax.dynamic_slice_in_dim(positions, at.value, tokens.shape[0])
                 at.value = at.value + tokens.shape[0]
             elif segments is not None:
                 places = jnp.arange(tokens.shape[0])
                 places = places - jax.lax.cummax(jnp.where(first, places, 0))
-                # What fills a row up may be longer than any sequence.
+                # Padding may be longer than any sequence.
                 places = jnp.where(segments > 0, places, 0)
-                here = jnp.take(positions, places, axis=0, mode="fill")
+                encoding = jnp.take(positions, places, axis=0, mode="fill")
             else:
-                here = positions[: tokens.shape[0]]
-            x = x + here.astype(dtype)
+                encoding = positions[: tokens.shape[0]]
+            x = x + encoding.astype(dtype)
         if c.scale_embeddings:
             x = x * jnp.asarray(math.sqrt(c.embed_dim), dtype)
         block = Block
@@ -340,7 +349,7 @@ class Transformer(nn.Module):
         if c.scan_layers:
             local = c.local_layers
             for name, length in c.stacks:
-                mine, local = local[:length], local[length:]
+                of_stack, local = local[:length], local[length:]
                 stack = nn.scan(
                     block,
                     variable_axes={"params": 0, "cache": 0},
@@ -348,62 +357,62 @@ class Transformer(nn.Module):
                     in_axes=(0, nn.broadcast),
                     length=length,
                 )
-                alike = mine[0] if len(set(mine)) == 1 else None
-                which = jnp.array(mine) if alike is None else None
-                x, _ = stack(c, self.decode, alike, name=name)(x, which, segments)
+                all_local = of_stack[0] if len(set(of_stack)) == 1 else None
+                local_of_each = jnp.array(of_stack) if all_local is None else None
+                x, _ = stack(c, self.decode, all_local, name=name)(x, local_of_each, segments)
         else:
             for i, near in enumerate(c.local_layers):
                 x, _ = block(c, self.decode, near, name=f"block_{i}")(x, None, segments)
-        x = pinned(Norm(c, name="final_norm")(x))
+        x = _constrained(Norm(c, name="final_norm")(x))
         unshifted = bos is None and not self.decode
         if unshifted:
-            x = jnp.roll(x, 1, axis=0)  # what a position says is of the next token
+            x = jnp.roll(x, 1, axis=0)  # a position predicts the next token
         if c.tie_embeddings:
             head = embedding.T
         else:
             head = self.param("head", init, (c.embed_dim, c.vocab_size))
 
         def logits(x: jax.Array) -> jax.Array:
-            found = jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
+            out = jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
             if c.logit_softcap is not None:
-                found = c.logit_softcap * jnp.tanh(found / c.logit_softcap)
-            return pinned(found)
+                out = c.logit_softcap * jnp.tanh(out / c.logit_softcap)
+            return _constrained(out)
 
         if not losses:
             return logits(x)
-        found = _losses(logits, x, tokens, c.vocab_size)
-        return jnp.where(first, 0.0, found) if unshifted else found
+        out = _losses(logits, x, tokens, c.vocab_size)
+        return jnp.where(first, 0.0, out) if unshifted else out
 
 
-def begins(segments: jax.Array) -> jax.Array:
-    """Bool [length]: where a segment begins."""
+def segment_starts(segments: jax.Array) -> jax.Array:
+    """Bool [length]: where a segment starts."""
     return jnp.concatenate([jnp.ones((1,), bool), segments[1:] != segments[:-1]])
 
 
 def _losses(
     logits: Callable[[jax.Array], jax.Array], x: jax.Array, tokens: jax.Array, vocab_size: int
 ) -> jax.Array:
-    """Cross-entropies of tokens, float32 [length]; in pieces where logits are large."""
+    """Cross-entropies of tokens, float32 [length]; in chunks where logits are large."""
 
-    def some(x: jax.Array, tokens: jax.Array) -> jax.Array:
-        found = logits(x)
+    def chunk_losses(x: jax.Array, tokens: jax.Array) -> jax.Array:
+        losses = logits(x)
         # A comparison instead of a lookup: no scatter backwards, and the vocabulary may be sharded.
         target = jnp.arange(vocab_size)[None, :] == tokens[:, None]
-        picked = jnp.where(target, found, 0.0).sum(axis=-1)
-        return jax.nn.logsumexp(found, axis=-1) - picked
+        picked = jnp.where(target, losses, 0.0).sum(axis=-1)
+        return jax.nn.logsumexp(losses, axis=-1) - picked
 
     length = tokens.shape[0]
-    if length * vocab_size <= _LOGITS_AT_ONCE:
-        return some(x, tokens)
-    size = max(1, _LOGITS_AT_ONCE // 4 // vocab_size)
+    if length * vocab_size <= _MAX_LOGITS:
+        return chunk_losses(x, tokens)
+    size = max(1, _MAX_LOGITS // 4 // vocab_size)
     size = size // 128 * 128 or size
-    pieces = -(-length // size)
-    filling = pieces * size - length
-    x = jnp.pad(x, ((0, filling), (0, 0))).reshape(pieces, size, -1)
-    tokens = jnp.pad(tokens, (0, filling)).reshape(pieces, size)
-    again = jax.checkpoint(some, prevent_cse=False)
-    found = jax.lax.scan(lambda _, piece: (None, again(*piece)), None, (x, tokens))[1]
-    return found.reshape(-1)[:length]
+    chunks = -(-length // size)
+    padding = chunks * size - length
+    x = jnp.pad(x, ((0, padding), (0, 0))).reshape(chunks, size, -1)
+    tokens = jnp.pad(tokens, (0, padding)).reshape(chunks, size)
+    recomputed = jax.checkpoint(chunk_losses, prevent_cse=False)
+    losses = jax.lax.scan(lambda _, chunk: (None, recomputed(*chunk)), None, (x, tokens))[1]
+    return losses.reshape(-1)[:length]
 
 
 class LanguageModel:
@@ -424,7 +433,7 @@ class LanguageModel:
         return self._module.init(key, tokens)["params"]
 
     def logits(self, params: PyTree, tokens: jax.Array) -> jax.Array:
-        """Tokens int32 [length] -> float32 [length, vocab_size]; row t predicts token t.
+        """tokens int32 [length] -> float32 [length, vocab_size]; row t predicts token t.
 
         Raises:
           BadInputError: a batch, or a sequence longer than max_seq_len.
@@ -448,8 +457,8 @@ class LanguageModel:
                 f"a sequence has {tokens.shape[0]} tokens, but the model's max_seq_len is "
                 f"{self.config.max_seq_len}: raise it, or cut the sequences shorter"
             )
-        found = self._module.apply({"params": params}, tokens, losses, segments)
-        return cast(jax.Array, found)
+        out = self._module.apply({"params": params}, tokens, losses, segments)
+        return cast(jax.Array, out)
 
     @takes_segments
     def loss(
@@ -460,8 +469,10 @@ class LanguageModel:
         Args:
           params: as returned by ``init``.
           example: ``tokens`` int32 [length] and ``mask`` bool [length], True for real tokens. Other
-            tokens are not predicted, but later ones see them: padding belongs at the end. With
-            ``segments``, int32 [length], it is a row of several, and the loss is their sum.
+            tokens
+            are not predicted, but later ones see them: padding belongs at the end. With
+            ``segments``, int32 [length], it is a row of several examples, and the loss is the sum
+            of theirs.
           rng: unused (there is no dropout).
 
         Returns:
@@ -471,16 +482,16 @@ class LanguageModel:
         tokens, real = example["tokens"], example["mask"].astype(bool)
         segments = example.get("segments")
         if self.config.bos_id is None:
-            first = jnp.arange(real.shape[0]) == 0 if segments is None else begins(segments)
+            first = jnp.arange(real.shape[0]) == 0 if segments is None else segment_starts(segments)
             real = real & ~first
         losses = jnp.where(real, self._apply(params, tokens, True, segments), 0.0)
         if segments is None:
             return losses.sum() / jnp.maximum(real.sum(), 1).astype(jnp.float32)
-        number = jnp.cumsum(begins(segments)) - 1
+        number = jnp.cumsum(segment_starts(segments)) - 1
         counts = jax.ops.segment_sum(real.astype(jnp.float32), number, segments.shape[0])
         return (losses / jnp.maximum(counts, 1.0)[number]).sum()
 
-    def start(self, params: PyTree) -> PyTree:
+    def init_cache(self, params: PyTree) -> PyTree:
         """Returns an empty cache for ``next_logits``, of max_seq_len positions."""
         tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
         shapes = jax.eval_shape(
@@ -495,8 +506,8 @@ class LanguageModel:
 
         Args:
           params: as returned by ``init``.
-          cache: what was read before: ``start(params)``, or as returned by the last call. It holds
-            max_seq_len positions; the caller must not read more.
+          cache: ``init_cache(params)``, or as returned by the last call. It holds max_seq_len
+            positions; the caller must not read more.
           tokens: int32 [length]; the first of a sequence is bos_id, if there is one.
 
         Returns:

@@ -1,45 +1,31 @@
-"""A unigram model: what a language model must beat to have learnt anything beyond frequencies."""
+"""A unigram model: what a language model must beat to have learnt more than frequencies."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, positive
 
 _CHUNK = 8192
 
 
-class TokenStore(Protocol):
-    """What is needed of a store of examples."""
-
-    @property
-    def user_offsets(self) -> np.ndarray:
-        """int64 [num_users + 1]: examples are at positions user_offsets[0]:user_offsets[-1]."""
-
-    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """``tokens`` int [n, L] and ``mask`` bool [n, L] of the given positions."""
-
-
 @dataclasses.dataclass(frozen=True)
 class UnigramModel:
-    """Independent tokens, with frequencies from counts smoothed by a constant.
+    """Independent tokens, with frequencies from smoothed counts.
 
     Attributes:
-      log_probs: float64 [vocab_size], natural logarithms; sums to 1 after ``exp``.
+      log_probs: float64 [vocab_size], natural logarithms of probabilities.
     """
 
     log_probs: np.ndarray
 
     @classmethod
     def from_batches(
-        cls,
-        batches: Iterable[Mapping[str, np.ndarray]],
-        vocab_size: int,
-        smoothing: float = 1.0,
+        cls, batches: Iterable[Mapping[str, np.ndarray]], vocab_size: int, smoothing: float = 1.0
     ) -> UnigramModel:
         """Counts the tokens of batches of examples.
 
@@ -51,8 +37,7 @@ class UnigramModel:
         Raises:
           BadInputError: smoothing <= 0, or a token outside the vocabulary.
         """
-        if not smoothing > 0:
-            raise BadInputError(f"smoothing of a unigram model is {smoothing}, but it must be > 0")
+        positive("smoothing of a unigram model", smoothing)
         counts = np.zeros(vocab_size, np.int64)
         for batch in batches:
             counts += np.bincount(_real_tokens(batch, vocab_size), minlength=vocab_size)
@@ -60,8 +45,8 @@ class UnigramModel:
         return cls(np.log(smooth / smooth.sum()))
 
     @classmethod
-    def fit(cls, store: TokenStore, vocab_size: int, smoothing: float = 1.0) -> UnigramModel:
-        """Counts the tokens of a whole store, a chunk at a time."""
+    def fit(cls, store: Any, vocab_size: int, smoothing: float = 1.0) -> UnigramModel:
+        """Counts the tokens of a store (``dpfl_jax.data``), a chunk at a time."""
         return cls.from_batches(_batches(store, None), vocab_size, smoothing)
 
     def example_losses(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -71,13 +56,13 @@ class UnigramModel:
         nll = np.where(mask, -self.log_probs[np.where(mask, batch["tokens"], 0)], 0.0)
         return nll.sum(-1) / np.maximum(mask.sum(-1), 1)
 
-    def losses(self, store: TokenStore, max_examples: int | None = None) -> np.ndarray:
+    def losses(self, store: Any, max_examples: int | None = None) -> np.ndarray:
         """``example_losses`` of (the first ``max_examples`` of) a store, in its order."""
         parts = [self.example_losses(batch) for batch in _batches(store, max_examples)]
         return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _batches(store: TokenStore, max_examples: int | None) -> Iterator[dict[str, np.ndarray]]:
+def _batches(store: Any, max_examples: int | None) -> Iterator[dict[str, np.ndarray]]:
     first, stop = int(store.user_offsets[0]), int(store.user_offsets[-1])
     if max_examples is not None:
         stop = min(stop, first + max_examples)

@@ -125,7 +125,7 @@ class Noise:
             raise BadInputError(
                 f"the noise is {self.stddev / self.sensitivity:.3g} times the sensitivity, but "
                 f"exact noise needs {_LEAST_NOISE:g} times: its grid ends at 3.4 million standard "
-                "deviations; set mechanism.arithmetic=float (isrl.noise=float)"
+                "deviations; set mechanism.arithmetic=float"
             )
         return self._added(key, tree, rest, earlier)
 

@@ -303,7 +303,6 @@ def run_trials(
 @functools.lru_cache(maxsize=1)
 def _proxy(config: str, overrides: tuple[str, ...], allow_code: bool, largest: int) -> Proxy:
     loaded = load_config(config, [*overrides, "sweep=null"], allow_code)
-    assert isinstance(loaded, RunConfig)
     return Proxy(loaded, largest)
 
 

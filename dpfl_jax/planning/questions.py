@@ -322,3 +322,27 @@ def _feasible(points: Sequence[Point], lines: dict[str, float]) -> str:
     verdict = f"yes, from epsilon {min(surely):g} on" if surely else "no, at none of these epsilons"
     told = ", ".join(f"{k:.0%} at epsilon {e:g}" for e, k in kept.items())
     return f"{verdict}: of the gain without privacy is kept {told}"
+
+
+def predict(
+    result: dict[str, Any], plan: Any, outlook: Any, target: float | None
+) -> dict[str, Any]:
+    """Adds predictions to a plan's JSON: of its cells, of the best split, of the least epsilon."""
+    cells = [as_cell(option, plan.steps) for option in plan.options]
+    for option, found in zip(result["options"], outlook.law.predict(cells), strict=True):
+        option |= found
+    best = outlook.best(0.0, epsilon=outlook.planner.epsilon).cell
+    told: dict[str, Any] = {
+        "best_of_budget": min(result["options"], key=lambda o: o["loss"]),
+        "best_split": best,
+        "gradients": outlook.gradients,
+        "initial_loss": outlook.law.about["initial"],
+    }
+    if target is not None:
+        epsilon, cell = outlook.least_epsilon(target)
+        told["least_epsilon"] = {
+            "target_loss": target,
+            "value": epsilon if math.isfinite(epsilon) else None,
+            "cell": cell,
+        }
+    return told

@@ -123,9 +123,8 @@ class Sweep:
         Raises:
           BadInputError: it is of a federation, or wrong, or repeats one seed.
         """
-        overrides = [*self.overrides, *_ALONE, "sweep=null"]
-        config = load_config(self.config, overrides, self.allow_code)
-        if not isinstance(config, RunConfig):
+        config = load_config(self.config, [*self.overrides, *_ALONE], self.allow_code)
+        if config.variant != "central":
             raise BadInputError("sweeps are of central runs: this configuration is of a federation")
         if self.repeats > 1 and (config.seed is not None or "seed" in self.axes):
             raise BadInputError(
@@ -151,9 +150,7 @@ class Sweep:
           BadInputError: an axis that is no key, or a value that does not fit.
         """
         overrides = [*self.overrides, *_ALONE, *cell.overrides(self.base)]
-        config = load_config(self.config, overrides, self.allow_code)
-        assert isinstance(config, RunConfig)
-        return config
+        return load_config(self.config, overrides, self.allow_code)
 
     def digest(self, cell: Cell) -> str:
         """Names a cell's files: the same for the same configuration, whatever the grid."""

@@ -93,9 +93,11 @@ def knob(config: Any, key: str, values: Sequence[Any]) -> Knob:
 
     def changed(value: Any) -> Any:
         old = getattr(config, section)
-        if section == "mechanism":
+        if section == "mechanism" and config.variant != "isrl":
             drawn = dataclasses.replace(old.participation, **{name: value})
             new = dataclasses.replace(old, participation=drawn)
+        elif section == "mechanism":
+            new = dataclasses.replace(old, **{name: value})
         else:
             new = old.model_copy(update={name: value})
         return config.model_copy(update={section: new})

@@ -19,13 +19,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.config import (
-    FederatedConfig,
-    IsrlConfig,
-    RunConfig,
-    config_fingerprint,
-    config_to_dict,
-)
+from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
@@ -41,10 +35,10 @@ from dpfl_jax.task import Task
 
 # The module that prepares each kind, by name: this one is below them all, and a command, which
 # starts in a second, needs one of them.
-_KINDS: dict[Any, str] = {
-    RunConfig: "dpfl_jax.training.central_run",
-    FederatedConfig: "dpfl_jax.federation.federated_run",
-    IsrlConfig: "dpfl_jax.federation.isrl.runs.isrl_run",
+_KINDS = {
+    "central": "dpfl_jax.training.central_run",
+    "silos": "dpfl_jax.federation.federated_run",
+    "isrl": "dpfl_jax.federation.isrl.runs.isrl_run",
 }
 
 
@@ -256,7 +250,7 @@ def prepare(config: Any, console: Console) -> Run:
     Raises:
       BadInputError: anything wrong with the configuration or the data.
     """
-    return importlib.import_module(_KINDS[type(config)]).prepare(config, console)
+    return importlib.import_module(_KINDS[config.variant]).prepare(config, console)
 
 
 def run_experiment(
@@ -310,10 +304,10 @@ def dry_run(config: Any, console: Console) -> dict[str, Any]:
 
     With a ``population`` section no data are read.
     """
-    if getattr(config, "population", None) is None:
+    if config.population is None:
         run = prepare(config, console)
     else:
-        run = importlib.import_module(_KINDS[type(config)]).declared(config)
+        run = importlib.import_module(_KINDS[config.variant]).declared(config)
     guarantee = run.about(run.guarantee(run.steps, run.caveats()))
     for line in [*run.warnings(), *run.advice()]:
         console.print(line, highlight=False)

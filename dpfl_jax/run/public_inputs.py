@@ -42,7 +42,7 @@ def about(
 
     Args:
       guarantee: of the mechanism that ran.
-      unit_key: what makes a unit (``StoreBase.unit_key``).
+      unit_key: what makes a unit (``Store.unit_key``).
       public_inputs: as ``public_inputs`` lists them.
       account: of the ledger that was charged; None if there is none.
     """
@@ -102,18 +102,18 @@ def of_the_mechanism(
 
 
 def _of_the_model(config: Any, checkpoint: str | None) -> Iterator[str]:
-    model, seed = config.model, getattr(config, "init_seed", None)
-    if (base := getattr(model, "checkpoint", None)) is not None:
+    model, seed = config.model, config.init_seed
+    if config.variant == "isrl":
+        yield "first parameters: 0"
+    elif (base := model.checkpoint) is not None:
         digest = "" if checkpoint is None else f" ({checkpoint[:16]})"
         yield f"initial checkpoint: {_name(base)}{digest}"
         if model.lora is not None:
             yield f"first adapters: drawn with init_seed={seed}"
-    elif seed is None:
-        yield "first parameters: 0"
     else:
         built = "" if model.module is None else f"by {model.module}, "
         yield f"first parameters: {built}drawn with init_seed={seed}"
-    if getattr(config, "pretrain", None) is not None:
+    if config.pretrain is not None:
         yield f"pre-training corpus: data.public={_name(config.data.public)}"
 
 
@@ -156,7 +156,7 @@ def _scaled_by(data: Any, task: Task) -> str | None:
     """Records that set the scale; "" if the source has constants, None if nothing is scaled."""
     if task.scaled:
         return ""
-    share = getattr(data, "public_fraction", None)
+    share = data.public_fraction
     return None if share is None else f"from data.public_fraction={share:g} of the records"
 
 

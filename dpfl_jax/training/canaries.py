@@ -29,7 +29,7 @@ from dpfl_jax.audit.trials import LONG
 from dpfl_jax.clipping import join
 from dpfl_jax.clipping.rules import WholeGradientRule
 from dpfl_jax.config.schema import AuditConfig
-from dpfl_jax.data.owners import whole_of
+from dpfl_jax.data.owners import shared_store
 from dpfl_jax.data.pipeline import is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
@@ -357,7 +357,7 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
             "canaries are drawn beside people, who leave when budgets of their own are spent "
             f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"
         )
-    if whole_of(data) is not None:
+    if shared_store(data) is not None:
         raise BadInputError(
             "canaries are users with records of their own, but records of the data have several "
             "owners: remove the section audit; dpfl audit --simulate attacks the mechanism"

@@ -28,9 +28,8 @@ from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.data.keys import key_name
-from dpfl_jax.data.labels import far_from_order_1
-from dpfl_jax.data.owners import Bounding, bounding_of, by_set, whole_of
-from dpfl_jax.data.store import unit_key_of
+from dpfl_jax.data.owners import Bounding, bounding_of, grouped_by_owner_set, shared_store
+from dpfl_jax.data.store import scale_warning, unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Calibrated, Mechanism, Population
 from dpfl_jax.mechanisms.calibrated import SHARED_ADJACENCY
@@ -344,7 +343,7 @@ class CentralRun(Run):
         """That users do not look like people, or columns are far from order 1."""
         if not self.private or self.data is None:
             return []
-        found = [far_from_order_1(self.train)]
+        found = [scale_warning(self.train)]
         if self.config.data.max_examples_per_user != 1:
             found.insert(0, not_people(self.train, "user"))
         return [f"warning: {text}" for text in found if text is not None]
@@ -459,7 +458,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     population = mechanism.participation.count(data.train)
     with console.status("calibrating noise"):
         calibrated = calibrate(config, population, optimizer)
-    held_out: Store | None = by_set(getattr(data, config.eval.split))
+    held_out: Store | None = grouped_by_owner_set(getattr(data, config.eval.split))
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
     if held_out is None:
@@ -474,7 +473,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
                     f"data.{config.eval.split}_fraction, or leave it out"
                 )
     elif config.eval.personalize:
-        if whole_of(held_out) is not None:
+        if shared_store(held_out) is not None:
             raise BadInputError(
                 "eval.personalize tunes a copy for each held-out user, but records of the data "
                 "have several owners: leave it out"

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
 from dpfl_jax.data.example_keys import key_argument
-from dpfl_jax.data.placement import local_columns, ship_columns
+from dpfl_jax.data.pipeline import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.data.tokenizers import Tokenizer, prompt_ids
 from dpfl_jax.errors import BadInputError

@@ -15,14 +15,11 @@ import jax
 from dpfl_jax import __version__
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.statement import NAME
-from dpfl_jax.config import RunConfig
-from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, build_by_name
 from dpfl_jax.models.checkpoint import save_adapter, save_checkpoint
 from dpfl_jax.models.checkpoint.families import family_of
-from dpfl_jax.models.checkpoint.load import flat_paths
-from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.models.params import flat_paths, is_adapter
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.task import Task
@@ -71,7 +68,8 @@ def export(
     with _whole_or_nothing(pathlib.Path(out)):
         size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
         base = None
-        if isinstance(kept.config, RunConfig) and kept.config.model.is_transformer:
+        is_central = kept.config is not None and kept.config.variant == "central"
+        if is_central and kept.config.model.is_transformer:
             base = kept.config.model.checkpoint
             trained = load_trained(directory, dtype=dtype, which=which, merged=not adapter)
             if adapter:
@@ -157,14 +155,14 @@ def _other(
     params, config = kept.released, kept.config
     structure: dict[str, Any] = {}
     told = kept.report.get("task")
-    if isinstance(config, IsrlConfig):  # one matrix
+    if config is not None and config.variant == "isrl":  # one matrix
         scaled = {"scale": None, "target": None, "names": None, **kept.report.get("inputs", {})}
         linear = {**scaled, "max_norm": config.data.max_norm}
         structure = {"loss": config.model.loss, "task": told, "linear": linear}
     elif config is None:  # of `fit`
         structure = {"loss": kept.report.get("loss"), "task": told}
     else:
-        section, task = config.model, Task.of(kept.report["task"])
+        section, task = config.model, Task.from_json(kept.report["task"])
         key = jax.random.key(config.init_seed)
         loss = "classification" if task.kind == "classes" else task.kind
         structure = {"task": told, "options": section.options, "loss": loss}

@@ -137,7 +137,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
     files = TensorFiles(folder, STRUCTURE)
     found = {name: jnp.asarray(files.whole(name)) for name in files}
     structure = files.config
-    task = Task.of(structure["task"]) if structure.get("task") else None
+    task = Task.from_json(structure["task"]) if structure.get("task") else None
     model = _library_model(structure, task) if model is None else model
     if like is None:
         params = _nested(found, structure["parameters"])

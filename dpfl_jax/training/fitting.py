@@ -15,9 +15,8 @@ from rich.console import Console
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable
 from dpfl_jax.config.schema import AuditConfig
-from dpfl_jax.data.labels import check_labels, far_from_order_1
-from dpfl_jax.data.owners import by_set, people
-from dpfl_jax.data.store import Readable, expect_store
+from dpfl_jax.data.owners import grouped_by_owner_set, owner_ids
+from dpfl_jax.data.store import Readable, check_labels, expect_store, scale_warning
 from dpfl_jax.errors import BadInputError, expect, room_on_disk
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.models import LanguageModel
@@ -133,7 +132,7 @@ def fit(
         loss = of_arrays(loss, rebuild)
     evaluate = None
     if validation is not None:
-        evaluate = Evaluator(loss, plan.mesh).of(by_set(validation))
+        evaluate = Evaluator(loss, plan.mesh).of(grouped_by_owner_set(validation))
     algorithm = algorithm_of(loss, arrays, plan, optimizer, trainable)
     if _has_labels(plan.data):
         classes = number_of_classes(loss_fn, params, model, plan.example)
@@ -147,7 +146,7 @@ def fit(
         caveats = _caveats(plan, validation, known)
         if validation is not None and loop is not None and loop.chooses:
             _refuse_shared(plan.data, validation)
-        warnings = (not_people(plan.data, "user"), far_from_order_1(plan.data))
+        warnings = (not_people(plan.data, "user"), scale_warning(plan.data))
         _warn(console, *warnings, KNOWN_CAVEAT if known else None)
     if plan.bounding is not None and console is not None:
         console.print(str(plan.bounding), highlight=False)
@@ -283,14 +282,14 @@ def _warn(console: Console | None, *found: str | None) -> None:
 
 def _known(data: Any, validation: Any) -> bool:
     """Whether somebody in validation is trained on, too, as far as stores name people."""
-    stores = (by_set(data), by_set(validation))
+    stores = (grouped_by_owner_set(data), grouped_by_owner_set(validation))
     named = all(hasattr(s, "user_ids") and hasattr(s, "num_users") for s in stores)
-    return named and not people(data).isdisjoint(people(validation))
+    return named and not owner_ids(data).isdisjoint(owner_ids(validation))
 
 
 def _refuse_shared(data: Any, validation: Any) -> None:
     """Nobody may be trained on and choose a checkpoint, too: no noise is added to a choice."""
-    both = people(data) & people(validation)
+    both = owner_ids(data) & owner_ids(validation)
     if both:
         raise BadInputError(
             f"{len(both)} users of validation are trained on, too, and keep_best and patience "

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.errors import BadInputError, repeated
-from dpfl_jax.models.dense import LogisticRegression
-from dpfl_jax.models.functional import Classifier, cross_entropy
+from dpfl_jax.models.small import Classifier, LogisticRegression, cross_entropy
 
 PyTree = Any
 _STATISTICS = (

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.config.schema import NamedModel
+from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.data import Store
 from dpfl_jax.data.example_keys import key_argument, with_any_key
-from dpfl_jax.data.owners import by_set
+from dpfl_jax.data.owners import grouped_by_owner_set
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.task import Task
 from dpfl_jax.training.modules import (
@@ -79,10 +79,10 @@ class OwnModel:
         self.num_params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(arrays))
 
     @classmethod
-    def of(cls, section: NamedModel, task: Task, store: Store, init_seed: int) -> OwnModel:
+    def of(cls, section: ModelConfig, task: Task, store: Store, init_seed: int) -> OwnModel:
         """As a configuration names it, for data like those of ``store``."""
         assert section.module is not None
-        first = store.read(np.asarray(by_set(store).user_offsets)[:1])
+        first = store.read(np.asarray(grouped_by_owner_set(store).user_offsets)[:1])
         example, key = jax.tree.map(lambda x: x[0], first), jax.random.key(init_seed)
         return cls(section.module, task, section.options, key, example)
 

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import Trainable, join, split
-from dpfl_jax.data.placement import local_columns, ship_columns
+from dpfl_jax.data.pipeline import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.data.columns import read_inputs
 from dpfl_jax.data.in_memory import table_rows
+from dpfl_jax.data.table import read_inputs
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import FunctionalModel, LanguageModel
 from dpfl_jax.task import Task

@@ -22,7 +22,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from dpfl_jax.data.placement import local_columns, ship_columns
+from dpfl_jax.data.pipeline import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import parameter_shardings, place, unit_axes, unit_parts

@@ -30,8 +30,7 @@ from dpfl_jax.models import (
     with_reference,
 )
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
-from dpfl_jax.models.checkpoint.load import flat_paths, nested
-from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.models.params import flat_paths, is_adapter, nested
 from dpfl_jax.training.optimizers import make_optimizer
 from dpfl_jax.training.own_model import OwnModel
 from dpfl_jax.training.pretrain import Pretrained, pretrain

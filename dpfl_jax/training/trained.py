@@ -20,8 +20,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, not_reference
 from dpfl_jax.models.checkpoint import fingerprint
-from dpfl_jax.models.checkpoint.load import flat_paths, nested
-from dpfl_jax.models.lora import merge, without_adapters
+from dpfl_jax.models.params import flat_paths, merge, nested, without_adapters
 from dpfl_jax.run.checkpoint import Checkpoints, load_params, released
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import finished_report
@@ -76,7 +75,7 @@ def load_trained(
     directory = pathlib.Path(run)
     kept = read_run(directory, which)
     config, report, step = kept.config, kept.report, kept.step
-    if not isinstance(config, RunConfig):
+    if config is None or config.variant != "central":
         raise BadInputError(
             f"the run in {directory} is no central run of a language model: `dpfl export` writes "
             "any run's parameters"

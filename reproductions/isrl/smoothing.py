@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.federation.isrl.runs.isrl_run import prepare
 from dpfl_jax.federation.isrl.runs.messages import make_evaluation
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
@@ -49,11 +49,12 @@ def hinge(settings: Settings, trials: int) -> list[dict[str, Any]]:
         beta = rows[-1]["smoothing"] if epsilon is None else None
         losses, hits = [], []
         for trial in range(trials if epsilon is not None else 1):
-            config = IsrlConfig.model_validate(
+            config = RunConfig.model_validate(
                 {
-                    "data": {"source": "breast_cancer", "silos": 4, "split_seed": of(trial)},
+                    "data": {"source": "breast_cancer", "split_seed": of(trial)},
+                    "federation": {"silos": 4, "rounds": 100},
                     "model": {"loss": "hinge", "radius": 3.0, "smoothing": beta},
-                    "isrl": {"algorithm": "accelerated", "sampling": "full", "rounds": 100},
+                    "mechanism": {"kind": "accelerated", "sampling": "full"},
                     "privacy": {"epsilon": epsilon},
                 }
             )

@@ -17,7 +17,7 @@ import optax
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.rates import TwoStage
-from dpfl_jax.config.execution import RoundExecution
+from dpfl_jax.config.execution import Execution
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federated import Federated, FederatedSteps
@@ -287,7 +287,7 @@ class Bench:
             mesh=self._mesh,
             server=OptimizerServer(),
             keep_local_state=True,
-            execution=RoundExecution(microbatch_size=self.microbatch_size),
+            execution=Execution(microbatch_size=self.microbatch_size),
         )
         key, found, state = RootKey.from_seed(seed), [], run.init()
         builder = _RealizedBatch if made.realized_batch else _Buffers

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage
-from dpfl_jax.config.federated import FederatedDataConfig
+from dpfl_jax.data import DataConfig
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
@@ -68,7 +68,7 @@ def run(settings: Settings) -> Outcome:
 def patients() -> tuple[FederatedData, dict[str, np.ndarray]]:
     """The bundled patients over four silos in turn, two thirds of them to train on."""
     found = load_subjects(
-        FederatedDataConfig(source="breast_cancer", validation_fraction=0.34, split_seed=of(1))
+        DataConfig(source="breast_cancer", validation_fraction=0.34, split_seed=of(1))
     )
     train = found.train.read(np.arange(found.train.num_examples))
     test = found.held_out.read(np.arange(found.held_out.num_examples))

@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig, FederatedPrivacyConfig
+from dpfl_jax.config import RunConfig
+from dpfl_jax.config.schema import PrivacyConfig
+from dpfl_jax.data import DataConfig
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated_run import build_federation, spread
 from dpfl_jax.federation.rounds import RoundBuilder
@@ -112,12 +114,12 @@ class Trained:
 
 @functools.lru_cache(maxsize=4)
 def _subjects(section: str) -> SubjectData:
-    return load_subjects(FederatedDataConfig(**json.loads(section)))
+    return load_subjects(DataConfig(**json.loads(section)))
 
 
 @functools.lru_cache(maxsize=8)
 def _spread(config_json: str) -> FederatedData:
-    config = FederatedConfig.model_validate_json(config_json)
+    config = RunConfig.model_validate_json(config_json)
     return spread(_subjects(json.dumps(dataclasses.asdict(config.data))).train, config)
 
 
@@ -175,11 +177,11 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
     if run.optimizer is not None:
         name, rate = run.optimizer
         raw["federation"]["local_optimizer"] = {"name": name, "learning_rate": rate}
-    config = FederatedConfig.model_validate(raw)
+    config = RunConfig.model_validate(raw)
     subjects = _subjects(json.dumps(dataclasses.asdict(config.data)))
     data_part = config.model_copy(
         update={
-            "privacy": FederatedPrivacyConfig(noise_multiplier=1.0),
+            "privacy": PrivacyConfig(noise_multiplier=1.0),
         }
     )
     data = _spread(data_part.model_dump_json())

@@ -91,7 +91,6 @@ def base(quick: bool) -> dict[str, Any]:
 def config(quick: bool) -> RunConfig:
     """``base``, validated."""
     made = validate_config(base(quick))
-    assert isinstance(made, RunConfig)
     return made
 
 

@@ -16,7 +16,7 @@ RUNS = {
     "central": ("configs/quickstart.yaml", SHORT),
     "federated": ("configs/subject/quickstart.yaml", ["federation.rounds=1"]),
     "personal": ("configs/rpdp/quickstart.yaml", ["federation.rounds=1"]),
-    "isrl": ("configs/isrl/quickstart.yaml", ["isrl.rounds=5"]),
+    "isrl": ("configs/isrl/quickstart.yaml", ["federation.rounds=5"]),
 }
 
 

@@ -8,7 +8,14 @@ import yaml
 from benchmarks import audit as bench
 from dpfl_jax.cli.main import main
 
-ISRL = ["audit", "--simulate", "configs/isrl/quickstart.yaml", "isrl.rounds=4", "--trials", "2000"]
+ISRL = [
+    "audit",
+    "--simulate",
+    "configs/isrl/quickstart.yaml",
+    "federation.rounds=4",
+    "--trials",
+    "2000",
+]
 
 
 @pytest.mark.slow

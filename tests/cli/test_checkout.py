@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import dpfl_jax
-from dpfl_jax.cli._checkout import from_checkout
+from dpfl_jax.cli.bench import from_checkout
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 

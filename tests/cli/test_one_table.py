@@ -117,7 +117,7 @@ def test_a_tab_separated_one_is_shown_beside_a_run_without_privacy(
         ("uls", "model.lora.rank=4", "model.lora does not go with model.kind=linear"),
         ("uls", "model.trainable=last_layers", "is for model.kind=transformer"),
         ("uls", "model.options.hidden=[3]", "model.options do not fit model.kind=linear"),
-        ("isrl", "data.silos=2", "set data.silos=3"),
+        ("isrl", "federation.silos=2", "set federation.silos=3"),
         ("isrl", "model.loss=logistic", "does not fit data with a number as target"),
         ("hi_grad_avg", "federation.silos=2", "set federation.silos to 3"),
         ("hi_grad_avg", "model.kind=logistic", "use mlp or linear"),

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.cli.plan import _draw
+from dpfl_jax.planning.figures import draw_heat_map
 from dpfl_jax.planning.planner import Option
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -118,7 +118,9 @@ def test_of_devices_it_counts_local_epochs_and_leaves_examples_out(capsys, tmp_p
 
 def test_the_picture_is_readable_and_has_the_recommended_row(monkeypatch):
     drawn = []
-    monkeypatch.setattr("dpfl_jax.cli.plan.save_figure", lambda figure, file: drawn.append(figure))
+    monkeypatch.setattr(
+        "dpfl_jax.planning.figures.save_figure", lambda figure, file: drawn.append(figure)
+    )
     groups = (1, 2, 4)
     planner = types.SimpleNamespace(
         sensitivities=types.SimpleNamespace(user=dict.fromkeys(groups, 1.0)),
@@ -128,7 +130,7 @@ def test_the_picture_is_readable_and_has_the_recommended_row(monkeypatch):
         ],
     )
     best = Option("bandmf", 4, 16, 0.1, 0.5, 0.5, bands=8, error=0.2)
-    _draw(planner, types.SimpleNamespace(budget=64, best=best, options=[best]), "plan.png")
+    draw_heat_map(planner, types.SimpleNamespace(budget=64, best=best, options=[best]), "plan.png")
     axes, bar = drawn[0].axes
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["1", "2", "4", "recommended"]
     cells = axes.texts

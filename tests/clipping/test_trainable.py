@@ -11,7 +11,7 @@ from dpfl_jax.clipping import clipped_grad, join, split
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora
-from dpfl_jax.models.lora import is_adapter, merge, without_adapters
+from dpfl_jax.models.params import is_adapter, merge, without_adapters
 
 BASE = TransformerConfig(
     vocab_size=37,

@@ -17,7 +17,7 @@ from dpfl_jax.clipping import clipped_grad, join, split
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora
-from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.models.params import is_adapter
 
 TINY = TransformerConfig(
     vocab_size=7, max_seq_len=4, num_layers=2, embed_dim=4, num_heads=1, mlp_dim=4, remat="none"

@@ -1,10 +1,14 @@
 """Configs: what is wrong is said in one sentence that names the key."""
 
+import pathlib
+import random
+
 import pytest
 import yaml
 from rich.console import Console
 
-from dpfl_jax.config import config_fingerprint, load_config, validate_config
+from dpfl_jax.config import config_fingerprint, config_to_dict, load_config, validate_config
+from dpfl_jax.config.load import make_config, read_sections
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.pipeline import run_experiment
 
@@ -155,7 +159,7 @@ def test_missing_sections_and_files_are_named(tmp_path):
     path = tmp_path / "c.yaml"
     kind = "mechanism: {kind: uls, group_size: 1, cohort_size: 16}\n"
     path.write_text(f"data: {{source: python_source}}\n{kind}privacy: {{epsilon: 1}}\n")
-    with pytest.raises(BadInputError, match="'train' is missing"):
+    with pytest.raises(BadInputError, match=r"'train\.steps' is missing"):
         load_config(path)
     with pytest.raises(BadInputError, match="no config file"):
         load_config(tmp_path / "absent.yaml")
@@ -252,7 +256,7 @@ SYSTEMS = {
         "federation": {"rounds": 2, "local_steps": 1},
         "privacy": {"epsilon": 2.0},
     },
-    "isrl": {"isrl": {"algorithm": "minibatch_sgd"}},
+    "isrl": {"mechanism": {"kind": "minibatch_sgd"}},
 }
 OTHER = {
     "microbatch_size": 3,
@@ -274,7 +278,60 @@ OTHER = {
 def test_execution_is_no_part_of_what_is_guaranteed(system):
     """A run goes on with another one; every field is tried."""
     base = validate_config(SYSTEMS[system])
-    for name in type(base.execution).model_fields:
+    for name in config_to_dict(base)["execution"]:
         other = validate_config(SYSTEMS[system] | {"execution": {name: OTHER[name]}})
         assert getattr(other.execution, name) != getattr(base.execution, name)
         assert config_fingerprint(other) == config_fingerprint(base), name
+
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+# Keys below are names of other people, not ours.
+FREE = {"options", "overrides", "grid", "limited_examples", "scale", "categories", "dates"}
+
+
+def keys_in(section, above=()):
+    for name, value in section.items():
+        yield (*above, name)
+        if isinstance(value, dict) and name not in FREE:
+            yield from keys_in(value, (*above, name))
+
+
+def misspelt(name, rng):
+    """With two neighbours swapped, a letter left out, or one twice."""
+    i = rng.randrange(len(name) - 1)
+    swapped = name[:i] + name[i + 1] + name[i] + name[i + 2 :]
+    return next(
+        new
+        for new in (rng.choice([swapped, name[:i] + name[i + 1 :]]), name[:i] + name[i] + name[i:])
+        if new != name
+    )
+
+
+@pytest.mark.parametrize("how", ["misspelt", "mistyped"])
+def test_a_wrong_key_in_any_configuration_is_named(how, monkeypatch):
+    """Fifty configurations each, over all variants, with one key wrong; seeded."""
+    monkeypatch.setenv("DPFL_DATA_DIR", "/data")
+    rng, files = random.Random(49), sorted(CONFIGS.rglob("*.yaml"))
+    variants = set()
+    for number in range(50):
+        file = files[number % len(files)]
+        raw = read_sections(file)
+        variants.add(load_config(file).variant)
+        # A word of few letters may mean many others, and the kind says what the keys are.
+        *section, name = rng.choice(
+            [k for k in keys_in(raw) if len(k[-1]) > 4 or how != "misspelt"]
+        )
+        inside = raw
+        for part in section:
+            inside = inside[part]
+        if how == "misspelt":
+            new = misspelt(name, rng)
+            inside[new] = inside.pop(name)
+            wanted = rf"unknown key '{'.'.join([*section, new])}'.*did you mean .*'(\w+\.)*{name}'"
+        else:
+            inside[name] = {"not": "this"} if not isinstance(inside[name], dict) else 3.5
+            wanted = name
+        with pytest.raises(BadInputError, match=wanted) as caught:
+            make_config(raw, (), file)
+        assert "\n" not in str(caught.value)
+    assert variants == {"central", "silos", "isrl"}

@@ -301,7 +301,7 @@ def test_a_table_of_rows_that_was_sent_reads_no_other_file(tmp_path):
 
 
 def test_rows_of_any_size_keep_their_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "_LARGE", 300)
+    monkeypatch.setattr(build_module, "_LARGE_BYTES", 300)
     documents = [(f"u{i % 3}", f"{i} " * (1 + 97 * i % 200)) for i in range(60)]
     plan = BuildPlan.for_text("bytes", 32, num_shards=2)
     built = build_store(lambda: ((u, t.encode()) for u, t in documents), tmp_path / "store", plan)
@@ -401,7 +401,7 @@ def test_existing_output_is_not_overwritten(files, tmp_path):
 
 
 def test_settings_are_checked():
-    with pytest.raises(BadInputError, match="unknown store format"):
+    with pytest.raises(BadInputError, match="must be one of arrow, arrayrecord"):
         BuildPlan.for_text("bytes", 8, shard_format="zip")
     with pytest.raises(BadInputError, match="number of shards"):
         BuildPlan.for_text("bytes", 8, num_shards=0)

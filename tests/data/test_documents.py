@@ -9,9 +9,9 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from dpfl_jax.data.documents import expand_paths, read_documents
+from dpfl_jax.data.documents import read_documents
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import guess_format, read_rows
+from dpfl_jax.data.rows import expand_paths, guess_format, read_rows
 from dpfl_jax.errors import BadInputError
 
 ROWS = [("ann", "one"), ("bob", 'two\nlines, "quoted"'), ("ann", "three é")]

@@ -9,8 +9,7 @@ import pytest
 from dpfl_jax.cli.main import main
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.data.build import write_store
-from dpfl_jax.data.inspect import size_histogram
-from dpfl_jax.data.private_quantiles import private_quantile
+from dpfl_jax.data.inspect import private_quantile, size_histogram
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
 
@@ -94,7 +93,7 @@ def test_build_command_end_to_end(tmp_path, capsys):
     for change, message in (
         (["--user-column", "author"], "no column 'author'"),
         (["--input", "/nowhere.jsonl"], "does not exist"),
-        (["--store-format", "zip"], "unknown store format"),
+        (["--store-format", "zip"], "must be one of arrow, arrayrecord"),
         (["--tokenizer", "x"], "neither 'bytes'"),
         (["--source", "tfds"], "cannot open the TFDS"),
         (["--source", "nothing"], "unknown"),

@@ -14,7 +14,7 @@ import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.data import UserView, split_by_user
 from dpfl_jax.data.build import write_store
-from dpfl_jax.data.owners import BoundedStore, SharedStore, by_set, people
+from dpfl_jax.data.owners import BoundedStore, SharedStore, grouped_by_owner_set, owner_ids
 from dpfl_jax.data.shards import Manifest, open_store
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Calibrated, Population
@@ -48,14 +48,14 @@ def test_one_store_from_every_door(files, tmp_path, capsys):
     assert isinstance(whole, SharedStore)
     # Of several owners nobody is first, and nobody counts twice.
     assert sorted(whole.user_ids(range(whole.num_users))) == ["ann", "bob", "cat", "dan"]
-    assert sorted(zip(whole.user_ids(range(4)), whole.owned.tolist())) == [
+    assert sorted(zip(whole.user_ids(range(4)), whole.examples_per_owner.tolist())) == [
         ("ann", 3), ("bob", 2), ("cat", 2), ("dan", 1)
     ]  # fmt: skip
     assert (whole.num_examples, whole.most_owners) == (4, 3)
     frame = pd.DataFrame(ROWS)
     arrays = whole.read(np.arange(4))
-    owners = [name.split("\x1f") for name in by_set(whole).user_ids(range(3))]
-    sizes = np.diff(by_set(whole).user_offsets)
+    owners = [name.split("\x1f") for name in grouped_by_owner_set(whole).user_ids(range(3))]
+    sizes = np.diff(grouped_by_owner_set(whole).user_offsets)
     repeated = [some for some, size in zip(owners, sizes) for _ in range(size)]
     made = [
         dpfl.from_pandas(frame, user="authors", text="body"),
@@ -106,7 +106,12 @@ def test_what_treats_records_as_one_users_is_refused(files, tmp_path, capsys):
             getattr(whole, name)
     bounded = whole.bounded(2)
     for mechanism in (dpfl.uls, dpfl.allocation, dpfl.bandmf):
-        for data in (whole, bounded, by_set(whole), UserView(by_set(whole), np.arange(2))):
+        for data in (
+            whole,
+            bounded,
+            grouped_by_owner_set(whole),
+            UserView(grouped_by_owner_set(whole), np.arange(2)),
+        ):
             with pytest.raises(BadInputError, match=r"several owners, which this mechanism"):
                 mechanism(group_size=1, cohort_size=1).plan(data, steps=2, epsilon=8.0, delta=1e-3)
     with pytest.raises(BadInputError, match=r"every record of the data has one: use mech.*=uls"):
@@ -137,7 +142,7 @@ def test_canaries_and_a_choice_by_people_who_are_trained_on_are_refused():
     train = dpfl.from_texts(MAILS[:2])
     held_out = dpfl.from_texts(MAILS[3:])
     plan = els.plan(train, steps=1, noise_multiplier=1.0, delta=1e-3)
-    assert people(plan.data) & people(held_out) == {"ann"}
+    assert owner_ids(plan.data) & owner_ids(held_out) == {"ann"}
     with pytest.raises(BadInputError, match="1 users of validation are trained on, too"):
         dpfl.fit(
             lambda params, example: jnp.sum(params["w"]) * 0.0,
@@ -173,10 +178,10 @@ def test_a_split_leaves_out_what_lies_on_both_sides():
     mails = [(rng.choice(names, rng.integers(1, 4), replace=False), "Hello") for _ in range(300)]
     whole = dpfl.from_texts([(list(owners), text) for owners, text in mails])
     parts = split_by_user(whole, {"validation": 0.3}, seed=1)
-    train, validation = people(parts["train"]), people(parts["validation"])
+    train, validation = owner_ids(parts["train"]), owner_ids(parts["validation"])
     assert train & validation == set()
     assert parts["train"].num_examples + parts["validation"].num_examples < 300
-    for owners, _ in mails:  # every record of people who are all on one side is there
+    for owners, _ in mails:  # every record of owner_ids who are all on one side is there
         assert (set(owners) <= train) + (set(owners) <= validation) <= 1
     one_sided = sum(set(owners) <= train or set(owners) <= validation for owners, _ in mails)
     assert sum(part.num_examples for part in parts.values()) == one_sided
@@ -234,7 +239,7 @@ def test_a_bounded_part_on_disk_is_no_store_of_people(tmp_path):
 
 
 def test_names_of_sets_are_seen_by_the_constructor():
-    sets = by_set(dpfl.from_texts(MAILS))
+    sets = grouped_by_owner_set(dpfl.from_texts(MAILS))
     names, offsets = sets.user_ids(range(sets.num_users)), np.asarray(sets.user_offsets)
     again = dpfl.ArrayStore(sets.schema, names, offsets, sets.records(np.arange(sets.num_examples)))
     with pytest.raises(BadInputError, match="several owners"):

@@ -10,9 +10,9 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.packing import (
     Shape,
     choose_shapes,
+    example_lengths,
     first_fit,
-    lengths_of,
-    packed,
+    pack_units,
     split_by_shape,
 )
 from dpfl_jax.data.pipeline import Pipeline
@@ -75,8 +75,8 @@ def test_every_example_is_read_back(answers):
     positions = np.full((store.num_users, 12), -1)
     for unit, low, high in zip(positions, offsets, offsets[1:]):
         unit[: high - low] = np.arange(low, high)
-    lengths = lengths_of(store, positions)
-    arrays, used, counts, real_tokens = packed(store, positions, Shape(12, SEQ_LEN), True)
+    lengths = example_lengths(store, positions)
+    arrays, used, counts, real_tokens = pack_units(store, positions, Shape(12, SEQ_LEN), True)
     np.testing.assert_array_equal(counts, np.diff(offsets))
     whole = store.read(positions[positions >= 0])
     assert real_tokens == whole["mask"].sum()
@@ -144,7 +144,7 @@ def test_a_unit_is_in_the_cheapest_shape_that_holds_it():
         store.user_offsets, RootKey.from_seed(0)
     )
     draw = sampler.draw(0)
-    lengths = lengths_of(store, draw.positions)
+    lengths = example_lengths(store, draw.positions)
     shapes = (Shape(1, 16), Shape(12, SEQ_LEN))
     small, large = split_by_shape(draw, lengths, shapes)
     assert small.size + large.size == draw.size

@@ -11,7 +11,7 @@ import pytest
 from dpfl_jax.cli.main import main
 from dpfl_jax.data import ByteTokenizer, DataConfig, SourceConfig, load_dataset, load_examples
 from dpfl_jax.data.keys import base_domain
-from dpfl_jax.data.registry import SETS
+from dpfl_jax.data.sets import SETS
 from dpfl_jax.data.sets.text import SHAKESPEARE
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError

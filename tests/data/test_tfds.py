@@ -146,14 +146,14 @@ def test_errors(folder, tmp_path):
 
 def test_silos_take_a_store_made_from_tfds(folder, tmp_path):
     """Images with labels from any builder: the users of the store are the subjects."""
-    from dpfl_jax.config.federated import FederatedDataConfig
+    from dpfl_jax.data import DataConfig
     from dpfl_jax.federation.subjects import load_subjects
 
     source = tfds_source(folder, "author")
     plan = BuildPlan(source.schema, tokenizer=None)
     build_store(source.rows, tmp_path / "store", plan, sources=source.identity)
     options = {"source": "store", "path": str(tmp_path / "store"), "split": "within_user"}
-    data = load_subjects(FederatedDataConfig(classes=NUM, **options))
+    data = load_subjects(DataConfig(classes=NUM, **options))
     assert data.train.num_users == 11
     assert data.train.num_examples + data.held_out.num_examples == NUM
     assert data.task.input_shape == (4, 4)
@@ -168,4 +168,4 @@ def test_silos_take_a_store_made_from_tfds(folder, tmp_path):
         ({"classes": NUM, "input_columns": ("pixels",)}, "no field 'pixels'"),
     ):
         with pytest.raises(BadInputError, match=message):
-            load_subjects(FederatedDataConfig(**options, **bad))
+            load_subjects(DataConfig(**options, **bad))

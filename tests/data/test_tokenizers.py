@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_jax.data import ByteTokenizer, load_tokenizer
-from dpfl_jax.data.chat_template import load_chat_template
+from dpfl_jax.data.chats import load_chat_template
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.checkpoint.files import read_json
 

@@ -14,7 +14,7 @@ from dpfl_jax.config.load import validate_config
 
 IDS = [str(page.relative_to(pages.ROOT)) for page in pages.EXECUTED]
 # One page has one place for a kind of configuration to stand on.
-BASES = {"isrl": "isrl/quickstart", "federation": "subject/quickstart", "": "quickstart"}
+BASES = {"federation": "subject/quickstart", "": "quickstart"}
 
 
 def name(page):

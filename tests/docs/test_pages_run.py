@@ -12,19 +12,17 @@ import pytest
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
-from dpfl_jax.config.federated import FederatedConfig
-from dpfl_jax.config.schema import RunConfig
 
 # Of the kinds of configurations: what makes a run short. The rest is as the page prints it.
 SMALL = {
-    RunConfig: [
+    "central": [
         "train.steps=2",
         "train.eval_every=2",
         "optimizer.warmup_steps=0",
         "eval.max_users=4",
         "eval.prompt=null",
     ],
-    FederatedConfig: ["federation.rounds=2", "train.eval_every=2", "eval.max_users=4"],
+    "silos": ["federation.rounds=2", "train.eval_every=2", "eval.max_users=4"],
 }
 BUNDLED = pages.ROOT / "dpfl_jax" / "models" / "checkpoint" / "bundled" / "quickstart"
 LIGHT = {"check.md", "guarantee.md", "pods.md"}  # accounting alone; nothing is trained
@@ -74,7 +72,7 @@ def run_command(command):
         return
     arguments = command[1:]
     if arguments[0] in {"train", "sweep"}:
-        small = SMALL.get(type(load_config(arguments[1])), [])
+        small = SMALL.get(load_config(arguments[1]).variant, [])
         arguments = [*arguments[:2], *small, *(a for a in arguments[2:] if a not in small)]
         own = {a.split("=")[0] for a in small}
         arguments = [a for a in arguments if a in small or a.split("=")[0] not in own]

@@ -12,7 +12,7 @@ import pytest
 
 import dpfl_jax as dpfl
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import StoreBase, UserView
+from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError
 from examples.own_train_loop import loss_fn, make_data, make_plan, train
 
@@ -135,7 +135,7 @@ def test_copies_of_a_key_or_a_batch_pay_for_nothing():
     noise.update(total, state, noise_key=batch.noise_key)  # other words
 
 
-@pytest.mark.parametrize("base", [object, StoreBase])
+@pytest.mark.parametrize("base", [object, Store])
 def test_a_store_whose_records_changed_gets_other_noise(base):
     """Under one plan and key: a run's key is made of the data's digest, computed afresh."""
 

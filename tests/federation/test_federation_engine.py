@@ -18,7 +18,7 @@ from fed_zoo import (
 )
 
 from dpfl_jax.clipping import SelfCheckError
-from dpfl_jax.config.execution import RoundExecution
+from dpfl_jax.config.execution import Execution
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import federated
 from dpfl_jax.federation.engine import make_release, mean_update
@@ -256,7 +256,7 @@ def test_each_record_of_a_local_step_has_its_own_key():
             delta=1e-3,
             key=KEY,
             mesh=data_parallel_mesh(jax.devices()[:devices]),
-            execution=RoundExecution(microbatch_size=size),
+            execution=Execution(microbatch_size=size),
         ).params
 
     one = trained(noisy, 1, 4)
@@ -294,7 +294,7 @@ def test_silos_in_which_units_mix_are_refused(kind, monkeypatch):
             local_optimizer=optax.sgd(0.1),
             delta=1e-3,
             key=KEY,
-            execution=RoundExecution(strategy="scan"),
+            execution=Execution(strategy="scan"),
             show_spent=False,
         )
 

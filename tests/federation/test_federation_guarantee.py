@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dpfl_jax.accounting import IDEALISED
 from dpfl_jax.accounting.guarantee import rounded_up
-from dpfl_jax.config.federated import FederatedConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import subject_epsilon
 from dpfl_jax.federation.federated_run import prepare
@@ -69,7 +69,7 @@ def make_config(**sections):
     }
     if sections.get("mechanism", {}).get("kind") == "rpdp":
         base["mechanism"] = {}
-    return FederatedConfig.model_validate(
+    return RunConfig.model_validate(
         {name: section | sections.get(name, {}) for name, section in base.items()}
     )
 

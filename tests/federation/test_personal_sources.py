@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from dpfl_jax.audit.attacks.simulate import trials_of
-from dpfl_jax.config.federated import BudgetConfig, FederatedConfig, FederatedDataConfig
-from dpfl_jax.data import ArrayStore
+from dpfl_jax.config.schema import BudgetConfig, RunConfig
+from dpfl_jax.data import ArrayStore, DataConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated_run import identity, prepare
@@ -37,11 +37,11 @@ def config(**sections):
     }
     for name, section in sections.items():
         base[name] = base[name] | section
-    return FederatedConfig.model_validate(base)
+    return RunConfig.model_validate(base)
 
 
 def test_the_embedded_patients_are_real_and_of_order_one():
-    data = load_subjects(FederatedDataConfig(source="breast_cancer", validation_fraction=0.34))
+    data = load_subjects(DataConfig(source="breast_cancer", validation_fraction=0.34))
     assert data.train.num_users + data.held_out.num_users == 569
     records = data.train.read(np.arange(data.train.num_examples))
     assert records["x"].shape == (data.train.num_examples, 30)
@@ -103,7 +103,7 @@ def test_natural_silos_and_missing_fields_are_one_sentence():
     assert sorted(own_silos(store, 3).tolist()) == [0, 1, 1, 2]
     with pytest.raises(BadInputError, match=r"set federation\.silos to 3"):
         own_silos(store, 2)
-    patients = load_subjects(FederatedDataConfig(source="breast_cancer")).train
+    patients = load_subjects(DataConfig(source="breast_cancer", validation_fraction=0.2)).train
     with pytest.raises(BadInputError, match="partition=natural needs a field 'silo'"):
         spread(patients, config(federation={"partition": "natural"}))
 
@@ -174,7 +174,7 @@ def test_a_drawn_budget_depends_on_its_record_alone():
             "unknown key 'mechanism.sampling_prob' of kind=rpdp",
         ),
         ({"mechanism": {"max_items_per_subject": 2}}, "rpdp protects records"),
-        ({"federation": {"participation_prob": 0.5, "silos_per_round": 2}}, "keep one of them"),
+        ({"federation": {"participation_prob": 0.5, "silos_per_round": 2}}, "keep one"),
     ],
 )
 def test_contradictions_are_one_sentence(changes, message):

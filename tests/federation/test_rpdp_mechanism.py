@@ -18,8 +18,8 @@ from dpfl_jax.accounting import IDEALISED
 from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.rates import TwoStage, certified_rates
 from dpfl_jax.clipping import Flat
-from dpfl_jax.config.execution import RoundExecution
-from dpfl_jax.config.federated import FederatedConfig
+from dpfl_jax.config import RunConfig
+from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.engine import clipped_sum
@@ -64,7 +64,7 @@ def make_config(
     policy="certified", sigma=None, unreachable="error", delta=1e-3, **federation
 ):  # fmt: skip
     section = {"silos": 3, "rounds": 4, "local_steps": 3} | federation
-    return FederatedConfig.model_validate(
+    return RunConfig.model_validate(
         {
             "federation": section,
             "mechanism": {
@@ -479,7 +479,7 @@ def test_norms_are_compared_before_the_first_unit_whenever_that_comes(monkeypatc
             local_optimizer=optax.sgd(0.1),
             delta=1e-3,
             key=RootKey.from_seed(seed),
-            execution=RoundExecution(strategy=strategy),
+            execution=Execution(strategy=strategy),
             show_spent=False,
         )
 

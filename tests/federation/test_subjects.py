@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
+from dpfl_jax.config import RunConfig
+from dpfl_jax.data import DataConfig
 from dpfl_jax.data.sets.text import LEAF_CHARACTERS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import spread
@@ -13,7 +14,7 @@ from dpfl_jax.models import build_by_name
 
 def test_digits_have_declared_synthetic_writers():
     pytest.importorskip("sklearn")
-    config = FederatedDataConfig(source="digits", records_per_user=15)
+    config = DataConfig(source="digits", validation_fraction=0.2, records_per_user=15)
     data = load_subjects(config)
     assert data.train.num_users + data.held_out.num_users == 120
     assert data.train.num_examples + data.held_out.num_examples == 1797
@@ -28,7 +29,9 @@ def test_digits_have_declared_synthetic_writers():
 
 def test_splitting_by_record_keeps_every_subject_on_both_sides():
     pytest.importorskip("sklearn")
-    config = FederatedDataConfig(source="digits", records_per_user=15, split="within_user")
+    config = DataConfig(
+        source="digits", validation_fraction=0.2, records_per_user=15, split="within_user"
+    )
     data = load_subjects(config)
     names = [set(p.user_ids(range(p.num_users))) for p in (data.train, data.held_out)]
     assert names[0] == names[1]
@@ -49,7 +52,7 @@ def test_the_embedded_corpus_needs_no_files_and_fits_the_transformer():
         "mechanism": {"kind": "local_item", "sampling_prob": 0.1},
         "privacy": {"epsilon": 8.0},
     }
-    config = FederatedConfig.model_validate(raw)
+    config = RunConfig.model_validate(raw)
     data = load_subjects(config.data)
     model = build_by_name(config.model.kind, data.task, config.model.options)
     assert model.num_params > 0
@@ -61,7 +64,7 @@ def test_the_embedded_corpus_needs_no_files_and_fits_the_transformer():
 
 
 def test_femnist_sample_in_leafs_format(data_dir):
-    config = FederatedDataConfig(
+    config = DataConfig(
         source="femnist", path=str(data_dir / "femnist_leaf_sample"), split="within_user"
     )
     data = load_subjects(config)
@@ -71,7 +74,7 @@ def test_femnist_sample_in_leafs_format(data_dir):
 
 
 def test_shakespeare_windows_are_those_of_the_text(data_dir):
-    config = FederatedDataConfig(
+    config = DataConfig(
         source="characters",
         path=str(data_dir / "shakespeare_plays"),
         seq_len=20,
@@ -93,6 +96,6 @@ def test_shakespeare_windows_are_those_of_the_text(data_dir):
 
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(BadInputError, match=r"data\.path"):
-        load_subjects(FederatedDataConfig(source="femnist"))
+        load_subjects(DataConfig(source="femnist"))
     with pytest.raises(BadInputError, match="does not exist"):
-        load_subjects(FederatedDataConfig(source="mnist", path=str(tmp_path / "no")))
+        load_subjects(DataConfig(source="mnist", path=str(tmp_path / "no")))

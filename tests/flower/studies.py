@@ -45,12 +45,13 @@ FEDERATED = {
 ISRL = {
     "name": "study",
     "data": {
-        "source": "csv", "user_column": None, "silo_column": "hospital", "partition": "natural",
-        "input_columns": ["age", "dose"], "target_column": "sick", "classes": 2, "silos": 3,
+        "source": "csv", "user_column": None, "silo_column": "hospital",
+        "input_columns": ["age", "dose"], "target_column": "sick", "classes": 2,
         "scale": {"age": [50, 25], "dose": [1, 2]},
     },
+    "federation": {"silos": 3, "partition": "natural", "rounds": 6},
     "model": {"loss": "logistic", "radius": 3.0},
-    "isrl": {"algorithm": "minibatch_sgd", "rounds": 6, "step_size": 0.5},
+    "mechanism": {"kind": "minibatch_sgd", "step_size": 0.5},
     "privacy": {"epsilon": 5.0, "delta": 1e-3},
     "train": {"checkpoint_every": 1},
     "execution": {"rounds_per_block": 2},
@@ -65,7 +66,8 @@ def study(like=FEDERATED, **sections):
     """A study with sections updated."""
     merged = {k: dict(v) if isinstance(v, dict) else v for k, v in like.items()}
     for name, section in sections.items():
-        if name == "mechanism" or not isinstance(section, dict):
+        kind = name == "mechanism" and "kind" in section
+        if kind or not isinstance(section, dict):
             merged[name] = section
         else:
             merged[name] = {**merged.get(name, {}), **section}
@@ -186,10 +188,10 @@ def simulated_messages(folder, silos, names=NAMES):
     run = next(iter(silos[names[0]].runs.values()))
     parameters, data = run.work.parameters, ready.records.train
     keys = [next(iter(silos[name].runs.values())).work.key for name in names]
-    one_pass = parameters.batches if config.isrl.sampling == "disjoint" else None
+    one_pass = parameters.batches if config.mechanism.sampling == "disjoint" else None
     schedule = make_schedule(
         keys[0], parameters.rounds, np.asarray(data.sizes), one_pass_batch=one_pass,
-        most_rounds=config.isrl.most_rounds, silo_key=lambda i: keys[i],
+        most_rounds=config.mechanism.most_rounds, silo_key=lambda i: keys[i],
     )  # fmt: skip
     rounds = [[round_words(key) for key in drawn(silos[name]).values()] for name in names]
     schedule = dataclasses.replace(schedule, keys=jnp.asarray(np.stack(rounds, axis=1)))

@@ -16,6 +16,7 @@ import yaml
 from safetensors.numpy import load
 
 from dpfl_jax.cli.main import main
+from dpfl_jax.config.variants import variant_of
 from dpfl_jax.flower.silo import Silo, make_key
 from tests.flower.studies import ISRL, POLICY, bits, simulated, simulated_messages, study
 from tests.runs import final_state
@@ -38,8 +39,8 @@ STUDIES = {
         privacy={"epsilon": 10.0, "budgets": {"levels": [0.5, 2.0, 6.0]}, "unreachable": "exclude"},
         federation={"rounds": 8, "participation_prob": 0.7},
     ),
-    "isrl/accelerated": study(
-        ISRL, data=DATA, isrl={"algorithm": "accelerated", "rounds": 8, "step_size": None},
+    "accelerated": study(
+        ISRL, data=DATA, mechanism={"kind": "accelerated"}, federation={"rounds": 8},
         execution={"rounds_per_block": 1},
     ),
 }  # fmt: skip
@@ -68,8 +69,8 @@ def hospitals(folder, addresses):
     """Tables and silos' folders of the three hospitals; each has an address of the server."""
     heart(folder)
     raw = yaml.safe_load((folder / "study.yaml").read_text())
-    kind = f"isrl/{raw['isrl']['algorithm']}" if "isrl" in raw else raw["mechanism"]["kind"]
-    unit = "record" if "isrl" in raw else "subject"
+    kind = raw["mechanism"]["kind"]
+    unit = "record" if variant_of(raw["mechanism"]) == "isrl" else "subject"
     policy = {**POLICY, "mechanisms": [kind], "epsilon": 30.0, "unit": unit}
     for name, address in addresses.items():
         place = folder / f"silo-{name}"
@@ -238,7 +239,7 @@ def trained(
             sent = set(load(path.read_bytes()))
             assert not sent or all(name.startswith("released") for name in sent)
     plan = next(iter(silos[names[0]].runs.values())).plan
-    if "isrl" in raw:
+    if variant_of(raw["mechanism"]) == "isrl":
         expected = simulated_messages(tmp_path, silos, names)
     else:
         expected = simulated(tmp_path, silos, plan.noise, names)

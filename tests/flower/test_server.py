@@ -102,14 +102,14 @@ def test_a_silo_that_is_missing_or_refuses_stops_the_run_before_it_begins(tmp_pa
     [
         (study(seed=1), "seed is set"),
         (study(federation={"partition": "uniform"}), "set natural"),
-        (study(model={"kind": "mlp", "module": "a:b"}), "model.module is code"),
+        (study() | {"model": {"module": "a:b"}}, "model.module is code"),
         (study(federation={"silos_per_round": 2}), "federation.participation_prob"),
         (study(federation={"max_silos_per_subject": None}), "in how many silos"),
         (study(privacy={"delta": None}), "privacy.delta is not set"),
         (study(mechanism={"kind": "rpdp"}), "would tell the server of its people's least budget"),
         (study(mechanism={"kind": "fed_avg", "batch_size": 4}), "without any guarantee"),
         (study(ISRL, data={"scale": {}}), "data.scale is not set"),
-        (study(ISRL, isrl={"available": 2}), "isrl.available is set"),
+        (study(ISRL, federation={"silos_per_round": 2}), "federation.silos_per_round is set"),
         (study(ISRL, privacy={"epsilon": None}), "privacy.epsilon is null"),
     ],
 )

@@ -593,7 +593,7 @@ def test_sizes_that_are_none_are_refused(made, size):
 
 @pytest.mark.parametrize("isrl", [False, True])
 def test_sizes_said_of_others_take_no_memory_without_bound(tmp_path, isrl):
-    policy = {**POLICY, "unit": "record", "mechanisms": ["isrl/minibatch_sgd", "local_item"]}
+    policy = {**POLICY, "unit": "record", "mechanisms": ["minibatch_sgd", "local_item"]}
     mechanism = {"kind": "local_item", "sampling_prob": 0.4, "max_items_per_subject": 5}
     raw = study(ISRL) if isrl else study(mechanism=mechanism)
     silo = Silo(make_silos(tmp_path, raw, policy)["bern"])
@@ -625,7 +625,7 @@ def test_odd_plans_are_refused(made):
 
 @pytest.mark.parametrize(("unit", "kind"), [("subject", "refused"), ("record", "accepted")])
 def test_messages_protect_records_and_no_people(tmp_path, unit, kind):
-    policy = {**POLICY, "unit": unit, "mechanisms": ["isrl/minibatch_sgd"]}
+    policy = {**POLICY, "unit": unit, "mechanisms": ["minibatch_sgd"]}
     raw = study(ISRL, data={"user_column": "person"})
     silo = Silo(make_silos(tmp_path, raw, policy)["bern"])
     others = {"num_records": 20}

@@ -90,7 +90,7 @@ def only_noised_messages_crossed(seen, silos):
             assert set(header["facts"]) <= {"num_records", "num_subjects"}
             logged = json.loads(json.dumps(silos[name].log.find("hello")["told"]))
             assert logged | {"kind": "hello"} == header
-            assert Task.of(header["task"]) == silos[name].held.task
+            assert Task.from_json(header["task"]) == silos[name].held.task
         if header["kind"] == "message":
             work = silos[name].runs[header["run"]].work
             if isinstance(work, MessageWork):
@@ -116,8 +116,8 @@ def every_number_is_noised(silo):
     more = [2 * sigma for sigma in run.plan.noise]
     if isinstance(run.work, MessageWork):
         # Sample and noise are drawn anew where anything differs: only all records are the same.
-        every = held.config.isrl.model_copy(update={"sampling": "full"})
-        held.config = held.config.model_copy(update={"isrl": every})
+        every = dataclasses.replace(held.config.mechanism, sampling="full", batch_fraction=None)
+        held.config = held.config.model_copy(update={"mechanism": every})
         loud = dataclasses.replace(run.plan, noise=more)
         works = [held.work(plan, run.work.index, run.work.key) for plan in (run.plan, loud)]
     else:
@@ -159,16 +159,20 @@ def test_a_study_equals_the_simulation_to_the_last_bit(tmp_path, kind):
 
 MESSAGES = {
     "minibatch_sgd": {},
-    "accelerated": {"isrl": {"algorithm": "accelerated", "step_size": None}},
+    "accelerated": {"mechanism": {"kind": "accelerated"}},
     "multi_stage": {
-        "isrl": {"algorithm": "multi_stage", "step_size": None},
+        "mechanism": {"kind": "multi_stage"},
         "model": {"regularization": 0.5},
     },
     "one_pass": {
-        "isrl": {"sampling": "disjoint", "batch_fraction": 0.2, "rounds": 5},
+        "mechanism": {"sampling": "disjoint", "batch_fraction": 0.2},
+        "federation": {"rounds": 5},
         "execution": {"rounds_per_block": 5},
     },
-    "weighted": {"isrl": {"silo_weights": [0.2, 0.5, 0.3], "sampling": "full", "most_rounds": 4}},
+    "weighted": {
+        "mechanism": {"sampling": "full", "most_rounds": 4},
+        "federation": {"weights": [0.2, 0.5, 0.3]},
+    },
 }
 
 
@@ -177,7 +181,7 @@ MESSAGES = {
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_messages_equal_the_simulation_to_the_last_bit(tmp_path, kind):
     raw = study(ISRL, **MESSAGES[kind])
-    policy = {**POLICY, "unit": "record", "mechanisms": [f"isrl/{raw['isrl']['algorithm']}"]}
+    policy = {**POLICY, "unit": "record", "mechanisms": [raw["mechanism"]["kind"]]}
     silos = opened(make_silos(tmp_path, raw, policy))
     wire = Here(silos)
     report = run_study(config_of(tmp_path), tmp_path / "server", wire, QUIET)

@@ -16,6 +16,7 @@ from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
+from dpfl_jax.config.schema import FederationConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import (
     Budget,
@@ -59,7 +60,8 @@ DELTA = 1 / N**2
 
 def run_of(noise):
     """A run of silos with this noise."""
-    config = types.SimpleNamespace(isrl=types.SimpleNamespace(sampling="full", noise="exact"))
+    mechanism = types.SimpleNamespace(sampling="full", arithmetic="exact")
+    config = types.SimpleNamespace(mechanism=mechanism)
     train = types.SimpleNamespace(sizes=[1] * len(noise))
     records = types.SimpleNamespace(learned=None, train=train)
     return IsrlRun(config, records, None, types.SimpleNamespace(noise=noise))
@@ -396,9 +398,7 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
     for z in taken:
         assert accounting.epsilon(z.event, found.delta, relation=REPLACE) <= found.epsilon
     rows = _relations(
-        types.SimpleNamespace(
-            isrl=types.SimpleNamespace(available=None), data=types.SimpleNamespace(silos=2)
-        ),
+        types.SimpleNamespace(federation=FederationConfig(silos=2)),
         taken,
     )
     central = next(row for row in rows if row["notion"] == "central DP")

@@ -13,7 +13,7 @@ from runs import final_state
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
-from dpfl_jax.config.isrl import IsrlModelConfig
+from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.runs import messages
 from dpfl_jax.federation.isrl.runs.isrl_run import prepare
@@ -29,23 +29,26 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "isrl"
 SMALL = {
     "name": "small-isrl",
     "seed": 1,
-    "data": {"source": "digits", "silos": 5, "partition": "pairs", "max_users": 600},
-    "isrl": {"algorithm": "minibatch_sgd", "rounds": 8, "step_size": 0.5, "average_last": 4},
+    "data": {"source": "digits", "max_users": 600},
+    "federation": {"silos": 5, "partition": "pairs", "rounds": 8},
+    "mechanism": {"kind": "minibatch_sgd", "step_size": 0.5, "average_last": 4},
     "privacy": {"epsilon": 8.0},
     "train": {"checkpoint_every": 1, "eval_every": 2},
     "execution": {"rounds_per_block": 2},
 }
-ACCELERATED = {"algorithm": "accelerated", "sampling": "disjoint", "batch_fraction": 0.12}
-STAGES = {"algorithm": "multi_stage", "sampling": "full", "rounds": 60, "stage_constant": 1e-3}
+ACCELERATED = {"kind": "accelerated", "sampling": "disjoint", "batch_fraction": 0.12}
+STAGES = {"kind": "multi_stage", "sampling": "full", "stage_constant": 1e-3}
+ROUNDS = {"minibatch_sgd": 8, "accelerated": None, "multi_stage": 60}
 
 
 def dpfl(*args):
     return main([str(a) for a in args])
 
 
-def written(tmp_path, isrl=None, **sections):
+def written(tmp_path, mechanism=SMALL["mechanism"], **sections):
     path = tmp_path / "config.yaml"
-    content = SMALL | ({} if isrl is None else {"isrl": isrl}) | sections
+    silos = SMALL["federation"] | {"rounds": ROUNDS[mechanism["kind"]]}
+    content = SMALL | {"mechanism": mechanism, "federation": silos} | sections
     path.write_text(yaml.safe_dump(content))
     return path
 
@@ -65,18 +68,18 @@ class StopAtOnce(driver.StopRequest):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "isrl",
+    "mechanism",
     [
-        pytest.param(None, id="minibatch"),
+        pytest.param(SMALL["mechanism"], id="minibatch"),
         pytest.param(ACCELERATED, id="one-pass"),
         pytest.param(STAGES, id="multi-stage"),
     ],
 )
 def test_a_run_reports_its_guarantee_and_goes_on_where_it_stopped(
-    tmp_path, monkeypatch, capsys, isrl
+    tmp_path, monkeypatch, capsys, mechanism
 ):
-    model = {"loss": "logistic", "regularization": 0.1 if isrl is STAGES else 0.0}
-    config = written(tmp_path, isrl, model=model)
+    model = {"loss": "logistic", "regularization": 0.1 if mechanism is STAGES else 0.0}
+    config = written(tmp_path, mechanism, model=model)
     assert dpfl("train", config, "--run-dir", tmp_path / "whole", "--json") == 0
     report = last_json(capsys.readouterr().out)
     assert report["status"] == "finished"
@@ -107,7 +110,7 @@ def test_a_run_reports_its_guarantee_and_goes_on_where_it_stopped(
     half = json.loads((tmp_path / "parts" / "report.json").read_text())
     assert half["status"] == "interrupted"
     assert half["steps"] == 2
-    if isrl is not ACCELERATED:  # one pass: whoever has answered once has spent it all
+    if mechanism is not ACCELERATED:  # one pass: whoever has answered once has spent it all
         assert half["privacy"]["epsilon"] < privacy["epsilon"]
     assert dpfl("train", config, "--run-dir", tmp_path / "parts", "--json") == 0
     again = last_json(capsys.readouterr().out)
@@ -124,7 +127,7 @@ def test_a_run_reports_its_guarantee_and_goes_on_where_it_stopped(
 
 def test_multi_stage_runs_the_rounds_that_it_pays_for(capsys):
     """Its stages follow from the noise, and the noise from the rounds: none is left over."""
-    overrides = ("isrl.rounds=300", "privacy.epsilon=6", "--dry-run", "--json")
+    overrides = ("federation.rounds=300", "privacy.epsilon=6", "--dry-run", "--json")
     assert dpfl("train", CONFIGS / "multi_stage.yaml", *overrides) == 0
     price = last_json(capsys.readouterr().out)
     parameters = price["parameters"]
@@ -161,7 +164,7 @@ def test_two_classes_are_scored_as_by_other_systems(loss):
     rows = [(rng.normal(size=(n, 3)), rng.integers(0, 2, n)) for n in (9, 14)]
     x, y = (np.concatenate([part[i] for part in rows]) for i in (0, 1))
     shown = [(a, 2 * b - 1 if loss == "hinge" else b) for a, b in rows]
-    task = make_task(IsrlModelConfig(loss=loss), 3, 2, 1.0, 1.0, 0.1)
+    task = make_task(ModelConfig(loss=loss), 3, 2, 1.0, 1.0, 0.1)
     w = rng.normal(size=task.shape).astype("f4")
     found = messages.make_scores(task, padded(shown))(w)
     scores = x @ (w if w.ndim == 1 else w[1] - w[0])
@@ -180,20 +183,29 @@ def test_without_a_budget_nobody_is_protected(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("isrl.algorithm=multi_stage", "strongly convex"),
-        ("isrl.arm=as_published", "unknown key 'isrl.arm'"),
-        ("isrl.sampling=with_replacement", "isrl.sampling"),
-        ("isrl.algoritm=accelerated", "did you mean 'algorithm'"),
-        ("isrl.silo_weights=[0.5, 0.5]", "2 numbers for 5 silos"),
-        ("isrl.sampling=disjoint", "one pass"),
+        ("mechanism={kind: multi_stage}", "strongly convex"),
+        ("mechanism.kind=multi_stage", "an option of minibatch_sgd"),
+        ("isrl.algorithm=accelerated", "unknown key 'isrl'"),
+        ("mechanism.arm=as_published", "unknown key 'mechanism.arm'"),
+        ("mechanism.sampling=with_replacement", "mechanism.sampling"),
+        ("mechanism.kind=acelerated", "did you mean 'accelerated'"),
+        ("mechanism={kind: accelerated, samplin: full}", "did you mean 'sampling'"),
+        ("mechanism={kind: accelerated, sampling: full, batch_fraction: 0.5}", "takes all records"),
+        ("federation.weights=[0.5, 0.5]", "2 numbers for 5 silos"),
+        ("federation.weights=[1, 1, 1, 1, 1]", "sum to 1"),
+        ("federation.partition=labels", "take one of uniform, sorted, natural, pairs"),
+        ("federation.local_steps=2", "is for silos that train locally"),
+        ("mechanism.sampling=disjoint", "one pass"),
         ("model.loss=squared", "does not fit"),
         ("data.source=mnist", "data.path"),
-        ("data.silos=7", "5 or 25 silos"),
-        ("isrl.available=6", "between 1 and the 5 silos"),
+        ("federation.silos=7", "5 or 25 silos"),
+        ("federation.silos_per_round=6", "there are 5 silos"),
+        ("federation.silos_law={6: 1}", "between 1 and the 5 silos"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, capsys, override, words):
-    config = written(tmp_path, SMALL["isrl"] | {"rounds": 30, "batch_fraction": 0.5})
+    silos = SMALL["federation"] | {"rounds": 30}
+    config = written(tmp_path, SMALL["mechanism"] | {"batch_fraction": 0.5}, federation=silos)
     assert dpfl("train", config, *override.split("; "), "--run-dir", tmp_path / "run") == 2
     text = " ".join(capsys.readouterr().err.split())
     assert words in text
@@ -206,7 +218,7 @@ def test_the_shipped_configurations_are_valid(monkeypatch):
     names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     assert names == ["accelerated", "heart", "multi_stage", "one_pass", "quickstart"]
     for name in names:
-        assert load_config(CONFIGS / f"{name}.yaml").isrl is not None
+        assert load_config(CONFIGS / f"{name}.yaml").variant == "isrl"
 
 
 def test_no_record_is_written_into_a_compiled_program(tmp_path):

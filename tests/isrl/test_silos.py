@@ -5,7 +5,8 @@ import csv
 import numpy as np
 import pytest
 
-from dpfl_jax.config.isrl import IsrlDataConfig
+from dpfl_jax.config.schema import FederationConfig
+from dpfl_jax.data import DataConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.runs.silos import load_silos
 
@@ -24,8 +25,10 @@ def silos(folder, changed=None, **settings):
                 writer.writerow(["somebody else", SILOS[i % 3], 5.0, -5.0])
             else:
                 writer.writerow([f"p{i}", SILOS[i % 3], a, y])
-    settings = {"scale": {"a": (0.0, 1.0)}, "partition": "natural", "silos": 3} | settings
-    config = IsrlDataConfig(
+    federation = FederationConfig(silos=settings.pop("silos", 3), partition="natural")
+    settings = {"validation_fraction": 0.2, "public_fraction": 0.1} | settings
+    settings = {"scale": {"a": (0.0, 1.0)}} | settings
+    config = DataConfig(
         source="csv",
         path=str(path),
         user_column="who",
@@ -33,7 +36,7 @@ def silos(folder, changed=None, **settings):
         target_column="y",
         **settings,
     )
-    return load_silos(config, softmax=False, signed=False)
+    return load_silos(config, federation, softmax=False, signed=False)
 
 
 def records(found, silo):
@@ -65,8 +68,8 @@ def test_public_records_are_named_and_chosen_one_by_one(tmp_path):
 
 
 def test_silos_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(BadInputError, match=r"set data\.silos=3"):
+    with pytest.raises(BadInputError, match=r"set federation\.silos=3"):
         silos(tmp_path, silos=4)
-    config = IsrlDataConfig(source="breast_cancer", partition="natural")
+    config, federation = DataConfig(source="breast_cancer"), FederationConfig(partition="natural")
     with pytest.raises(BadInputError, match="name their silo"):
-        load_silos(config, softmax=False, signed=False)
+        load_silos(config, federation, softmax=False, signed=False)

@@ -33,7 +33,7 @@ from dpfl_jax.accounting.cells import Contribution, Everyone, NoisedSums, OnePas
 from dpfl_jax.audit import audit
 from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.clipping import Flat
-from dpfl_jax.data.owners import store_of
+from dpfl_jax.data.owners import store_from_users
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import silo_statement
 from dpfl_jax.mechanisms import (
@@ -124,7 +124,7 @@ def data_of(name):
         return people(60)
     rows = np.random.default_rng(0).normal(size=(20, 2, 4)).astype(np.float32)
     owners = ("\x1f".join(sorted((f"u{u:02d}", f"u{(u + 1) % 20:02d}"))) for u in range(20))
-    return store_of((who, {"x": own}) for who, own in zip(owners, rows, strict=True))
+    return store_from_users((who, {"x": own}) for who, own in zip(owners, rows, strict=True))
 
 
 @functools.cache

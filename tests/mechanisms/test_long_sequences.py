@@ -70,7 +70,7 @@ def test_sums_and_sensitivity_on_every_layout(unit, axes, monkeypatch):
     units, mask = buffers(unit)
     want, want_stats = total(unit, "plain", params, {}, units, mask, strategy="vmap")
     monkeypatch.setattr(attention, "BLOCK", 8)
-    monkeypatch.setattr(transformer, "_LOGITS_AT_ONCE", 4 * 4 * VOCAB)
+    monkeypatch.setattr(transformer, "_MAX_LOGITS", 4 * 4 * VOCAB)
     got, stats = total(unit, "blockwise", params, axes, units, mask)
     chex.assert_trees_all_close(got, want, atol=1e-5)
     chex.assert_trees_all_close(stats, want_stats, rtol=1e-5)

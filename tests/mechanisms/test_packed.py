@@ -14,7 +14,7 @@ from neighbours import removed
 
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore, Schema
-from dpfl_jax.data.packing import Shape, packed
+from dpfl_jax.data.packing import Shape, pack_units
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
@@ -73,7 +73,7 @@ def test_a_row_costs_what_its_sequences_cost(options, monkeypatch):
     own, data = model(**options), store(answers=True)
     params = jax.tree.map(lambda x: 4 * x, jax.jit(own.init)(jax.random.key(0)))
     positions = np.arange(8)[None]
-    rows, *_ = packed(data, positions, Shape(2, 24), grouped=True)
+    rows, *_ = pack_units(data, positions, Shape(2, 24), grouped=True)
 
     rows = {name: array[0] for name, array in rows.items()}
     rows["tokens"] = rows["tokens"].astype("i4")

@@ -18,7 +18,7 @@ from scipy import optimize, stats
 import dpfl_jax as dpfl
 from dpfl_jax import accounting
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.data.owners import store_of
+from dpfl_jax.data.owners import store_from_users
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.calibrated import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
@@ -220,7 +220,7 @@ def store(fill=lambda edge: None):
         rows.setdefault("\x1f".join(f"u{u}" for u in sorted(edge)), []).append(
             x if fill(edge) is None else np.full(4, fill(edge), np.float32)
         )
-    return store_of((name, {"x": np.stack(own)}) for name, own in rows.items())
+    return store_from_users((name, {"x": np.stack(own)}) for name, own in rows.items())
 
 
 def loss_fn(params, example):

@@ -13,7 +13,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import save_adapter, save_checkpoint
 from dpfl_jax.models.config import Lora
-from dpfl_jax.models.lora import merge, without_adapters
+from dpfl_jax.models.params import merge, without_adapters
 
 GPT2 = {"norm": "layer", "norm_eps": 1e-5, "positions": "learned", "use_bias": True}
 LLAMA = {"activation": "swiglu", "num_kv_heads": 2, "tie_embeddings": False}

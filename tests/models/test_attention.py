@@ -21,7 +21,7 @@ FORMS = ("plain", "blockwise")
 def short_blocks(monkeypatch):
     """Blocks of 8 positions and pieces of 4 losses, so that small models have many of both."""
     monkeypatch.setattr(attention, "BLOCK", 8)
-    monkeypatch.setattr(transformer, "_LOGITS_AT_ONCE", 4 * 4 * 37)
+    monkeypatch.setattr(transformer, "_MAX_LOGITS", 4 * 4 * 37)
 
 
 def setting(seed):
@@ -63,15 +63,15 @@ def test_random_settings(seed, short_blocks):
     q, k, v, segments, softcap, window = setting(seed)
     mapped = (0, 0, 0, None if segments is None else 0)
 
-    def values_and_gradients(how):
+    def values_and_gradients(form):
         def one(q, k, v, segments):
-            options = {"how": how, "softcap": softcap, "window": window, "segments": segments}
+            options = {"form": form, "softcap": softcap, "window": window, "segments": segments}
             out, back = jax.vjp(lambda *x: attend(*x, **options), q, k, v)
             return out, back(jnp.sin(out + 1))
 
         return jax.jit(jax.vmap(one, mapped))(q, k, v, segments)
 
-    plain, blockwise = (values_and_gradients(how) for how in FORMS)
+    plain, blockwise = (values_and_gradients(form) for form in FORMS)
     for u in range(UNITS):
         own = None if segments is None else segments[u]
         want = numpy_attention(q[u], k[u], v[u], own, softcap, window)
@@ -126,7 +126,7 @@ def test_clipped_gradients_are_those_of_plain_attention(strategy, fields, short_
     plain = LanguageModel(dataclasses.replace(config, attention="plain", remat="none"))
     reference = jax.vmap(jax.value_and_grad(plain.loss), (None, 0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformer, "_LOGITS_AT_ONCE", 2**28)
+        patch.setattr(transformer, "_MAX_LOGITS", 2**28)
         losses, gradients = jax.jit(reference)(params, examples())
     leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(gradients)]
     norms = np.sqrt(sum(np.square(x).sum(tuple(range(1, x.ndim))) for x in leaves))
@@ -143,8 +143,8 @@ def test_no_array_grows_with_the_square_of_the_length():
     config = dataclasses.replace(CONFIG, max_seq_len=length, num_kv_heads=None)
     example = jax.tree.map(lambda x: jnp.asarray(x[0]), examples(1, length))
 
-    def largest(how):
-        model = LanguageModel(dataclasses.replace(config, attention=how))
+    def largest(form):
+        model = LanguageModel(dataclasses.replace(config, attention=form))
         params = jax.eval_shape(model.init, jax.random.key(0))
         program = jax.make_jaxpr(jax.grad(model.loss))(params, example)
         return max(

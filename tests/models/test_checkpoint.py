@@ -25,7 +25,7 @@ from dpfl_jax.models.checkpoint import (
 )
 from dpfl_jax.models.checkpoint.families import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.files import TensorFiles, copy_companions, without_code
-from dpfl_jax.models.checkpoint.load import flat_paths
+from dpfl_jax.models.params import flat_paths
 
 
 def load(path, **changes):

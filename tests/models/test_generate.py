@@ -9,7 +9,7 @@ import pytest
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
-from dpfl_jax.models.generate import draw, generate
+from dpfl_jax.models.generate import generate, sample_token
 
 SMALL = TransformerConfig(vocab_size=23, max_seq_len=12, embed_dim=16, num_layers=2, num_heads=4)
 VARIANTS = {
@@ -48,7 +48,7 @@ def test_logits_with_a_cache_are_those_without(name):
     tokens = jnp.asarray(np.random.default_rng(0).integers(2, 23, 12), jnp.int32)
     expected = jax.jit(model.logits)(params, tokens)
     assert float(expected.std()) > 0.3
-    cache, rows = model.start(params), []
+    cache, rows = model.init_cache(params), []
     next_logits = jax.jit(model.next_logits)
     read = jnp.concatenate([jnp.asarray([model.config.bos_id]), tokens[:-1]])
     for part in (read[:5], read[5:6], read[6:11], read[11:]):  # a prompt, then pieces
@@ -80,7 +80,7 @@ def test_draws_follow_the_logits():
     keys = jax.random.split(jax.random.key(0), 10_000)
 
     def shares(**options):
-        drawn = jax.vmap(lambda k: draw(logits, k, **options))(keys)
+        drawn = jax.vmap(lambda k: sample_token(logits, k, **options))(keys)
         return np.bincount(drawn, minlength=4) / len(keys)
 
     np.testing.assert_allclose(shares(), [0.1, 0.2, 0.3, 0.4], atol=0.025)
@@ -97,8 +97,8 @@ def test_draws_follow_the_logits():
         ({"max_tokens": 0}, "at least 1"),
         ({"prompt": []}, "no token"),
         ({"prompt": [23]}, "outside the model's vocabulary of 23"),
-        ({"temperature": -1.0}, "temperature must be >= 0"),
-        ({"top_k": 0}, "top_k >= 1"),
+        ({"temperature": -1.0}, "temperature is -1.0, but it must be at least 0"),
+        ({"top_k": 0}, "top_k is 0, but it must be at least 1"),
     ],
 )
 def test_bad_settings(change, message):

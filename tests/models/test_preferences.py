@@ -13,7 +13,7 @@ from dpfl_jax.models import (
     not_reference,
     with_reference,
 )
-from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.models.params import is_adapter
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ("*/attention/*",)}
 LENGTH, VOCAB, BETA = 6, 20, 0.3

@@ -18,8 +18,7 @@ from dpfl_jax.models import (
     SmallCNN,
     StackedLSTM,
 )
-from dpfl_jax.models.cnn import _PatchConv
-from dpfl_jax.models.functional import Classifier
+from dpfl_jax.models.small import Classifier, _PatchConv
 
 MODELS = {
     "cnn": LeafCNN(num_classes=5, channels=(3, 4), hidden=6, input_shape=(8, 8)),

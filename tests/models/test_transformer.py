@@ -214,7 +214,7 @@ def test_impossible_shapes_are_one_sentence(fields, message):
 
 
 def test_unknown_sizes_and_fields_are_named():
-    with pytest.raises(BadInputError, match="size 'big'"):
+    with pytest.raises(BadInputError, match="size is 'big'"):
         transformer_config("big")
     with pytest.raises(BadInputError, match="did you mean 'num_layers'"):
         transformer_config("tiny", num_layer=2)

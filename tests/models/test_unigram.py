@@ -58,5 +58,5 @@ def test_bad_inputs():
     store = FakeStore([[7]], [[1]], [0, 1])
     with pytest.raises(BadInputError, match="token id 7 is outside the vocabulary of 5"):
         UnigramModel.fit(store, 5)
-    with pytest.raises(BadInputError, match="must be > 0"):
+    with pytest.raises(BadInputError, match="must be finite and above 0"):
         UnigramModel.fit(store, 9, smoothing=0)

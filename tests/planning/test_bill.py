@@ -1,6 +1,5 @@
 """The bill: arithmetic, the largest budget that hours pay for, and operations of the real step."""
 
-import argparse
 import json
 import pathlib
 
@@ -8,10 +7,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dpfl_jax.cli import _bill
 from dpfl_jax.cli.main import main
+from dpfl_jax.cli.plan import _memory_words
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.planning import costs
 from dpfl_jax.planning.bill import PEAK, Chip, expected_rows
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "userlevel" / "stackoverflow_uls.yaml"
@@ -97,7 +97,7 @@ def test_memory_is_that_of_the_programs_of_the_first_rows(monkeypatch):
             "peak_bytes": (mechanism.participation.unit_examples or 1) * 30 * 10**9,
         }
 
-    monkeypatch.setattr("dpfl_jax.cli.compile.measure", compiled)
+    monkeypatch.setattr("dpfl_jax.training.slices.measure", compiled)
     cells = [("els", 8, 0.1), ("uls", 4, 0.2), ("els", 2, 0.3), ("uls", 1, 0.4), ("els", 1, 0.5)]
     options = [
         {"kind": kind, "group_size": g, "gradients": g if kind == "uls" else 1, "bands": 1,
@@ -105,23 +105,15 @@ def test_memory_is_that_of_the_programs_of_the_first_rows(monkeypatch):
         for kind, g, noise in cells
     ]  # fmt: skip
     result = {"options": options[::-1], "best": dict(options[0])}
-    args = argparse.Namespace(
-        allow_code=False,
-        config=CONFIG,
-        overrides=SMALL[:1],
-        memory="cpu:1",
-        chip="h100",
-        vocab_size=None,
-    )
-    config = load_config(CONFIG, args.overrides)
-    _bill.add_memory(result, config, args, Console(quiet=True))
+    config = load_config(CONFIG, SMALL[:1])
+    costs.add_memory(result, config, "cpu:1", Console(quiet=True), chip_name="h100")
     assert asked == [("els", None), ("uls", 4)]
     assert [option.get("memory", {}).get("fits") for option in options] == [
         True, False, True, None, True,
     ]  # fmt: skip
     assert result["best"]["memory"]["peak_bytes"] == 30 * 10**9
-    assert _bill.memory_words(options[1]) == ("111.76", "NO")
-    assert _bill.memory_words(options[3]) == ("-", "-")
+    assert _memory_words(options[1]) == ("111.76", "NO")
+    assert _memory_words(options[3]) == ("-", "-")
 
 
 def test_memory_of_another_chip_is_refused(capsys):

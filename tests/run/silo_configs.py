@@ -26,8 +26,9 @@ SILOS = {
         "execution": {"microbatch_size": 16},
     },
     "isrl": {
-        "data": {"source": "digits", "silos": 8, "partition": "iid", "max_users": 400},
-        "isrl": {"algorithm": "minibatch_sgd", "rounds": 6, "step_size": 0.5},
+        "data": {"source": "digits", "max_users": 400},
+        "federation": {"silos": 8, "partition": "uniform", "rounds": 6},
+        "mechanism": {"kind": "minibatch_sgd", "step_size": 0.5},
         "privacy": {"epsilon": 8.0},
         "train": {"checkpoint_every": 1},
         "execution": {"rounds_per_block": 2},

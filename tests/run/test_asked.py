@@ -183,8 +183,7 @@ def test_the_number_cannot_be_edited_and_who_removes_it_pays_for_all(tmp_path):
 @pytest.mark.parametrize("name", SILOS)
 def test_runs_of_silos_forget_none(name, tmp_path, monkeypatch):
     config = {"name": name, **SILOS[name], "train": {"checkpoint_every": 3}}
-    section = "isrl" if name == "isrl" else "federation"
-    config[section] = config[section] | {"rounds": 8}
+    config["federation"] = config["federation"] | {"rounds": 8}
     file, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     file.write_text(yaml.safe_dump(config))
     append, train = RunDirectory.append_metrics, ["train", str(file), "--run-dir", str(run_dir)]
@@ -203,5 +202,5 @@ def test_runs_of_silos_forget_none(name, tmp_path, monkeypatch):
     assert main(train) == 1
     report = json.loads((run_dir / "report.json").read_text())
     assert report["steps"] == (4 if name == "isrl" else 5)
-    assert report["privacy"]["steps"] == 6 * config[section].get("local_steps", 1)
+    assert report["privacy"]["steps"] == 6 * config["federation"].get("local_steps", 1)
     assert "released of up to 6" in report["guarantee"]

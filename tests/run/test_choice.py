@@ -221,7 +221,8 @@ def test_every_system_chooses(system, tmp_path, capsys):
     config = json.loads(json.dumps(SILOS[system])) | {"seed": 1}
     # So much noise, or so large a rate, that some evaluation finds a worse model.
     if system == "isrl":
-        config["isrl"] |= {"rounds": 12, "step_size": 1e4}
+        config["federation"] |= {"rounds": 12}
+        config["mechanism"] |= {"step_size": 1e4}
         config["privacy"] = {"epsilon": 0.2}
     else:
         config["federation"] |= {

@@ -92,9 +92,8 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, name):
     if name == "dpo":  # the reference is in no checkpoint, and is made again
         config["data"] = config["data"] | {f"{column}_column": column for column in PAIR}
         config["model"] = config["model"] | {"dpo": {"beta": 0.5}}
-    for section in ("federation", "isrl"):
-        if section in config:
-            config[section] = config[section] | {"rounds": STEPS}
+    if "federation" in config:
+        config["federation"] = config["federation"] | {"rounds": STEPS}
     if name == "personal":  # one rate for all: whose budget is small leaves on the way
         budgets = {"kind": "three_levels", "levels": [0.7, 1.0, 5.0], "shares": [0.7, 0.2, 0.1]}
         config["privacy"] = config["privacy"] | {"policy": "uniform", "budgets": budgets}

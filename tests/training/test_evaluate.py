@@ -7,7 +7,7 @@ from sklearn.metrics import roc_auc_score
 
 import dpfl_jax as dpfl
 from dpfl_jax.mesh import data_parallel_mesh
-from dpfl_jax.models.dense import MLP, LogisticRegression
+from dpfl_jax.models.small import MLP, LogisticRegression
 from dpfl_jax.training.evaluate import Evaluator, auc_of
 
 

@@ -226,7 +226,7 @@ SYSTEMS = {
     "uls": ("model.kind=mlp", "train.steps=2"),
     "hi_grad_avg": ("model.kind=logistic", "federation.rounds=2"),
     "rpdp": ("model.kind=mlp", "federation.rounds=1", "federation.local_steps=1"),
-    "isrl": ("model.loss=logistic", "isrl.rounds=2"),
+    "isrl": ("model.loss=logistic", "federation.rounds=2"),
 }
 
 

@@ -16,7 +16,7 @@ from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora
-from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.models.params import is_adapter
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.state import init_state
 from dpfl_jax.training.step import make_train_step

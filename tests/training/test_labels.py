@@ -9,7 +9,7 @@ import pytest
 import dpfl_jax as dpfl
 from dpfl_jax.data import DataConfig, load_dataset
 from dpfl_jax.data.build import write_store
-from dpfl_jax.data.labels import far_from_order_1
+from dpfl_jax.data.store import scale_warning
 from dpfl_jax.models import MLP, LogisticRegression
 
 PEOPLE = 40
@@ -104,6 +104,6 @@ def test_labels_in_a_built_store_are_not_cut_to_whole_numbers(tmp_path):
 def test_inputs_far_from_order_1_warn(x, far):
     """No refusal, as of tables: a model may well scale them itself."""
     store = dpfl.from_arrays({"x": x, "label": np.zeros(60)}, list(range(60)))
-    assert (far_from_order_1(store) is not None) == far
+    assert (scale_warning(store) is not None) == far
     store = dpfl.from_arrays({"x": x, "label": np.full(60, 4000.0)}, list(range(60)))
-    assert f"numbers of {'x and ' * far}label are far" in far_from_order_1(store)
+    assert f"numbers of {'x and ' * far}label are far" in scale_warning(store)

@@ -199,7 +199,7 @@ SYSTEMS = {
     "hi_grad_avg": ("federation.rounds=2",),
     "rpdp": ("federation.rounds=2", "federation.local_steps=2", "data.user_column=null",
              'data.input_columns=[zeta, age, sex, seen]'),
-    "isrl": ("isrl.rounds=3", "model.loss=logistic"),
+    "isrl": ("federation.rounds=3", "model.loss=logistic"),
 }  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def test_every_system_predicts(system, folder, capsys):
     code = main(["predict", "run", "visits.csv", "--held-out", "--out", "held_out.csv"])
     if system == "isrl":  # where single rows are held out
         assert code == 2
-        assert report["data"]["held_out"].startswith("data.test_fraction=0.2 of each silo's")
+        assert report["data"]["held_out"].startswith("data.validation_fraction=0.2 of each silo's")
         return
     assert code == 0
     held = list(csv.DictReader((folder / "held_out.csv").open()))
@@ -236,7 +236,7 @@ def test_numbers_come_in_the_units_of_the_target(folder, capsys):
     scale = "data.scale={age: [50, 25], days: [150, 25]}"
     for system, more in (
         ("uls", [scale, "train.steps=20", "privacy.epsilon=50", "data.test_fraction=0"]),
-        ("isrl", ["isrl.rounds=20", "privacy.epsilon=50"]),
+        ("isrl", ["federation.rounds=20", "privacy.epsilon=50"]),
     ):
         command = ["train", str(CONFIGS / f"{system}.yaml"), *columns, *more, "seed=1"]
         assert main([*command, "--run-dir", system]) == 0, capsys.readouterr().err

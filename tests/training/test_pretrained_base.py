@@ -11,7 +11,7 @@ from rich.console import Console
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config, validate_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.models.lora import without_adapters
+from dpfl_jax.models.params import without_adapters
 from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.training.central_run import prepare

@@ -22,7 +22,7 @@ from dpfl_jax.audit import Audit
 from dpfl_jax.audit.attacks.simulate import refuse_filtered
 from dpfl_jax.audit.proof import guessed
 from dpfl_jax.clipping import NoClip
-from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.federation import federated_run
@@ -130,11 +130,8 @@ def participation(
 
 
 def _attacked(config: Any, membership: bool, console: Console) -> Attacked:
-    if isinstance(config, FederatedConfig):
-        return _federated(config, membership, console)
-    if isinstance(config, IsrlConfig):
-        return _silos(config, membership, console)
-    return _central(config, membership, console)
+    attack = {"central": _central, "silos": _federated, "isrl": _silos}[config.variant]
+    return attack(config, membership, console)
 
 
 def _parts(store: Store, membership: bool) -> tuple[Store, Callable[[np.ndarray], Store]]:
@@ -204,7 +201,7 @@ def _central(config: RunConfig, membership: bool, console: Console) -> Attacked:
     return Attacked(held.num_users, "users", trained)
 
 
-def _federated(config: FederatedConfig, membership: bool, console: Console) -> Attacked:
+def _federated(config: RunConfig, membership: bool, console: Console) -> Attacked:
     if not config.mechanism.private:
         raise BadInputError(
             f"mechanism.kind={config.mechanism.kind} is not private: there is nothing to audit"
@@ -234,7 +231,7 @@ def _federated(config: FederatedConfig, membership: bool, console: Console) -> A
     return Attacked(held.num_users, "subjects", trained)
 
 
-def _silos(config: IsrlConfig, membership: bool, console: Console) -> Attacked:
+def _silos(config: RunConfig, membership: bool, console: Console) -> Attacked:
     """Attacks pairs of a training and a held-out record of one silo, of which one takes part."""
     if not membership:
         raise BadInputError(

@@ -29,7 +29,7 @@ from rich.console import Console
 from dpfl_jax.accounting import REPLACE, cells, events
 from dpfl_jax.audit.trials import LONG, Trials
 from dpfl_jax.clipping import Adaptive
-from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore
@@ -113,11 +113,10 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
     Raises:
       BadInputError: it has no guarantee, or one that no audit knows.
     """
-    if isinstance(config, IsrlConfig):
+    if config.variant == "isrl":
         return [_trials_of_messages(config, key, console, trials)]
-    if isinstance(config, FederatedConfig):
+    if config.variant == "silos":
         return _trials_of_silos(config, key, console, trials)
-    assert isinstance(config, RunConfig)
     if not config.mechanism.private:
         raise BadInputError(_NOTHING + "private mechanism.kind")
     ready: Any = prepare(config, console)
@@ -126,7 +125,7 @@ def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[
 
 
 def _trials_of_silos(
-    config: FederatedConfig, key: RootKey, console: Console, trials: int
+    config: RunConfig, key: RootKey, console: Console, trials: int
 ) -> list[Trials]:
     ready: Any = prepare(config, console)
     federation = ready.federation
@@ -163,7 +162,7 @@ def _trials_of_silos(
     return trials_by_rate
 
 
-def _trials_of_messages(config: IsrlConfig, key: RootKey, console: Console, trials: int) -> Trials:
+def _trials_of_messages(config: RunConfig, key: RootKey, console: Console, trials: int) -> Trials:
     ready: Any = prepare(config, console)
     parameters = ready.parameters
     if not parameters.noise:

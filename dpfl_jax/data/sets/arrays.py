@@ -1,8 +1,8 @@
 """Sets of arrays: LEAF's FEMNIST, MNIST, heart disease, what scikit-learn bundles.
 
-Every reader yields (user, dict of arrays with leading axis). Features are raw, or scaled by
-published constants: means and deviations of the data themselves would be information about the
-people that no guarantee counts.
+Every reader yields (user, dict of arrays with a leading axis). Features are raw, or scaled by
+published constants: means and deviations of the data would be information about people that no
+guarantee counts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
     """Reads an idx file of unsigned bytes, gzip or not.
 
     Raises:
-      BadInputError: if it is not one, or is cut short.
+      BadInputError: it is no idx file, or is cut short.
     """
     try:
         with open_binary(path) as file:
@@ -82,10 +82,10 @@ def read_mnist(path: pathlib.Path, split: str) -> Iterator[User]:
     stem = {"train": "train", "test": "t10k"}[split]
     arrays = []
     for name in (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"):
-        found = [p for p in (path / name, path / f"{name}.gz") if p.is_file()]
-        if not found:
+        files = [p for p in (path / name, path / f"{name}.gz") if p.is_file()]
+        if not files:
             raise BadInputError(f"{path} holds no {name}[.gz]: put MNIST's four idx files there")
-        arrays.append(read_idx(found[0]))
+        arrays.append(read_idx(files[0]))
     images, labels = arrays
     if len(images) != len(labels):
         raise BadInputError(f"{path}: {len(images)} images but {len(labels)} labels")
@@ -192,8 +192,8 @@ def _load(name: str) -> tuple[np.ndarray, np.ndarray]:
             f"data.source={name} needs scikit-learn, which bundles it: install it, or use a source "
             "with data.path"
         ) from None
-    found: Any = getattr(datasets, f"load_{name}")()
-    return np.asarray(found.data, np.float64), np.asarray(found.target)
+    bunch: Any = getattr(datasets, f"load_{name}")()
+    return np.asarray(bunch.data, np.float64), np.asarray(bunch.target)
 
 
 def _people(what: str, x: np.ndarray, label: np.ndarray) -> Iterator[User]:
@@ -215,9 +215,7 @@ def read_breast_cancer(section: SourceConfig, split: str) -> Iterator[User]:
     x, label = _load("breast_cancer")
     low, high = BREAST_CANCER_RANGES.T
     return _people(
-        "patient",
-        2 * np.sqrt(np.clip((x - low) / (high - low), 0, 1)) - 1,
-        label.astype(np.int32),
+        "patient", 2 * np.sqrt(np.clip((x - low) / (high - low), 0, 1)) - 1, label.astype(np.int32)
     )
 
 

@@ -1,7 +1,7 @@
 """Text sets: Shakespeare by speaker, Stack Overflow by user, CC-News by base domain.
 
 Every reader yields (user, text) documents; a user's documents keep the order of the files. LEAF's
-task on Shakespeare is the character that follows a window of them.
+task on Shakespeare is to predict the character after a window of characters.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.data.documents import Document, expand_paths
+from dpfl_jax.data.documents import Document
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import guess_format, open_binary, read_rows, text_of
+from dpfl_jax.data.rows import expand_paths, guess_format, open_binary, read_rows, text_of
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.task import Task
@@ -26,7 +26,7 @@ from dpfl_jax.task import Task
 # Charles et al. 2024, appendix on data (the federated Stack Overflow set): train before, test from.
 STACK_OVERFLOW_CUT = datetime.datetime(2018, 1, 1, tzinfo=datetime.UTC)
 
-# The Moby edition, which comes with the package (its SOURCE.txt says whence).
+# The Moby edition, which comes with the package (see its SOURCE.txt).
 SHAKESPEARE = pathlib.Path(__file__).parent / "shakespeare"
 
 
@@ -39,9 +39,9 @@ def files_in(path: pathlib.Path, patterns: tuple[str, ...], what: str) -> list[p
     if path.is_file():
         return [path]
     for pattern in patterns:
-        found = sorted(path.glob(pattern))
-        if found:
-            return found
+        files = sorted(path.glob(pattern))
+        if files:
+            return files
     raise BadInputError(f"{path} holds no {' or '.join(patterns)}: put there {what}")
 
 
@@ -88,19 +88,19 @@ def _speaker_blocks(path: pathlib.Path) -> Iterator[Document]:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: the text is not UTF-8 ({error.reason})") from error
-    found = False
+    any_block = False
     for block in re.split(r"\n\s*\n", text):
         speaker, colon, speech = block.strip().partition(":\n")
-        # A block without "NAME:" goes on with no new speaker: none occurs in the known file.
+        # A block without "NAME:" has no speaker; none occurs in the known file.
         if colon and speech.strip() and "\n" not in speaker:
-            found = True
+            any_block = True
             yield speaker, speech.strip()
-    if not found:
+    if not any_block:
         raise BadInputError(f"{path}: no 'SPEAKER:' block, so it is not the Shakespeare text")
 
 
 def _leaf_text(path: pathlib.Path) -> Iterator[Document]:
-    """LEAF gives 80 characters and the next one; the next ones of a user spell its text."""
+    """LEAF gives windows of 80 characters and the next one: the next ones spell the text."""
     for user, data in read_leaf(path):
         if data["x"]:
             yield user, data["x"][0] + "".join(data["y"])
@@ -133,9 +133,8 @@ def parse_time(value: Any, where: str) -> datetime.datetime:
 def read_stack_overflow(path: pathlib.Path, split: str) -> Iterator[Document]:
     """Yields posts; columns user (or client_id, user_id), text (or tokens, body), creation_date.
 
-    ``train``: posts before 2018-01-01 UTC; ``test``: the others. A user may be in both: what the
-    test measures is later text, by the same and by new users. Held-out users, if the files carry
-    them, are files of their own: ``validation*``.
+    ``train`` are posts before 2018-01-01 UTC, ``test`` the later ones, by the same and by new
+    users. Held-out users, if the files have them, are files named ``validation*``.
     """
     what = "Stack Overflow posts as JSONL, Parquet, CSV or Arrow files with the columns user, text"
     names = ("*.jsonl", "*.jsonl.gz", "*.parquet", "*.csv", "*.arrow")

@@ -12,7 +12,7 @@ import numpy as np
 from dpfl_jax import accounting
 from dpfl_jax.accounting.cells import cell_of
 from dpfl_jax.accounting.rates import TwoStage, UnreachableBudgetError
-from dpfl_jax.config.federated import BudgetConfig, FederatedConfig
+from dpfl_jax.config.schema import BudgetConfig, RunConfig
 from dpfl_jax.data.store import Store
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import FederatedData
@@ -111,7 +111,7 @@ def public_quantiles(config: BudgetConfig) -> np.ndarray | None:
 
 
 def public_setting(
-    config: FederatedConfig, federation: Federation, delta: float, noise: float | None = None
+    config: RunConfig, federation: Federation, delta: float, noise: float | None = None
 ) -> TwoStage:
     """What is accounted, with its noise: public, the same for all silos.
 
@@ -134,7 +134,7 @@ def public_setting(
 
 
 def public_part(
-    config: FederatedConfig, federation: Federation, setting: TwoStage
+    config: RunConfig, federation: Federation, setting: TwoStage
 ) -> tuple[Federation, tuple[tuple[float, float, int], ...]]:
     """The federation as it is published: noise and divisors, but nobody's rate.
 
@@ -190,7 +190,7 @@ def with_setting(
 
 
 def personalise(
-    config: FederatedConfig,
+    config: RunConfig,
     federation: Federation,
     data: FederatedData,
     store: Store,

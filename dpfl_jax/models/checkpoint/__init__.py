@@ -1,4 +1,4 @@
-"""Checkpoints in the Hugging Face layout: GPT-2, Llama 2 and 3, Gemma 1 and 2.
+"""Checkpoints in the Hugging Face layout, of GPT-2, Llama, Mistral, Qwen, Phi and Gemma families.
 
 Directories with config.json and safetensors files, read by slices and written; never a pickle,
 never code, never a download.

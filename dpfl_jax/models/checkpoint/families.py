@@ -1,6 +1,6 @@
-"""The families of checkpoints, a row each: what config.json says, and which tensor holds what.
+"""The families of checkpoints, one row each: what config.json says, which tensor holds what.
 
-What changes the function that a model computes and is not known here is refused, never ignored.
+An unknown setting that changes the function a model computes is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TOP = {"embed_tokens": "embedding", "norm": "final_norm", _HEAD: "head"}
 _REQUIRED: Any = object()
 
 
-def _as_it_is(value: Any) -> Any:
-    """The same: most settings mean in config.json what they mean here."""
+def _identity(value: Any) -> Any:
+    """Most settings mean the same in config.json."""
     return value
 
 
@@ -32,35 +32,35 @@ class Key:
 
     Attributes:
       name: the key.
-      default: what the file means where it has none, or a function of the file; without a default
-        the file must have a whole number.
-      older: the key of older files.
-      alike: another key, which always has the same value.
-      null: null is a value (None) of its own, not the default.
+      default: what a missing key means, or a function of the file; without a default the file must
+        have a whole number.
+      older: the key in older files.
+      same_as: another key, which must have the same value.
+      null: null is a value (None), not the default.
       read: from the file's value to ours.
-      write: and back.
+      write: from our value to the file's.
     """
 
     name: str
     default: Any = _REQUIRED
     older: str = ""
-    alike: str = ""
+    same_as: str = ""
     null: bool = False
-    read: Callable[[Any], Any] = _as_it_is
-    write: Callable[[Any], Any] = _as_it_is
+    read: Callable[[Any], Any] = _identity
+    write: Callable[[Any], Any] = _identity
 
-    def of(self, found: Json, where: str) -> Any:
-        """Our value of a file's content."""
-        name = self.name if self.name in found or not self.older else self.older
-        value = found.get(name)
+    def of(self, content: Json, where: str) -> Any:
+        """Our value, from a file's content."""
+        name = self.name if self.name in content or not self.older else self.older
+        value = content.get(name)
         if self.default is _REQUIRED and not isinstance(value, int):
             raise BadInputError(f"{where} has no number {self.name}")
-        if value is None and not (self.null and name in found):
-            value = self.default(found) if callable(self.default) else self.default
-        if self.alike and found.get(self.alike, self.default) != value:
+        if value is None and not (self.null and name in content):
+            value = self.default(content) if callable(self.default) else self.default
+        if self.same_as and content.get(self.same_as, self.default) != value:
             raise BadInputError(
-                f"{where} has {name} {value!r} and {self.alike} {found.get(self.alike)!r}, but "
-                "only the same for both is supported"
+                f"{where} has {name} {value!r} and {self.same_as} "
+                f"{content.get(self.same_as)!r}, but only the same for both is supported"
             )
         try:
             return value if value is None else self.read(value)
@@ -78,15 +78,15 @@ class Family:
       block: modules of a block (``{}`` for the number of an expert) -> ours, of which one may hold
         several side by side along our last axis.
       keys: fields of ``TransformerConfig`` -> where config.json has them.
-      implies: fields that all models of the family have alike.
-      requires: keys of config.json -> the values that are known, of which the first is written.
+      implies: fields that all models of the family share.
+      requires: keys of config.json -> the supported values, of which the first is written.
       also: keys that are written and not read.
-      every: where a file does not list them, one of so many layers is not local; None: all are, and
-        files do not list them.
+      every: if a file lists no layer types, one of so many layers is global; None: files have no
+        list, and all layers are local.
       top: modules outside of blocks -> ours.
-      prefix: of all modules but the head, left out in some checkpoints.
-      blocks: what comes before a block's number.
-      transposed: kernels have their axes in the other order (that of a head always is).
+      prefix: of all modules but the head, missing in some checkpoints.
+      blocks: name before a block's number.
+      transposed: kernels have the other order of axes (a head always has).
       buffers: ends of names that are no parameters.
     """
 
@@ -115,10 +115,7 @@ _ATTENTION = {
 }
 _MLP = {"mlp.gate_proj": "mlp/gate", "mlp.up_proj": "mlp/up", "mlp.down_proj": "mlp/down"}
 _NORMS = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2"}
-_HEAD_NORMS = {
-    "self_attn.q_norm": "attention/query_norm",
-    "self_attn.k_norm": "attention/key_norm",
-}
+_HEAD_NORMS = {"self_attn.q_norm": "attention/query_norm", "self_attn.k_norm": "attention/key_norm"}
 _LLAMA = _ATTENTION | _MLP | _NORMS
 _VAULTGEMMA = _ATTENTION | _MLP
 _VAULTGEMMA |= {"input_layernorm": "norm1", "pre_feedforward_layernorm": "norm2"}
@@ -147,8 +144,8 @@ _GEMMA_KEYS = _KEYS | {
 _WINDOW = {"sliding_window": Key("sliding_window", 4096, null=True)}
 
 
-def _of_scores(attention_cap: float | None, logit_cap: float | None) -> dict[str, Key]:
-    """What later Gemmas do with scores; their first files leave the caps out."""
+def _score_keys(attention_cap: float | None, logit_cap: float | None) -> dict[str, Key]:
+    """Keys of later Gemmas' scores; their first files leave the caps out."""
     return {
         "query_scale": Key(
             "query_pre_attn_scalar",
@@ -179,8 +176,8 @@ _GELU = {
     "hidden_act": ("gelu_pytorch_tanh", "gelu", None),
     "use_bidirectional_attention": (False, None),
 }
-# Another MLP in some layers, and a loss of routing over a batch, in which one unit's gradient would
-# depend on the others.
+# Other values: another MLP in some layers; a routing loss over a batch, through which a unit's
+# gradient would depend on the other units.
 _ALL_EXPERTS = {
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
@@ -207,7 +204,7 @@ _ROWS = (
             "num_layers": Key("n_layer"),
             "embed_dim": Key("n_embd"),
             "num_heads": Key("n_head"),
-            "mlp_dim": Key("n_inner", lambda found: 4 * found["n_embd"]),
+            "mlp_dim": Key("n_inner", lambda content: 4 * content["n_embd"]),
             "norm_eps": Key("layer_norm_epsilon", 1e-5),
             "tie_embeddings": Key("tie_word_embeddings", True),
         },
@@ -229,7 +226,7 @@ _ROWS = (
         "llama",
         "LlamaForCausalLM",
         _LLAMA,
-        _KEYS | {"use_bias": Key("attention_bias", False, alike="mlp_bias")},
+        _KEYS | {"use_bias": Key("attention_bias", False, same_as="mlp_bias")},
         _SWIGLU,
         _SILU,
     ),
@@ -280,7 +277,7 @@ _ROWS = (
         "gemma2",
         "Gemma2ForCausalLM",
         _GEMMA2,
-        _GEMMA_KEYS | _WINDOW | _of_scores(50.0, 30.0),
+        _GEMMA_KEYS | _WINDOW | _score_keys(50.0, 30.0),
         _GEMMA | {"post_norms": True},
         _GELU,
         every=2,
@@ -291,7 +288,7 @@ _ROWS = (
         _GEMMA2 | _HEAD_NORMS,
         _GEMMA_KEYS
         | _WINDOW
-        | _of_scores(None, None)
+        | _score_keys(None, None)
         | {
             "rope_theta": Key("rope_theta", 1e6, read=float),
             "local_rope_theta": Key("rope_local_base_freq", 1e4, read=float),
@@ -304,7 +301,7 @@ _ROWS = (
         "vaultgemma",
         "VaultGemmaForCausalLM",
         _VAULTGEMMA,
-        _GEMMA_KEYS | _WINDOW | _of_scores(50.0, 30.0),
+        _GEMMA_KEYS | _WINDOW | _score_keys(50.0, 30.0),
         _GEMMA,
         _GELU,
         every=2,
@@ -326,49 +323,45 @@ _SCALING = {
 }
 
 
-def to_transformer(found: Json, where: str) -> TransformerConfig:
-    """The transformer that a config.json describes.
-
-    Args:
-      found: content of config.json.
-      where: its path, for messages.
+def to_transformer(content: Json, where: str) -> TransformerConfig:
+    """The transformer that a config.json (its ``content``, and its path ``where``) describes.
 
     Raises:
-      BadInputError: another family, or a setting that this transformer does not have.
+      BadInputError: another family, or an unsupported setting.
     """
-    kind = found.get("model_type")
+    kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise BadInputError(
             f"{where} has model_type {kind!r}, but only {', '.join(FAMILIES)} are known"
         )
     try:
-        return _transformer(FAMILIES[kind], found, where)
+        return _transformer(FAMILIES[kind], content, where)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise BadInputError(f"{where} has a setting of the wrong type ({error})") from None
 
 
-def _transformer(family: Family, found: Json, where: str) -> TransformerConfig:
+def _transformer(family: Family, content: Json, where: str) -> TransformerConfig:
     # Newer files have the rotary settings in a group, or in one for each kind of layer.
-    rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
+    rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
     near = rope.pop(_LOCAL, None) or {}
     rope |= rope.pop(_GLOBAL, None) or {}
     _require(near, where, rope_type=("default", None))
     _require(rope, where, partial_rotary_factor=(1.0, None))
     # A window of Qwen's has another pattern.
-    _require(found, where, partial_rotary_factor=(1.0, None), use_sliding_window=(False, None))
-    _require(found, where, **family.requires)
+    _require(content, where, partial_rotary_factor=(1.0, None), use_sliding_window=(False, None))
+    _require(content, where, **family.requires)
     flat = {
-        **found,
-        "rope_theta": rope.get("rope_theta", found.get("rope_theta")),
-        "rope_local_base_freq": near.get("rope_theta", found.get("rope_local_base_freq")),
+        **content,
+        "rope_theta": rope.get("rope_theta", content.get("rope_theta")),
+        "rope_local_base_freq": near.get("rope_theta", content.get("rope_local_base_freq")),
     }
     fields = {name: key.of(flat, where) for name, key in family.keys.items()}
-    fields["global_every"] = _global_every(family, found, where, fields)
+    fields["global_every"] = _global_every(family, content, where, fields)
     window = fields.get("sliding_window")
     # A window as long as any sequence is none, unless local layers differ in more than it.
     if window is None or (window >= fields["max_seq_len"] and "local_rope_theta" not in fields):
         fields |= {"sliding_window": None, "global_every": None}
-    bos = found.get("bos_token_id")
+    bos = content.get("bos_token_id")
     return TransformerConfig(
         **family.implies,
         **fields,
@@ -378,11 +371,7 @@ def _transformer(family: Family, found: Json, where: str) -> TransformerConfig:
 
 
 def from_transformer(config: TransformerConfig, dtype: str) -> dict[str, Any]:
-    """A config.json from which ``transformers`` builds the same model.
-
-    Args:
-      config: the model.
-      dtype: of the tensors beside it.
+    """A config.json from which ``transformers`` builds the same model, with tensors of ``dtype``.
 
     Raises:
       BadInputError: the model belongs to no family.
@@ -420,7 +409,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         **family.also,
     }
     for name, key in family.keys.items():
-        for theirs in filter(None, (key.name, key.alike)):
+        for theirs in filter(None, (key.name, key.same_as)):
             written[theirs] = key.write(computed[name])
     if scaling := computed["rope_scaling"]:
         names = {"kind": "rope_type"} | _SCALING[scaling["kind"]]
@@ -435,7 +424,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
 
 
 def _computed(config: TransformerConfig) -> dict[str, Any]:
-    """The function that a model computes: fields with their defaults, and not how it does so."""
+    """Fields, defaults filled in, that determine the function a model computes."""
     fields = dataclasses.asdict(config) | {
         "num_kv_heads": config.kv_heads,
         "head_dim": config.width,
@@ -454,16 +443,18 @@ def _computed(config: TransformerConfig) -> dict[str, Any]:
     return fields
 
 
-def _global_every(family: Family, found: Json, where: str, fields: Mapping[str, Any]) -> int | None:
-    every = family.every and (found.get("sliding_window_pattern") or family.every)
-    types = found.get("layer_types")
+def _global_every(
+    family: Family, content: Json, where: str, fields: Mapping[str, Any]
+) -> int | None:
+    every = family.every and (content.get("sliding_window_pattern") or family.every)
+    types = content.get("layer_types")
     if types is None:
         return every
     window, layers = fields.get("sliding_window"), fields["num_layers"]
     stated = types.index(_GLOBAL) + 1 if _GLOBAL in types else None
     for n in (every, stated):
         is_global = [window is None or bool(n and (i + 1) % n == 0) for i in range(layers)]
-        if [_GLOBAL if whole else _LOCAL for whole in is_global] == list(types):
+        if [_GLOBAL if yes else _LOCAL for yes in is_global] == list(types):
             return n
     raise BadInputError(
         f"{where} has layer_types {types}, but only a window in all layers but every n-th "
@@ -485,17 +476,17 @@ def _scaling(rope: Json, where: str) -> RopeScaling | None:
         raise BadInputError(f"{where}: rope scaling {kind!r} has no {error.args[0]}") from None
 
 
-def _require(found: Json, where: str, **allowed: tuple[Any, ...]) -> None:
+def _require(content: Json, where: str, **allowed: tuple[Any, ...]) -> None:
     for name, values in allowed.items():
-        if found.get(name) not in values:
+        if content.get(name) not in values:
             raise BadInputError(
-                f"{where} has {name} {found[name]!r}, but only {values[0]!r} is supported"
+                f"{where} has {name} {content[name]!r}, but only {values[0]!r} is supported"
             )
 
 
 # ---- tensors -----------------------------------------------------------------------------------
 
-# What a tensor of a module may be to us: its only parameter, or one of them.
+# Ends of our paths for each tensor of a module.
 _PARAMETERS = {"weight": ("", "/kernel", "/scale"), "bias": ("/bias",)}
 
 
@@ -505,11 +496,11 @@ class Entry:
 
     Attributes:
       path: our parameter, e.g. ``blocks/mlp/up/kernel``.
-      row: of each stack that it is in, of blocks and of experts; empty for what is whole.
+      row: index in each stack that it is in, of blocks and of experts; empty if it is not stacked.
       tensor: its name.
-      transposed: the tensor's axes are in the other order.
-      start: where ours begins in it, along our last axis.
-      width: of all that it holds, along our last axis.
+      transposed: the tensor has the other order of axes.
+      start: where ours begins in the tensor, along our last axis.
+      width: of the whole tensor, along our last axis.
     """
 
     path: str
@@ -521,8 +512,8 @@ class Entry:
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor, from that of our (perhaps stacked) parameter."""
-        own = (*shape[len(self.row) : -1], self.width)
-        return own[::-1] if self.transposed else own
+        full = (*shape[len(self.row) : -1], self.width)
+        return full[::-1] if self.transposed else full
 
 
 def entries(
@@ -530,11 +521,7 @@ def entries(
 ) -> Iterator[Entry]:
     """Every parameter of a model, with the tensor that holds it.
 
-    Args:
-      config: the model's shape.
-      family: what it belongs to.
-      ours: the model's parameters (arrays or shapes) by path.
-      prefix: the family's, or nothing.
+    ``ours`` are arrays or shapes by path; ``prefix`` is the family's, or "".
     """
 
     def of(modules: Mapping[str, str], before: str, stack: str, row: tuple) -> Iterator[Entry]:
@@ -544,9 +531,9 @@ def entries(
                 module = theirs if theirs == _HEAD else before + theirs.format(*at)
                 for end, kinds in _PARAMETERS.items():
                     paths = [stack + name + kind for name in names.split() for kind in kinds]
-                    held = [path for path in paths if path in ours]
-                    ends = np.cumsum([0, *(ours[path].shape[-1] for path in held)]).tolist()
-                    for path, start in zip(held, ends):
+                    parts = [path for path in paths if path in ours]
+                    ends = np.cumsum([0, *(ours[path].shape[-1] for path in parts)]).tolist()
+                    for path, start in zip(parts, ends):
                         kernel = family.transposed and path.endswith("/kernel")
                         turned = kernel or theirs == _HEAD
                         yield Entry(path, (*row, *at), f"{module}.{end}", turned, start, ends[-1])

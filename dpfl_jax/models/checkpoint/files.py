@@ -1,4 +1,4 @@
-"""A directory of safetensors files: one, or several with an index. Nothing else is ever opened."""
+"""A directory of safetensors files, one or several with an index. Nothing else is opened."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.files import read_text, within
-from dpfl_jax.hub import local_path
+from dpfl_jax.files import local_path, read_text, within
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-# Copied along when a model is exported; none of them is code.
+# Copied when a model is exported; none is code.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -39,7 +38,7 @@ _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def checkpoint_dir(name: str | os.PathLike[str]) -> pathlib.Path:
-    """The directory of a checkpoint: itself, ``bundled:NAME``, or what a name of the hub means.
+    """The directory of a checkpoint: a path, ``bundled:NAME``, or a name on the hub.
 
     Raises:
       BadInputError: there is no such bundled checkpoint, or the cache does not hold it.
@@ -58,7 +57,7 @@ class TensorFiles:
 
     Attributes:
       path: the directory.
-      config: content of config.json, or of the file that is in its place.
+      config: content of config.json, or of the file in its place.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: str = CONFIG) -> None:
@@ -66,10 +65,10 @@ class TensorFiles:
 
         Args:
           path: the directory.
-          config: the file that says what the tensors are.
+          config: the file that describes the tensors.
 
         Raises:
-          BadInputError: no such checkpoint, or one that is not in safetensors files.
+          BadInputError: there is no checkpoint, or it is not in safetensors files.
         """
         self.path = checkpoint_dir(path)
         self.config: dict[str, Any] = read_json(self.path / config, "checkpoint")
@@ -117,11 +116,9 @@ class TensorFiles:
         raise BadInputError(f"{self.path} holds no {SINGLE} and no {INDEX}{hint}")
 
     def __iter__(self) -> Iterator[str]:
-        """Names of the tensors."""
         return iter(self._file_of)
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
         return name in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -130,13 +127,13 @@ class TensorFiles:
         Raises:
           BadInputError: it does not hold floating-point numbers.
         """
-        found = self._slice(name)
-        if found.get_dtype() not in _FLOATS:
+        tensor = self._slice(name)
+        if tensor.get_dtype() not in _FLOATS:
             raise BadInputError(
-                f"the tensor {name!r} of {self.path} has type {found.get_dtype()}, but only "
+                f"the tensor {name!r} of {self.path} has type {tensor.get_dtype()}, but only "
                 f"{', '.join(_FLOATS)} are known (quantised checkpoints are not)"
             )
-        return tuple(found.get_shape())
+        return tuple(tensor.get_shape())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of a tensor, in its own type."""
@@ -150,7 +147,7 @@ class TensorFiles:
         return self._open[self._file_of[name]].get_slice(name)
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors hold the same, read by rows."""
+        """Whether two tensors are equal, compared by rows."""
         if self.shape(one) != self.shape(other):
             return False
         rows = self.shape(one)[0]
@@ -162,30 +159,30 @@ class TensorFiles:
         return {file: (self.path / file).stat().st_size for file in sorted(self._open)}
 
     def fingerprint(self) -> str:
-        """Identifies the checkpoint: its configuration, names, shapes and some of each tensor."""
+        """Identifies the checkpoint by its configuration and names, shapes and rows of tensors."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in sorted(self):
-            some = self._slice(name)
-            shape = tuple(some.get_shape())
-            digest.update(f"{name} {shape} {some.get_dtype()}".encode())
+            tensor = self._slice(name)
+            shape = tuple(tensor.get_shape())
+            digest.update(f"{name} {shape} {tensor.get_dtype()}".encode())
             if not shape or min(shape) == 0:
                 continue
-            # Rows all over the tensor: training changes all of them, and reading all takes minutes.
+            # Rows all over the tensor: training changes all, and reading all takes minutes.
             rows = sorted({round(k * (shape[0] - 1) / 15) for k in range(16)})
             for row in rows:
                 part = (slice(row, row + 1), *(slice(None) for _ in shape[1:]))
-                digest.update(np.ascontiguousarray(some[part]).tobytes())
+                digest.update(np.ascontiguousarray(tensor[part]).tobytes())
         return digest.hexdigest()[:32]
 
 
 class TensorWriter:
-    """Writes a directory of safetensors files, one file of at most ``limit`` bytes in memory."""
+    """Writes a directory of safetensors files, at most ``limit`` bytes in memory at once."""
 
     def __init__(self, path: pathlib.Path, limit: int) -> None:
         """Creates the directory.
 
         Raises:
-          BadInputError: it holds something.
+          BadInputError: it is not empty.
         """
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise BadInputError(f"{path} exists and is not an empty directory: choose another name")
@@ -204,7 +201,7 @@ class TensorWriter:
         self._total += value.nbytes
 
     def finish(self, config: dict[str, Any], name: str = CONFIG, single: str = SINGLE) -> None:
-        """Writes what is left, the index, and last ``config``, which makes it a checkpoint."""
+        """Writes the remaining tensors, the index, and last ``config``."""
         self._flush()
         count = len(self._files)
         if count == 1:
@@ -236,16 +233,16 @@ def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
     """Copies tokeniser files, without the names of code in them.
 
     Raises:
-      BadInputError: one is a link to something else than the checkpoint, or the hub's cache, holds:
-        of a checkpoint that somebody sent this would be another of our files.
+      BadInputError: one is a link out of the checkpoint (and the hub's cache): a checkpoint that
+        somebody sent could name any file of ours.
     """
     for name in COMPANIONS:
         if not (source / name).is_file():
             continue
         file = within(source, name)
         if name.endswith("_config.json"):
-            told = without_code(read_json(file, name))
-            (target / name).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            config = without_code(read_json(file, name))
+            (target / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         else:
             shutil.copyfile(file, target / name)
 
@@ -276,17 +273,17 @@ def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def read_json(path: pathlib.Path, what: str) -> dict[str, Any]:
-    """Reads a JSON object; ``what`` is the word for it in messages.
+    """Reads a JSON object; ``what`` names it in messages.
 
     Raises:
-      BadInputError: it is not there, or is something else.
+      BadInputError: the file is missing or holds something else.
     """
     try:
-        found = json.loads(read_text(path))
+        value = json.loads(read_text(path))
     except FileNotFoundError:
         raise BadInputError(f"there is no {what} in {path.parent}: it has no {path.name}") from None
     except (OSError, ValueError) as error:
         raise BadInputError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise BadInputError(f"{path} does not hold a JSON object")
-    return found
+    return value

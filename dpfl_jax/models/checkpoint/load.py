@@ -1,4 +1,4 @@
-"""From a checkpoint to our parameters, each device reading its own part."""
+"""From a checkpoint to our parameters; each device reads its part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpfl_jax.models.checkpoint.families import (
 )
 from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, checkpoint_dir, read_json
 from dpfl_jax.models.config import TransformerConfig
-from dpfl_jax.models.lora import without_adapters
+from dpfl_jax.models.params import flat_paths, nested, without_adapters
 
 PyTree = Any
 Place = Callable[[PyTree], PyTree]
@@ -30,26 +30,26 @@ Place = Callable[[PyTree], PyTree]
 def read_config(path: Any) -> TransformerConfig:
     """The transformer of a checkpoint, from its config.json alone.
 
-    Its ``bos_id`` is what config.json says. Whether sequences begin with it is the tokeniser's word
-    (``load_tokenizer(path).bos_id``), or of chats the data's, which then hold it: None.
+    Its ``bos_id`` is that of config.json. Whether sequences begin with it is up to the tokeniser
+    (``load_tokenizer(path).bos_id``); examples of chats contain it, and the model must have None.
 
     Raises:
-      BadInputError: no checkpoint, or of a family that is not known.
+      BadInputError: no checkpoint, or of an unknown family.
     """
     file = checkpoint_dir(path) / CONFIG
     return to_transformer(read_json(file, "checkpoint"), str(file))
 
 
 def fingerprint(path: Any) -> str:
-    """Identifies a checkpoint by its configuration and some of every tensor."""
+    """Identifies a checkpoint by its configuration and some rows of every tensor."""
     return TensorFiles(path).fingerprint()
 
 
 def describe(path: Any) -> dict[str, Any]:
-    """What identifies a checkpoint, to be written beside a model that was made from it.
+    """What identifies a checkpoint, for the record of a model made from it.
 
     Returns:
-      ``name`` (of the directory, not where it lies; or of the hub), ``digest`` (``fingerprint``),
+      ``name`` (of the directory without its parents, or on the hub), ``digest`` (``fingerprint``),
       and ``files``: bytes of each weights file by name.
     """
     files = TensorFiles(path)
@@ -67,21 +67,21 @@ def load_checkpoint(
 ) -> PyTree:
     """Reads the parameters of a model.
 
-    Every device's part of every parameter is read from the files on its own: no host ever holds
-    more than its devices do, and one parameter's part in passing.
+    Each device's part of every parameter is read separately: no host holds more than its devices
+    do, and one parameter's part in passing.
 
     Args:
       path: directory with config.json and safetensors files.
-      config: the model's shape: the checkpoint's own, perhaps stacked otherwise and with adapters.
+      config: the model's shape: the checkpoint's, perhaps stacked differently and with adapters.
       shapes: ``jax.eval_shape(model.init, key)``.
       shardings: a NamedSharding for each parameter; default all on the first device.
-      dtype: what parameters become: float32 or bfloat16, or a function of their path.
+      dtype: of the parameters: float32 or bfloat16, or a function of their path.
 
     Returns:
       A tree like ``shapes`` without adapters (they are not in a checkpoint).
 
     Raises:
-      BadInputError: a tensor is missing, has no place, or has another shape.
+      BadInputError: a tensor is missing, unknown, or has another shape.
     """
     files = TensorFiles(path)
     to_transformer(files.config, str(files.path / CONFIG))  # refuses what is not known
@@ -90,17 +90,14 @@ def load_checkpoint(
     places = None if shardings is None else flat_paths(without_adapters(shardings))
     sources = _sources(files, config, family, wanted)
     choose = dtype if callable(dtype) else (lambda _: dtype)
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     loaded = {}
     for name, like in wanted.items():
-        place = places[name] if places is not None else _first_device()
+        place = first_device if places is None else places[name]
         reader = _Reader(files, sources[name], tuple(like.shape), DTYPES[choose(name)])
         loaded[name] = jax.make_array_from_callback(tuple(like.shape), place, reader)
         loaded[name].block_until_ready()  # the host's copy can go
     return nested(loaded)
-
-
-def _first_device() -> Any:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _sources(
@@ -155,8 +152,8 @@ class _Reader:
     dtype: np.dtype
 
     def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        whole = index or ()
-        cut = [slice(*s.indices(n)) for s, n in zip(whole, self.shape)]
+        given = index or ()
+        cut = [slice(*s.indices(n)) for s, n in zip(given, self.shape)]
         cut += [slice(0, n) for n in self.shape[len(cut) :]]
         if not self.entries[0].row:
             return self._one(self.entries[0], cut)
@@ -171,25 +168,7 @@ class _Reader:
         last = cut[-1]
         cut = [*cut[:-1], slice(last.start + entry.start, last.stop + entry.start)]
         if entry.transposed:
-            found = self.files.read(entry.tensor, tuple(cut[::-1])).T
+            part = self.files.read(entry.tensor, tuple(cut[::-1])).T
         else:
-            found = self.files.read(entry.tensor, tuple(cut))
-        return np.ascontiguousarray(found.astype(self.dtype))
-
-
-def flat_paths(tree: PyTree) -> dict[str, Any]:
-    """``{"blocks/mlp/up/kernel": leaf}`` of a nested dict."""
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in flat}
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dict of ``flat_paths``."""
-    out: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = path.split("/")
-        node = out
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return out
+            part = self.files.read(entry.tensor, tuple(cut))
+        return np.ascontiguousarray(part.astype(self.dtype))

@@ -29,9 +29,8 @@ from dpfl_jax.models.checkpoint.files import (
     read_json,
     without_code,
 )
-from dpfl_jax.models.checkpoint.load import flat_paths
 from dpfl_jax.models.config import Lora, TransformerConfig
-from dpfl_jax.models.lora import ADAPTERS, is_adapter
+from dpfl_jax.models.params import ADAPTERS, flat_paths, is_adapter
 from dpfl_jax.models.transformer import LanguageModel
 
 PyTree = Any
@@ -55,7 +54,7 @@ def save_checkpoint(
       params: its parameters, adapters merged.
       like: the checkpoint that the model was loaded from: its config.json and tokeniser are kept.
       dtype: of the tensors, float32 or bfloat16.
-      max_file_bytes: more go into several files; so much is in memory at once.
+      max_file_bytes: most bytes in a file, and in memory at once.
 
     Returns:
       The directory.
@@ -73,15 +72,15 @@ def save_checkpoint(
     by_tensor: dict[str, list[Entry]] = {}
     for entry in entries(config, family, flat, family.prefix):
         by_tensor.setdefault(entry.tensor, []).append(entry)
-    if lost := set(flat) - {e.path for found in by_tensor.values() for e in found}:
+    if lost := set(flat) - {e.path for parts in by_tensor.values() for e in parts}:
         raise BadInputError(
             f"the parameter {min(lost)!r} has no place in a {family.model_type} checkpoint"
         )
-    for name, found in by_tensor.items():
-        found = sorted(found, key=lambda e: e.start)
-        values = [_value(flat[e.path], e) for e in found]
+    for name, parts in by_tensor.items():
+        parts = sorted(parts, key=lambda e: e.start)
+        values = [_value(flat[e.path], e) for e in parts]
         value = values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
-        value = value.T if found[0].transposed else value
+        value = value.T if parts[0].transposed else value
         writer.add(name, value.astype(DTYPES[dtype]))
     if like is not None:
         copy_companions(checkpoint_dir(like), target)
@@ -130,47 +129,49 @@ def save_adapter(
     lora, flat = model.config.lora, flat_paths(params)
     shapes = flat_paths(jax.eval_shape(model.init, jax.random.key(0)))
     family = FAMILIES[read_json(checkpoint_dir(base) / CONFIG, "checkpoint")["model_type"]]
-    held: dict[str, list[tuple[Entry, str]]] = collections.defaultdict(list)
+    by_module: dict[str, list[tuple[Entry, str]]] = collections.defaultdict(list)
     for entry in entries(model.config, family, shapes, family.prefix):
         projection, _, kind = entry.path.rpartition("/")
         if kind == "kernel" and f"{projection}/{ADAPTERS[0]}" in shapes:
-            held[entry.tensor.removesuffix(".weight")].append((entry, projection))
-    if lora is None or not held:
+            by_module[entry.tensor.removesuffix(".weight")].append((entry, projection))
+    if lora is None or not by_module:
         raise BadInputError("the model has no adapters: export it as a whole")
     # `transformers` joins an expert's gate and up; `peft` opens what is left of one wrongly.
-    experts = collections.Counter(m.rpartition(".")[0] for m in held if ".experts." in m)
+    experts = collections.Counter(m.rpartition(".")[0] for m in by_module if ".experts." in m)
     if any(count < 3 for count in experts.values()):
         raise BadInputError(
             "peft opens adapters of experts only where gate, up and down all have one: leave out "
             "--adapter, and they are merged"
         )
     writer = TensorWriter(pathlib.Path(path), 2**62)
-    for module, found in held.items():
-        parts = [[_value(flat[f"{name}/{kind}"], e) for kind in ADAPTERS] for e, name in found]
+    for module, members in by_module.items():
+        parts = [[_value(flat[f"{name}/{kind}"], e) for kind in ADAPTERS] for e, name in members]
         ranks = np.cumsum([0, *(a.shape[1] for a, _ in parts)])
-        up = np.zeros((found[0][0].width, ranks[-1]), np.float32)
-        for (entry, _), (_, b), first in zip(found, parts, ranks):
+        up = np.zeros((members[0][0].width, ranks[-1]), np.float32)
+        for (entry, _), (_, b), first in zip(members, parts, ranks):
             up[entry.start : entry.start + b.shape[1], first : first + b.shape[0]] = b.T
         down = np.concatenate([a.T for a, _ in parts])
         for name, value in (("lora_A", down), ("lora_B", up)):
             tensor = f"base_model.model.{module}.{name}.weight"
             writer.add(tensor, value.astype(DTYPES[dtype]))
-    together = {module: len(found) for module, found in held.items()}
-    written = _config(lora, together, model.config.num_layers)
-    written["base_model_name_or_path"] = _told(base)
+    joined = {module: len(members) for module, members in by_module.items()}
+    written = _config(lora, joined, model.config.num_layers)
+    # Its name on the hub, or that of its folder: where the folder lay is private.
+    name = base.removeprefix("hf:") if base.startswith("hf:") else pathlib.Path(base).name
+    written["base_model_name_or_path"] = name
     written["fan_in_fan_out"] = not family.transposed
     copy_companions(checkpoint_dir(base), writer.path)
     writer.finish(written, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     return writer.path
 
 
-def _config(lora: Lora, together: Mapping[str, int], layers: int) -> dict[str, Any]:
-    """What ``peft`` must know; ``together``: how many of our adapters are one of each module."""
+def _config(lora: Lora, joined: Mapping[str, int], layers: int) -> dict[str, Any]:
+    """What ``peft`` must know; ``joined``: how many of our adapters each module joins."""
     # By the ends of names, as peft compares them, where all blocks have them: "mlp.c_proj".
-    ends = {module: ".".join(module.split(".")[-2:]) for module in together}
+    ends = {module: ".".join(module.split(".")[-2:]) for module in joined}
     in_blocks = collections.Counter(ends.values())
-    told = {m: end if in_blocks[end] == layers else m for m, end in ends.items()}
-    several = {told[m]: count for m, count in together.items() if count > 1}
+    names = {m: end if in_blocks[end] == layers else m for m, end in ends.items()}
+    several = {names[m]: count for m, count in joined.items() if count > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -179,12 +180,7 @@ def _config(lora: Lora, together: Mapping[str, int], layers: int) -> dict[str, A
         "lora_dropout": 0.0,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted(set(told.values())),
+        "target_modules": sorted(set(names.values())),
         "rank_pattern": {name: count * lora.rank for name, count in several.items()},
         "alpha_pattern": {name: count * lora.alpha for name, count in several.items()},
     }
-
-
-def _told(base: str) -> str:
-    """The base by its name on the hub, or that of its folder: where it lay is nobody's business."""
-    return base.removeprefix("hf:") if base.startswith("hf:") else pathlib.Path(base).name

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.federation.isrl import bounds
 from dpfl_jax.federation.isrl.privacy import (
     SiloNoise,
@@ -69,7 +69,7 @@ class IsrlStudy(Run, abc.ABC):
       sizes: int [N], records of each silo.
     """
 
-    config: IsrlConfig
+    config: RunConfig
     loss: Task
     parameters: Parameters
     sizes: np.ndarray
@@ -88,7 +88,7 @@ class IsrlStudy(Run, abc.ABC):
 
     def noise(self, rounds: int) -> list[SiloNoise]:
         """Every silo's noise in the first ``rounds`` rounds; none without privacy."""
-        law, rounds = self.config.isrl.noise, max(rounds, 1)
+        law, rounds = self.config.mechanism.arithmetic, max(rounds, 1)
         return [
             dataclasses.replace(z, rounds=min(z.rounds, rounds), noise=law)
             for z in self.parameters.noise or []
@@ -109,7 +109,7 @@ class IsrlStudy(Run, abc.ABC):
             delta=1.0,
             noise_multiplier=0.0,
             accountant="none",
-            sampling=self.config.isrl.sampling,
+            sampling=self.config.mechanism.sampling,
             caveats=("this run is not private: it is a baseline", *caveats),
             steps=steps,
             released="every message of every silo",
@@ -120,10 +120,10 @@ class IsrlStudy(Run, abc.ABC):
 
     @property
     def mechanism_facts(self) -> dict[str, Any]:
-        section = self.config.isrl
+        mechanism = self.config.mechanism
         return {
-            "kind": f"isrl/{section.algorithm}",
-            "sampling": section.sampling,
+            "kind": mechanism.kind,
+            "sampling": mechanism.sampling,
             "clip_norm": float(self.parameters.clip_norms[0]),
         }
 
@@ -135,18 +135,18 @@ class IsrlStudy(Run, abc.ABC):
     def knobs(self) -> Iterator[Knob]:
         config, epsilon = self.config, self.config.privacy.epsilon
         share = self.parameters.sources["batch_fraction"][0]
-        yield knob(config, "isrl.batch_fraction", [] if share >= 1.0 else doubled(share, 1.0))
+        yield knob(config, "mechanism.batch_fraction", [] if share >= 1.0 else doubled(share, 1.0))
         if isinstance(epsilon, float):
             yield knob(config, "privacy.epsilon", doubled(epsilon, math.inf, 4))
-        if config.isrl.sampling != "disjoint":
-            yield knob(config, "isrl.rounds", [int(r) for r in doubled(self.steps, 1e5, 3)])
+        if config.mechanism.sampling != "disjoint":
+            yield knob(config, "federation.rounds", [int(r) for r in doubled(self.steps, 1e5, 3)])
 
 
 @dataclasses.dataclass
 class IsrlRun(IsrlStudy):
     """A study with all silos here, ready to run."""
 
-    config: IsrlConfig
+    config: RunConfig
     records: SiloRecords
     loss: Task
     parameters: Parameters
@@ -213,21 +213,21 @@ class IsrlRun(IsrlStudy):
     def public_inputs(self) -> tuple[str, ...]:
         if not self.private:
             return ()
-        counts = f"{self.config.data.silos} silos, and the records of each"
+        counts = f"{self.config.federation.silos} silos, and the records of each"
         return isrl_inputs(self.config, self.records.learned, counts)
 
     def headline(self) -> list[str]:
-        section = self.config.isrl
+        mechanism = self.config.mechanism
         return [
             self.records.description,
-            f"{section.algorithm}, {self.steps} rounds, {section.sampling} batches; "
+            f"{mechanism.kind}, {self.steps} rounds, {mechanism.sampling} batches; "
             f"{self.loss.kind} loss, {self.loss.dim} parameters",
         ]
 
     def price(self) -> dict[str, Any]:
         return {
             "population": {
-                "silos": self.config.data.silos,
+                "silos": self.config.federation.silos,
                 "records": int(self.sizes.sum()),
                 "source": self.records.description,
             },
@@ -246,9 +246,9 @@ class IsrlRun(IsrlStudy):
             "inputs": self.records.inputs,
             "data": {
                 "description": self.records.description,
-                "held_out": f"data.test_fraction={data.test_fraction:g} of each silo's records, "
-                f"chosen by a hash of their owner's id; data.split_seed={data.split_seed}",
-                "silos": data.silos,
+                "held_out": f"data.validation_fraction={data.validation_fraction:g} of each silo's "
+                f"records, chosen by a hash of their owner's id; data.split_seed={data.split_seed}",
+                "silos": self.config.federation.silos,
                 "records": int(self.sizes.sum()),
             },
         }
@@ -259,9 +259,9 @@ class IsrlRun(IsrlStudy):
             "relations": _plain(_relations(config, noise)),
             "silos": self._silo_rows(noise),
             "participation": {
-                "silos": config.data.silos,
-                "available": config.isrl.available or config.data.silos,
-                "effective": effective_silos(config.isrl.available, config.data.silos),
+                "silos": config.federation.silos,
+                "available": config.federation.answering or config.federation.silos,
+                "effective": effective_silos(config.federation.answering, config.federation.silos),
             },
             "possible_risk": possible_risk(self.parameters),
             "parameters": {
@@ -289,32 +289,32 @@ class IsrlRun(IsrlStudy):
 
 
 def isrl_inputs(
-    config: IsrlConfig, learned: DataTask, counts: str, *, remote: bool = False
+    config: RunConfig, learned: DataTask, counts: str, *, remote: bool = False
 ) -> tuple[str, ...]:
     """What a study takes as public; ``remote``: its silos are elsewhere."""
-    data, clip_norm = config.data, config.isrl.clip_norm
+    data, clip_norm = config.data, config.mechanism.clip_norm
     more = [
         "clip norm: " + ("the loss's own bound" if clip_norm is None else f"{clip_norm:g}"),
         f"bounds: data.max_norm {data.max_norm:g}, data.max_target {data.max_target:g}, "
-        f"model.radius {config.model.radius:g}, and those of the theorems that `isrl` names",
+        f"model.radius {config.model.radius:g}, and those of the theorems that `mechanism` names",
     ]
-    if config.isrl.silo_weights is not None:
-        more.append("weights of silos: isrl.silo_weights")
+    if config.federation.weights is not None:
+        more.append("weights of silos: federation.weights")
     return public_inputs(counts, None, config, learned, more=more, remote=remote)
 
 
-def balance_of_messages(config: IsrlConfig, task: Task, parameters: Parameters) -> Balance:
+def balance_of_messages(config: RunConfig, task: Task, parameters: Parameters) -> Balance:
     """Noise and signal of the mean message of a round, in units of the step size."""
     silos = len(parameters.batches)
-    weights = config.isrl.silo_weights
+    weights = config.federation.weights
     shares = np.full(silos, 1 / silos) if weights is None else np.asarray(weights)
-    answering = effective_silos(config.isrl.available, silos) / silos
+    answering = effective_silos(config.federation.answering, silos) / silos
     stddevs = shares * parameters.stddevs / parameters.batches
     noise = math.sqrt(task.dim * float((stddevs**2).sum()) / answering)
     return Balance(noise, float((shares * parameters.clip_norms).sum()), parameters.rounds)
 
 
-def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
+def prepare(config: RunConfig, console: Console) -> IsrlRun:
     """Reads the data, fills in what theory gives, calibrates.
 
     Raises:
@@ -322,7 +322,9 @@ def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
     """
     loss = config.model.loss
     with console.status("reading data"):
-        records = load_silos(config.data, softmax=loss == "softmax", signed=loss == "hinge")
+        records = load_silos(
+            config.data, config.federation, softmax=loss == "softmax", signed=loss == "hinge"
+        )
     sizes = np.asarray(records.train.sizes)
     task = dataset_task(config, sizes, records.features, records.classes)
     with console.status("calibrating noise"):
@@ -332,7 +334,7 @@ def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
     return IsrlRun(config, records, task, parameters)
 
 
-def dataset_task(config: IsrlConfig, sizes: np.ndarray, features: int, classes: int) -> Task:
+def dataset_task(config: RunConfig, sizes: np.ndarray, features: int, classes: int) -> Task:
     """The loss of a configuration for data of these public sizes."""
     bound, beta = config.data.max_norm, None
     if config.model.loss in ("hinge", "absolute") and config.model.smoothing is None:
@@ -357,14 +359,14 @@ def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
     ]
 
 
-def _relations(config: IsrlConfig, noise: list[SiloNoise]) -> list[dict[str, Any]]:
+def _relations(config: RunConfig, noise: list[SiloNoise]) -> list[dict[str, Any]]:
     """Each notion for the silo for which it promises least; none where there is no promise."""
     distinct = list(dict.fromkeys(at_one_delta(noise))) if noise else []
     if not all(math.isfinite(z.epsilon) for z in distinct):
         return []
-    available = config.isrl.available
-    alike = len(distinct) == 1 and available in (None, config.data.silos)
-    tables = [relations(z, config.data.silos, shuffled=alike) for z in distinct]
+    available = config.federation.answering
+    alike = len(distinct) == 1 and available in (None, config.federation.silos)
+    tables = [relations(z, config.federation.silos, shuffled=alike) for z in distinct]
     rows = []
     for column in zip(*tables, strict=True):
         worst = max(column, key=lambda row: row["epsilon"])

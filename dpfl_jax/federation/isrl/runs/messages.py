@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE
-from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.message import (
     MessageSpec,
@@ -44,12 +44,12 @@ from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.training.evaluate import auc_of
 
 
-def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
+def make_method(config: RunConfig, parameters: Parameters) -> Method:
     """The algorithm that a configuration names."""
     rounds, mu = parameters.rounds, config.model.regularization
     project = ball(config.model.radius)
-    if config.isrl.algorithm == "minibatch_sgd":
-        last = config.isrl.average_last
+    if config.mechanism.kind == "minibatch_sgd":
+        last = config.mechanism.average_last
         if last is not None:
             weights = last_weights(rounds, last)
         elif mu:
@@ -57,7 +57,7 @@ def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
         else:
             weights = uniform_weights(rounds)
         return minibatch_sgd(jnp.full(rounds, parameters.step_size, jnp.float32), weights, project)
-    if config.isrl.algorithm == "multi_stage":
+    if config.mechanism.kind == "multi_stage":
         return multi_stage(parameters.stages, mu, project)
     smoothness = parameters.problem.smoothness
     steps = step_weights(rounds, smoothness, parameters.variance, parameters.distance)
@@ -65,22 +65,22 @@ def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
     return accelerated(*steps, 0.0, project)
 
 
-def schedule_of(config: IsrlConfig, parameters: Parameters, sizes: np.ndarray, key: RootKey) -> Any:
+def schedule_of(config: RunConfig, parameters: Parameters, sizes: np.ndarray, key: RootKey) -> Any:
     """The run's schedule; one-pass silos fall silent when their records are used."""
-    one_pass = parameters.batches if config.isrl.sampling == "disjoint" else None
+    one_pass = parameters.batches if config.mechanism.sampling == "disjoint" else None
     return make_schedule(
         key,
         parameters.rounds,
         sizes,
-        available=config.isrl.available,
+        available=config.federation.answering,
         one_pass_batch=one_pass,
-        most_rounds=config.isrl.most_rounds,
+        most_rounds=config.mechanism.most_rounds,
     )
 
 
-def objective_mean(config: IsrlConfig, w: jax.Array, sent: jax.Array, row: Any) -> jax.Array:
+def objective_mean(config: RunConfig, w: jax.Array, sent: jax.Array, row: Any) -> jax.Array:
     """Mean of the messages, plus the regulariser's gradient, which depends on no record."""
-    weights = config.isrl.silo_weights
+    weights = config.federation.weights
     shares = None if weights is None else jnp.asarray(weights, jnp.float32)
     return mean_message(sent, row["present"], shares) + config.model.regularization * w
 
@@ -95,7 +95,7 @@ class Round:
     """
 
     def __init__(
-        self, config: IsrlConfig, task: Task, parameters: Parameters, method: Method
+        self, config: RunConfig, task: Task, parameters: Parameters, method: Method
     ) -> None:
         def where(state: Any, values: Any) -> jax.Array:
             asked: list[jax.Array] = []
@@ -112,7 +112,7 @@ class Round:
             # wherever compiled programs are kept.
             return make_messages(
                 task.train_loss,
-                MessageSpec(config.isrl.sampling, config.isrl.noise),
+                MessageSpec(config.mechanism.sampling, config.mechanism.arithmetic),
                 data,
                 batch=jnp.asarray(parameters.batches, jnp.float32),
                 clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
@@ -129,16 +129,16 @@ class Round:
 
 
 def _terms(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, algorithm: Method
+    config: RunConfig, task: Task, data: SiloData, parameters: Parameters, algorithm: Method
 ) -> Terms:
     """The terms of a run; it starts from zero."""
-    section, noise = config.isrl, parameters.noise or []
+    mechanism, noise = config.mechanism, parameters.noise or []
     start = jax.ShapeDtypeStruct(task.shape, jnp.float32)
     trained = loss_name(task.train_loss, start, data)
     return Terms(
         stated={
-            "algorithm": section.algorithm,
-            "sampling": section.sampling,
+            "algorithm": mechanism.kind,
+            "sampling": mechanism.sampling,
             "rounds": parameters.rounds,
             "batches": parameters.batches.tolist(),
             "clip_norms": parameters.clip_norms.tolist(),
@@ -149,7 +149,13 @@ def _terms(
             "data": value_digest(data),
             # What an algorithm takes is a function of the rest of its configuration.
             "computation": value_digest(
-                [trained, algorithm.values, section.model_dump(), config.model.model_dump()]
+                [
+                    trained,
+                    algorithm.values,
+                    dataclasses.asdict(mechanism),
+                    config.federation.model_dump(),
+                    config.model.model_dump(),
+                ]
             ),
         },
     )
@@ -164,7 +170,7 @@ class Messages(Algorithm):
     memory_hint = "spread the silos over more devices"
 
     def __init__(
-        self, config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
+        self, config: RunConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
     ) -> None:
         """See ``run_rounds``."""
         self.config, self.task, self.data, self.parameters = config, task, data, parameters

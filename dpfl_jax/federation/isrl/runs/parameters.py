@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.accounting import NoiseLaw
-from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import theory
 from dpfl_jax.federation.isrl.multi_stage import Stage, stages
@@ -80,7 +80,7 @@ def effective_silos(available: int | dict[int, float] | None, silos: int) -> flo
     return 1.0 / sum(p / m for m, p in participation_law(available, silos).items())
 
 
-def budgets(config: IsrlConfig, sizes: np.ndarray) -> list[Budget] | None:
+def budgets(config: RunConfig, sizes: np.ndarray) -> list[Budget] | None:
     """What each silo grants; None for a baseline."""
     privacy = config.privacy
     if privacy.epsilon is None:
@@ -94,7 +94,7 @@ def budgets(config: IsrlConfig, sizes: np.ndarray) -> list[Budget] | None:
     return [Budget(float(e), float(d)) for e, d in zip(epsilons, deltas, strict=True)]
 
 
-def check_noise(config: IsrlConfig, sizes: np.ndarray, parameters: Parameters) -> None:
+def check_noise(config: RunConfig, sizes: np.ndarray, parameters: Parameters) -> None:
     """Holds the noise that each silo adds against what that silo grants.
 
     Raises:
@@ -113,14 +113,15 @@ def check_noise(config: IsrlConfig, sizes: np.ndarray, parameters: Parameters) -
             )
 
 
-def smoothing(config: IsrlConfig, sizes: np.ndarray, dim: int, lipschitz: float) -> float:
+def smoothing(config: RunConfig, sizes: np.ndarray, dim: int, lipschitz: float) -> float:
     """Smoothness of the Moreau envelope by section 2 (SCO for one pass) and Theorem F.2 (ERM)."""
-    smooth = theory.smoothing_sco if config.isrl.sampling == "disjoint" else theory.smoothing_erm
+    once = config.mechanism.sampling == "disjoint"
+    smooth = theory.smoothing_sco if once else theory.smoothing_erm
     return smooth(_problem(config, sizes, dim, lipschitz))
 
 
 def _problem(
-    config: IsrlConfig, sizes: np.ndarray, dim: int, lipschitz: float, **known: float
+    config: RunConfig, sizes: np.ndarray, dim: int, lipschitz: float, **known: float
 ) -> Problem:
     """The smallest silo and the tightest budget, for which the theorems are asked."""
     granted, n = budgets(config, sizes), float(sizes.min())
@@ -135,19 +136,19 @@ def _problem(
         silos=len(sizes),
         silo_size=n,
         budget=budget,
-        cohort=effective_silos(config.isrl.available, len(sizes)),
+        cohort=effective_silos(config.federation.answering, len(sizes)),
         strong_convexity=config.model.regularization,
         **known,
     )
 
 
-def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
+def choose(config: RunConfig, task: Task, sizes: np.ndarray) -> Parameters:
     """Fills in what the configuration leaves out, and calibrates.
 
     Raises:
       BadInputError: numbers outside a theorem's or a mechanism's range.
     """
-    section, model = config.isrl, config.model
+    section, federation, model = config.mechanism, config.federation, config.model
     silos, mu = len(sizes), model.regularization
     told: dict[str, tuple[Any, str]] = {}
 
@@ -158,14 +159,14 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
     clip = pick("clip_norm", section.clip_norm, task.lipschitz, f"bound of the {task.kind} loss")
     # f_i is weighted by N p_i (Appendix H).
     shares = np.ones(silos)
-    if section.silo_weights is not None:
-        shares = silos * np.asarray(section.silo_weights)
+    if federation.weights is not None:
+        shares = silos * np.asarray(federation.weights)
     lipschitz = float(clip * shares.max()) + mu * model.radius
     beta = float(task.smoothness * shares.max()) + mu
     told["smoothness"] = (beta, f"of the {task.kind} loss, regulariser included")
     distance = pick("distance", section.distance, model.radius, "the radius of W")
     phi = pick("phi", section.phi, lipschitz, "its largest value, the Lipschitz bound")
-    absent = effective_silos(section.available, silos) < silos
+    absent = effective_silos(federation.answering, silos) < silos
     upsilon = pick(
         "upsilon",
         section.upsilon,
@@ -180,22 +181,23 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
     share, batches = _batches(config, problem, sizes, told)
     if section.sampling == "disjoint":
         fits = int((sizes // batches).max())
-        rounds = pick("rounds", section.rounds, fits, "one pass: floor(n / K)")
+        rounds = pick("rounds", federation.rounds, fits, "one pass: floor(n / K)")
         if rounds > fits and not absent:
             raise BadInputError(
-                f"isrl.rounds is {rounds}, but one pass over {int(sizes.max())} records in batches "
-                f"of {int(batches.max())} has {fits}: lower isrl.rounds or isrl.batch_fraction"
+                f"federation.rounds is {rounds}, but one pass over {int(sizes.max())} records in "
+                f"batches of {int(batches.max())} has {fits}: lower federation.rounds or "
+                "mechanism.batch_fraction"
             )
-    elif section.rounds is not None:
-        rounds = pick("rounds", section.rounds, None, "")
+    elif federation.rounds is not None:
+        rounds = pick("rounds", federation.rounds, None, "")
     else:
         rounds = pick(
-            "rounds", None, *_theory_rounds(section.algorithm, problem, share * problem.silo_size)
+            "rounds", None, *_theory_rounds(section.kind, problem, share * problem.silo_size)
         )
     if rounds > MOST_ROUNDS:
         raise BadInputError(
             f"{told['rounds'][1]} asks for {rounds} rounds, more than {MOST_ROUNDS}: give "
-            "isrl.rounds"
+            "federation.rounds"
         )
 
     granted, noise = budgets(config, sizes), None
@@ -218,16 +220,17 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
         variance = theory.variance_erm(problem, float(batches.min()), sigma)
         told["variance"] = (variance, "Appendix F.1")
     step, plan = 0.0, []
-    if section.algorithm == "minibatch_sgd":
+    if section.kind == "minibatch_sgd":
         step = pick(
             "step_size",
             section.step_size,
             theory.minibatch_step(problem, rounds, sigma),
             "Lemma D.5" if mu else "Theorem 2.1 (D.1)",
         )
-    elif section.algorithm == "multi_stage":
+    elif section.kind == "multi_stage":
         plan = stages(rounds, beta, mu, variance, gap, stage_constant=section.stage_constant)
-        told["stages"] = ([s.rounds for s in plan], "Appendix E.1, the last up to isrl.rounds")
+        why = "Appendix E.1, the last up to federation.rounds"
+        told["stages"] = ([s.rounds for s in plan], why)
     return Parameters(
         problem,
         rounds,
@@ -243,10 +246,10 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
 
 
 def _batches(
-    config: IsrlConfig, problem: Problem, sizes: np.ndarray, told: dict[str, tuple[Any, str]]
+    config: RunConfig, problem: Problem, sizes: np.ndarray, told: dict[str, tuple[Any, str]]
 ) -> tuple[float, np.ndarray]:
     """The share K_i / n_i, alike in all silos, and K_i."""
-    section = config.isrl
+    section = config.mechanism
     if section.sampling == "full":
         share, why = 1.0, "all records"
     elif section.batch_fraction is not None:

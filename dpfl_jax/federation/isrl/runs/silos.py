@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.config.isrl import IsrlDataConfig
-from dpfl_jax.data import Store, load_examples
+from dpfl_jax.config.schema import FederationConfig
+from dpfl_jax.data import DataConfig, Store, load_examples
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import SiloData
@@ -52,11 +52,15 @@ class SiloRecords:
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRecords:
+def load_silos(
+    config: DataConfig, federation: FederationConfig, *, softmax: bool, signed: bool
+) -> SiloRecords:
     """Reads what a configuration names.
 
     Args:
       config: the data section.
+      federation: the silos, and who is where.
+      federation: the silos, and who is where.
       softmax: keep all classes (otherwise ten digits are odd and even).
       signed: two classes are -1 and 1.
 
@@ -83,7 +87,7 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
     silo = rows.get("silo")
     what = "scaled by public constants"
     if not task.scaled:
-        public = int(np.searchsorted(chance, config.public_fraction))
+        public = int(np.searchsorted(chance, config.public_fraction or 0.0))
         if public < 2 or public >= len(y):
             raise BadInputError(
                 f"data.public_fraction={config.public_fraction} leaves {public} of {len(y)} "
@@ -108,26 +112,26 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
     x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
     # Each record by itself: its place on the ball depends on no other record.
     x *= np.minimum(1.0, config.max_norm / np.linalg.norm(x, axis=1, keepdims=True))
-    parts = _cut(config, fine, silo, task.classes)
+    parts = _cut(federation, fine, silo, task.classes)
     train, test = [], []
     for part in parts:
         # The data's own silos hold their own records out; silos that are cut have equal sizes.
-        held = round(config.test_fraction * len(part))
-        if config.partition == "natural":
-            own = held_chance[part] < config.test_fraction
+        held = round(config.validation_fraction * len(part))
+        if federation.partition == "natural":
+            own = held_chance[part] < config.validation_fraction
             part, held = np.concatenate([part[own], part[~own]]), int(own.sum())
         if held < 1 or len(part) - held < 1:
             raise BadInputError(
                 f"a silo of {len(part)} records cannot be split: use fewer silos than "
-                f"{config.silos}, or more records"
+                f"{federation.silos}, or more records"
             )
         test.append((x[part[:held]], y[part[:held]]))
         train.append((x[part[held:]], y[part[held:]]))
     sizes = [len(v) for _, v in train]
     between = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"
     description = (
-        f"{config.source}: {config.silos} silos ({config.partition}) of {between} records in "
-        f"training, {sum(len(v) for _, v in test)} held out; {x.shape[1]} features, {what}"
+        f"{config.source}: {federation.silos} silos ({federation.partition}) of {between} records "
+        f"in training, {sum(len(v) for _, v in test)} held out; {x.shape[1]} features, {what}"
         f"{found.left_out}"
     )
     digest = hashlib.sha256()
@@ -167,33 +171,33 @@ def padded(parts: list[tuple[np.ndarray, np.ndarray]]) -> SiloData:
 
 
 def _cut(
-    config: IsrlDataConfig,
+    federation: FederationConfig,
     fine: np.ndarray,
     silo: np.ndarray | None,
     classes: int,
 ) -> list[np.ndarray]:
     """Indices of each silo, disjoint."""
-    silos = config.silos
-    if config.partition == "natural":
+    silos = federation.silos
+    if federation.partition == "natural":
         if silo is None and silos == 1:  # one silo's own file
             silo = np.zeros(len(fine), np.int64)
         if silo is None:
             raise BadInputError(
-                "data.partition=natural needs records that name their silo: set data.silo_column, "
-                "or use iid or sorted"
+                "federation.partition=natural needs records that name their silo: set "
+                "data.silo_column, or use uniform or sorted"
             )
         there = int(silo.max()) + 1
         if there != silos:
             raise BadInputError(
-                f"data.silos is {silos}, but the data have {there} silos of their own: set "
-                f"data.silos={there} for data.partition=natural"
+                f"federation.silos is {silos}, but the data have {there} silos of their own: set "
+                f"federation.silos={there} for federation.partition=natural"
             )
         parts = [np.flatnonzero(silo == i) for i in range(silos)]
-    elif config.partition == "pairs":
+    elif federation.partition == "pairs":
         if classes != 10 or silos not in (5, 25):
             raise BadInputError(
-                "data.partition=pairs gives a silo an even and an odd digit: it needs digits or "
-                "mnist, and 5 or 25 silos"
+                "federation.partition=pairs gives a silo an even and an odd digit: it needs digits "
+                "or mnist, and 5 or 25 silos"
             )
         pairs = list(itertools.product(range(0, 10, 2), range(1, 10, 2)))
         if silos == 5:
@@ -208,7 +212,7 @@ def _cut(
                 mine.append(pools[digit][taken[digit]])
                 taken[digit] += 1
             parts.append(np.concatenate(mine))
-    elif config.partition == "sorted":
+    elif federation.partition == "sorted":
         parts = np.array_split(np.argsort(fine, kind="stable"), silos)
     else:
         parts = np.array_split(np.arange(len(fine)), silos)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.config.isrl import IsrlModelConfig
+from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import Loss
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
@@ -62,7 +62,7 @@ def squared(w: jax.Array, example: Any) -> jax.Array:
 
 
 def make_task(
-    config: IsrlModelConfig,
+    config: ModelConfig,
     features: int,
     classes: int,
     max_norm: float,

@@ -1,9 +1,11 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA"): putting them beside a base, and merging them in."""
+"""Trees of parameters: by path, and with or without adapters (Hu et al. 2021, "LoRA")."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dpfl_jax.errors import BadInputError
@@ -19,14 +21,14 @@ def is_adapter(path: str) -> bool:
 
 
 def without_adapters(params: PyTree) -> PyTree:
-    """The base alone: a nested dict without its adapters."""
+    """The base model's parameters: a nested dict without adapters."""
     if not isinstance(params, dict):
         return params
     return {k: without_adapters(v) for k, v in params.items() if k not in ADAPTERS}
 
 
 def merge(params: PyTree, lora: Lora | None, dtype: str = "float32") -> PyTree:
-    """The same function without adapters: every kernel becomes W + (alpha / rank) A B.
+    """Merges adapters into the base: every kernel becomes W + (alpha / rank) A B.
 
     Args:
       params: a model's parameters, stacked or not.
@@ -48,3 +50,21 @@ def merge(params: PyTree, lora: Lora | None, dtype: str = "float32") -> PyTree:
     )
     rest = {k: v for k, v in params.items() if k not in (*ADAPTERS, "kernel")}
     return {"kernel": kernel.astype(dtype), **rest}
+
+
+def flat_paths(tree: PyTree) -> dict[str, Any]:
+    """A nested dict as ``{"blocks/mlp/up/kernel": leaf}``."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in flat}
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict of ``flat_paths``."""
+    out: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split("/")
+        node = out
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return out

@@ -15,7 +15,7 @@ import yaml
 from dpfl_jax.cli.main import main
 from dpfl_jax.data import DataConfig, load_examples, load_tokenizer
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.hub import local_path
+from dpfl_jax.files import local_path
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import describe, read_config, save_checkpoint
 
@@ -135,7 +135,7 @@ def test_without_the_package_it_is_one_sentence(home, monkeypatch):
 
 def test_hf_home_says_where_the_cache_is(tmp_path):
     folder = snapshot(tmp_path, "model", "org/tiny")
-    code = "from dpfl_jax.hub import local_path; print(local_path('hf:org/tiny', 'model'))"
+    code = "from dpfl_jax.files import local_path; print(local_path('hf:org/tiny', 'model'))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True, check=True,

@@ -1,0 +1,244 @@
+"""Options of commands: from a class that documents them, and from the keys of a configuration.
+
+A command declares its options as annotated names of a class, which extends ``Configured`` if it
+reads a configuration. Name, type, default and choices are those of the annotation, help is what the
+section ``Attributes`` says. ``keys`` are keys of the configuration that are options, too: type,
+choices and help are then the schema's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+
+SCHEMA = object()  # as the default of a key: the schema's
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """What an annotation does not say of an option.
+
+    Attributes:
+      metavar: how help calls its value.
+      name: of the option, where it is not that of the attribute.
+      is_positional: whether it has no ``--``; then it may be left out if it has a default.
+      several: whether it may be repeated.
+      group: of options that exclude each other.
+      parse: text to value.
+      choices: all values there are.
+    """
+
+    metavar: str | None = None
+    name: str | None = None
+    is_positional: bool = False
+    several: bool = False
+    group: str | None = None
+    parse: Callable[[str], Any] | None = None
+    choices: Any = None
+
+
+class Options:
+    """Of every command that does something.
+
+    Attributes:
+      json: print one JSON object as the last line of stdout; everything else goes to stderr.
+    """
+
+    keys: ClassVar[Mapping[str, Any]] = {}
+    lists_keys: ClassVar[bool] = False
+
+    json: bool = False
+
+
+class MayRunCode(Options):
+    """Of every command that reads a configuration.
+
+    Attributes:
+      allow_code: the configuration may name code (package.module:NAME), which is run: only for one
+        that you have read, or wrote.
+    """
+
+    allow_code: bool = False
+
+
+class Configured(MayRunCode):
+    """Of those that read one file with overrides.
+
+    Attributes:
+      config: YAML configuration file.
+      overrides: override any key of the configuration, e.g. train.steps=50.
+    """
+
+    config: Annotated[str, Flag("CONFIG", is_positional=True)]
+    overrides: Annotated[tuple[str, ...], Flag("key=value", is_positional=True)] = ()
+
+
+def add_options(parser: Any, options: type[Options]) -> None:
+    """Adds what a class and those that it extends declare."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    for owner in reversed(options.__mro__):
+        words, excluding = attributes(owner), dict[str, Any]()
+        for name in inspect.get_annotations(owner):
+            hint = hints[name]
+            if get_origin(hint) is ClassVar:
+                continue
+            target = parser
+            if (group := _flag(hint).group) is not None:
+                if group not in excluding:
+                    excluding[group] = parser.add_mutually_exclusive_group()
+                target = excluding[group]
+            _add(target, name, hint, getattr(options, name, inspect.Parameter.empty), words[name])
+    for key, default in options.keys.items():
+        _add_key(parser, key, default)
+    parser.lists_keys = options.lists_keys
+
+
+def overrides(options: type[Options], args: argparse.Namespace) -> list[str]:
+    """What the options that are keys say, as overrides of a configuration."""
+    given = {key: getattr(args, key.rpartition(".")[2]) for key in options.keys}
+    return [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+
+
+def attributes(owner: type) -> dict[str, str]:
+    """What the docstring of a class says of its attributes, by name."""
+    text = inspect.cleandoc(owner.__doc__ or "").partition("Attributes:\n")[2]
+    found: dict[str, str] = {}
+    for names, words in re.findall(r"^  (\w[\w, ]*): (.*(?:\n {4,}.*)*)", text, re.M):
+        found |= dict.fromkeys(names.split(", "), " ".join(words.replace("``", "").split()))
+    return found
+
+
+def _flag(hint: Any) -> Flag:
+    found = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Flag)]
+    return found[0] if found else Flag()
+
+
+def _add(parser: Any, name: str, hint: Any, default: Any, words: str) -> None:
+    flag, is_required = _flag(hint), default is inspect.Parameter.empty
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = [one for one in get_args(kind) if one is not type(None)]
+    given: dict[str, Any] = {"help": _with_default(words, None if is_required else default)}
+    if not is_required:
+        given["default"] = list(default) if isinstance(default, tuple) else default
+    if kind is bool:
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=given["help"])
+        return
+    if get_origin(kind) is tuple and flag.parse is None:
+        kind = get_args(kind)[0]
+        many = {"nargs": "*" if flag.is_positional else "+"}
+        given |= {"action": "append"} if flag.several else many
+    if get_origin(kind) is Literal:
+        given["choices"] = get_args(kind)
+    else:
+        given |= {"choices": flag.choices, "metavar": flag.metavar, "type": flag.parse or kind}
+    if flag.is_positional:
+        if not is_required and "nargs" not in given:
+            given["nargs"] = "?"
+        parser.add_argument(name, **given)
+        return
+    option = f"--{flag.name or name.replace('_', '-')}"
+    parser.add_argument(option, dest=name, required=is_required, **given)
+
+
+# ---- keys of a configuration ------------------------------------------------------------------
+
+
+def _sections() -> Iterator[tuple[str, Any]]:
+    """The keys at the top and their types; that of a section is its class."""
+    from dpfl_jax.config import RunConfig
+
+    for name, field in RunConfig.model_fields.items():
+        kinds = [one for one in get_args(field.annotation) if one is not type(None)]
+        yield name, kinds[0] if kinds else field.annotation
+
+
+def _fields(section: Any) -> dict[str, tuple[Any, Any]]:
+    """Type and default of each key of a section."""
+    if dataclasses.is_dataclass(section):
+        hints: dict[str, Any] = typing.get_type_hints(section, include_extras=True)
+        return {f.name: (hints[f.name], f.default) for f in dataclasses.fields(section)}
+    fields = getattr(section, "model_fields", {})
+    return {name: (_whole(field), field.default) for name, field in fields.items()}
+
+
+def _whole(field: Any) -> Any:
+    return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+
+
+def _add_key(parser: Any, key: str, default: Any) -> None:
+    """An option that is a key of the configuration."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from dpfl_jax.config.text import read_yaml
+
+    section, _, name = key.partition(".")
+    owner = dict(_sections())[section]
+    hint, usual = _fields(owner)[name]
+    words = {k: v for one in reversed(owner.__mro__) for k, v in attributes(one).items()}[name]
+
+    is_choice = get_origin(hint) is Literal
+    is_text = is_choice or str in (hint, *get_args(hint))
+
+    def parse(text: str) -> Any:
+        try:
+            value = text if is_text else read_yaml(text, f"--{name}", one_value=True)
+            return TypeAdapter(hint).validate_python(value)
+        except ValidationError as error:
+            what = error.errors()[0]["msg"]
+            raise argparse.ArgumentTypeError(f"{text!r}: {what[:1].lower()}{what[1:]}") from None
+
+    default = usual if default is SCHEMA else default
+    words = f"{key}: {words.split('. ')[0]}"
+    parser.add_argument(
+        f"--{name.replace('_', '-')}",
+        type=parse,
+        default=default,
+        choices=get_args(hint) if is_choice else None,
+        help=_with_default(words, default),
+    )
+
+
+def _with_default(words: str, default: Any) -> str:
+    """Help of argparse, which asks for two percent signs."""
+    words = words.rstrip(".").replace("%", "%%")
+    if default in (None, False, (), []) or default == "" or "default" in words:
+        return words
+    shown = " ".join(map(str, default)) if isinstance(default, tuple | list) else default
+    return f"{words} (default {shown})"
+
+
+def keys_in_words() -> str:
+    """All keys of a configuration by section, for help."""
+    from dpfl_jax.config.variants import VARIANTS, takes
+
+    lines = ["keys of a configuration, given as section.key=value (docs/guides says what they do):"]
+    top = [name for name, section in _sections() if not _fields(section)]
+    lines += _wrapped("", [name for name in top if name != "mechanism"])
+    lines += _wrapped("mechanism", ["kind, and its fields, or participation, clip, noise"])
+    for section, owner in _sections():
+        by_variants: dict[tuple[str, ...], list[str]] = {}
+        for name in _fields(owner):
+            of = tuple(str(v) for v in VARIANTS if takes(v, f"{section}.{name}"))
+            by_variants.setdefault(of, []).append(name)
+        for of, names in by_variants.items():
+            only = "" if of == VARIANTS else f" ({', '.join(of)})"
+            lines += _wrapped(f"{section}{only}", names)
+    return "\n".join(lines)
+
+
+def _wrapped(title: str, names: list[str]) -> list[str]:
+    return textwrap.wrap(
+        f"{title + ':' if title else ''} {', '.join(names)}",
+        width=98,
+        initial_indent="  ",
+        subsequent_indent="      ",
+    )
