@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from benchmarks.clipping import machine, non_private
 from benchmarks.pods import MODELS
 from dpfl_jax.clipping import PerLayer, clipped_grad, join, split
-from dpfl_jax.clipping.flops import count_flops, jaxpr_flops
+from dpfl_jax.clipping.jaxprs import count_flops, jaxpr_flops
 from dpfl_jax.models import LanguageModel, transformer_config
 from dpfl_jax.models.params import is_adapter
 from dpfl_jax.noise import Noise

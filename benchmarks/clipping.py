@@ -22,7 +22,7 @@ from benchmarks._clipping_models import MODELS, workload
 from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.cli.options import Options, add_options
 from dpfl_jax.clipping import clipped_grad
-from dpfl_jax.clipping.flops import count_flops
+from dpfl_jax.clipping.jaxprs import count_flops
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise import Noise
 

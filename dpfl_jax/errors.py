@@ -57,7 +57,7 @@ def require(good: object, name: str, value: object, wanted: str, advice: str = "
         if _holds_data(value):
             text = f"a {type(value).__name__}"
         else:
-            text = str(value) if _is_number(value) else repr(value)[:60]
+            text = repr(value)[:60] if isinstance(value, str) else str(value)[:60]
         raise BadInputError(
             f"{name} is {text}, but it must be {wanted}{': ' if advice else ''}{advice}"
         )
@@ -69,7 +69,7 @@ def positive(name: str, value: float | None, advice: str = "") -> None:
     Raises:
       BadInputError: as of ``require``.
     """
-    good = value is None or (_is_number(value) and 0 < value < math.inf)
+    good = value is None or 0 < _number(value) < math.inf
     require(good, name, value, "finite and above 0", advice)
 
 
@@ -88,9 +88,7 @@ def at_least(
       BadInputError: as of ``require``.
     """
     good = value is None or (
-        _is_number(value)
-        and least <= value
-        and (most is None or value <= most)
+        least <= _number(value) <= (math.inf if most is None else most)
         and not (whole and (isinstance(value, bool) or not isinstance(value, numbers.Integral)))
     )
     bounds = f"at least {least}" + ("" if most is None else f" and at most {most}")
@@ -106,7 +104,7 @@ def probability(
       BadInputError: as of ``require``.
     """
     good = value is None or (
-        _is_number(value) and 0 <= value <= 1 and (zero or value > 0) and (one or value < 1)
+        0 <= _number(value) <= 1 and (zero or value > 0) and (one or value < 1)
     )
     bounds = f"{'at least' if zero else 'above'} 0 and {'at most' if one else 'below'} 1"
     require(good, name, value, bounds, advice)
@@ -130,8 +128,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+def _number(value: Any) -> float:
+    """A Python number, as comparisons with one of NumPy's float16 would be in float16; or NaN."""
+    if isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0:
+        return value if isinstance(value, int) else float(value)
+    return math.nan
 
 
 def _holds_data(value: object) -> bool:

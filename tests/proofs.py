@@ -2,8 +2,8 @@
 
     python -m tests.proofs
 
-writes the hash of every function as it is now, and says which have changed: for who has read these
-proofs again.
+writes the place and the hash of every function as it is now, and says which have changed: for who
+has read these proofs again.
 """
 
 import ast
@@ -90,8 +90,8 @@ def main():
     places = anchors(SOURCES)
 
     def written(link):
-        name, file, function, old = link.groups()
-        (_, _, new), *_ = places.get(name, [(file, function, old)])
+        name, *known, old = link.groups()
+        (file, function, new), *_ = places.get(name, [(*known, old)])
         if old != new:
             sys.stdout.write(f"{page}: {function} ({file}), of {name}: {old} is now {new}\n")
         return f'[{name}]: ../../{file} "{function} {new}"'

@@ -13,8 +13,10 @@ from dpfl_jax.accounting.accountant import (
     check_delta,
     delta,
     delta_curve,
+    els_epsilons,
     epsilon,
     epsilon_curve,
+    epsilon_table,
     epsilons_midway,
 )
 from dpfl_jax.accounting.attacks import Meaning, meaning, plot_attacks
@@ -39,7 +41,6 @@ from dpfl_jax.accounting.ledger import (
     LedgerError,
     Reservation,
 )
-from dpfl_jax.accounting.personal import els_epsilons, epsilon_table
 
 __all__ = [
     "ADD_OR_REMOVE",

@@ -22,11 +22,13 @@ from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeError
 from dpfl_jax.accounting.discretize import StepLoss
 from dpfl_jax.accounting.drawn import RESERVED
+from dpfl_jax.accounting.events import els
 from dpfl_jax.accounting.leaves import ApproximateLeaf, Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, require
 
 Accountant = Literal["pld", "rdp", "zcdp"]
 Answer = TypeVar("Answer")
+Number = TypeVar("Number", int, float)
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
@@ -55,18 +57,15 @@ def check_delta(delta: float) -> float:
     Raises:
       BadInputError: unless 0 < delta < 1, and large enough for tails to be computed.
     """
-    if not isinstance(delta, numbers.Real):
-        raise BadInputError(f"delta is {delta!r}, but it must be a number between 0 and 1")
-    if not 0.0 < delta < 1.0:
-        raise BadInputError(
-            f"delta is {delta}, but it must lie strictly between 0 and 1 (a usual choice is below "
-            "one over the number of units)"
-        )
-    if delta < _LEAST_DELTA:
-        raise BadInputError(
-            f"delta is {delta:g}, but tails of privacy losses are only computed down to "
-            f"{_LEAST_DELTA:g}: choose a larger one"
-        )
+    require(
+        isinstance(delta, numbers.Real) and 0.0 < delta < 1.0,
+        "delta",
+        delta,
+        "a number above 0 and below 1",
+        "a usual choice is below one over the number of units",
+    )
+    why = f"tails of privacy losses are not computed for smaller ones than {_LEAST_DELTA:g}"
+    at_least("delta", delta, _LEAST_DELTA, advice=why)
     return float(delta)
 
 
@@ -76,10 +75,8 @@ def check_epsilon(epsilon: float) -> float:
     Raises:
       BadInputError: unless it is finite and positive.
     """
-    if not isinstance(epsilon, numbers.Real):
-        raise BadInputError(f"epsilon is {epsilon!r}, but it must be a number above 0")
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise BadInputError(f"epsilon is {epsilon}, but it must be a finite number above 0")
+    good = isinstance(epsilon, numbers.Real) and math.isfinite(epsilon) and epsilon > 0
+    require(good, "epsilon", epsilon, "a finite number above 0")
     return float(epsilon)
 
 
@@ -95,7 +92,7 @@ def epsilon(
 
     Args:
       event: what the mechanism does to one privacy unit.
-      delta: in (0, 1); of it 2^-20 is kept for the noise that is drawn (``drawn.py``), if any is.
+      delta: in (0, 1); 2^-20 of it pays for how the noise is drawn (``drawn.py``), if there is any.
       relation: adjacency; the events of this package are add-or-remove unless they say otherwise.
       resolution: epsilon may be overstated by about resolution^2 / 12 of itself; smaller is slower.
       accountant: "pld" (tight), or "rdp" or "zcdp" (looser, for comparison).
@@ -134,14 +131,12 @@ def delta(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
 ) -> float:
-    """Upper bound on delta at ``epsilon`` >= 0; of it 2^-20 is for the noise that is drawn, if any.
+    """Upper bound on delta at ``epsilon`` >= 0.
 
-    (That pays down to a delta of about 1e-16; whether it does, a guarantee says.)
-
-    Arguments as for :func:`epsilon`.
+    2^-20 of it pays for how the noise is drawn, if there is any. (That is enough down to a delta of
+    about 1e-16; a guarantee says whether it is.) Arguments as for :func:`epsilon`.
     """
-    if not epsilon >= 0:
-        raise BadInputError(f"epsilon is {epsilon}, but it must be 0 or more")
+    at_least("epsilon", epsilon, 0)
     epsilon = float(epsilon)
     flat = flatten(event, relation)
     if not flat.private:
@@ -151,8 +146,8 @@ def delta(
             return 0.0
         log_delta = _gaussian_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
         return float(_with_drawn(math.exp(log_delta) * (1 + 1e-8), flat))
-    # Cells, grid and tails are for one delta: go on until it is the one that is found. Of one turn
-    # tails allow seven digits and more, so that these are enough for the least.
+    # Cells, grid and tails are made for one delta: repeat until it is the answer. The tails of one
+    # turn allow seven digits and more, so that they are enough for the smallest answer.
     best, near = 1.0, 1e-2
     for _ in range(40):
         near = max(min(near, best), _LEAST_DELTA)
@@ -165,16 +160,16 @@ def delta(
 
 
 def _reserved(flat: Flat) -> float:
-    """The share of delta that pays for drawn noise: none where only stated guarantees are composed.
+    """The share of delta that pays for how noise is drawn: none where guarantees are composed.
 
-    What they state has paid for its own noise.
+    Stated guarantees have paid for their own noise.
     """
     stated = all(isinstance(leaf, ApproximateLeaf) for leaf, _ in flat.leaves)
     return 0.0 if flat.gaussian == 0.0 and stated else RESERVED
 
 
 def _with_drawn(delta: Any, flat: Flat) -> Any:
-    """What ``epsilon`` takes off before it looks, put on again: a number or an array."""
+    """Adds to delta, a number or an array, the share that ``epsilon`` subtracts first."""
     return np.minimum(1.0, delta / (1 - _reserved(flat)))
 
 
@@ -184,8 +179,8 @@ def epsilons_midway(
     """Upper bounds on epsilon after some of the steps of a run.
 
     Args:
-      event: what the first so many steps do to one unit. Only where all of them are one event
-        repeated is it composed here; else each number of steps is asked for.
+      event: number of steps -> what the first so many do to one unit. If the whole run is one event
+        repeated, one discretisation serves all; else each number of steps is accounted by itself.
       total: steps of the whole run.
       counts: numbers of steps, each >= 1.
       delta: in (0, 1).
@@ -193,8 +188,7 @@ def epsilons_midway(
     whole = event(total)
     if isinstance(whole, dp_accounting.SelfComposedDpEvent) and whole.count == total:
         return epsilon_curve(whole.event, counts, delta)
-    made = map(event, counts)
-    return [epsilon(one, delta, accountant=accountant_of(one)) for one in made]
+    return [epsilon(e, delta, accountant=accountant_of(e)) for e in map(event, counts)]
 
 
 def epsilon_curve(
@@ -218,8 +212,7 @@ def epsilon_curve(
       One epsilon per entry of ``steps``; 0 for 0 steps; ``inf`` where there is no guarantee.
     """
     delta = check_delta(delta)
-    if any(t < 0 for t in steps):
-        raise BadInputError(f"numbers of steps must be 0 or more, got {list(steps)}")
+    at_least("a number of steps", min(steps, default=0), 0)
     flat = flatten(step_event, relation)
     if not flat.private:
         return [math.inf if t > 0 else 0.0 for t in steps]
@@ -242,6 +235,68 @@ def epsilon_curve(
     return _coarsened(curve)
 
 
+def epsilon_table(
+    make_event: Callable[[Number], dp_accounting.DpEvent],
+    values: Iterable[Number],
+    delta: float,
+    *,
+    relation: NeighboringRelation = ADD_OR_REMOVE,
+    resolution: float = FINE,
+) -> dict[Number, float]:
+    """Epsilon of a unit for each distinct value of a number in which units differ.
+
+    The guarantee of a run is the worst unit's: this says what the others spend. The numbers must be
+    *declared*: a table made from the private data's own counts is itself private.
+
+    Args:
+      make_event: from a unit's value (its examples, its sampling rate) to what the run does to it.
+      values: the units' values, repeats allowed (a million units of a hundred values cost a
+        hundred accountings).
+      delta: in (0, 1), the same for all.
+      relation: adjacency.
+      resolution: as for ``accounting.epsilon``.
+
+    Returns:
+      {value: upper bound on epsilon}, by increasing value.
+
+    Raises:
+      BadInputError: no values, or a value that is no valid parameter of the event.
+    """
+    distinct = sorted(set(values))
+    if not distinct:
+        raise BadInputError("the table of epsilons needs at least one unit's value")
+    return {
+        value: epsilon(make_event(value), delta, relation=relation, resolution=resolution)
+        for value in distinct
+    }
+
+
+def els_epsilons(
+    noise_multiplier: float,
+    sampling_prob: float,
+    contributions: Iterable[int],
+    steps: int,
+    delta: float,
+) -> dict[int, float]:
+    """Epsilon of an ELS run for users of each number of examples; the largest governs the run.
+
+    Each user's is exact for them alone (``events.els`` with their own number in place of the group
+    size), as the examples of a user who has fewer are in a batch more rarely.
+
+    Args:
+      noise_multiplier: sigma_ELS.
+      sampling_prob: p, of each example in each step.
+      contributions: declared numbers of examples (>= 1), after contribution limiting.
+      steps: T.
+      delta: in (0, 1).
+    """
+    return epsilon_table(
+        lambda count: els(noise_multiplier, sampling_prob, count, steps),
+        contributions,
+        delta,
+    )
+
+
 def delta_curve(
     event: dp_accounting.DpEvent,
     epsilons: Sequence[float] | np.ndarray,
@@ -258,8 +313,7 @@ def delta_curve(
       float [len(epsilons)].
     """
     at = np.asarray(epsilons, dtype=float)
-    if not np.all(at >= 0):
-        raise BadInputError(f"epsilons must be 0 or more, got {at[~(at >= 0)][0]}")
+    at_least("an epsilon", at.min(initial=0.0), 0)
     flat = flatten(event, relation)
     if not flat.private:
         return np.ones(at.shape)
@@ -285,8 +339,8 @@ Curve = tuple[np.ndarray, np.ndarray]
 def profile(flat: Flat, least: float, points: int, resolution: float = 0.1) -> list[Curve]:
     """Upper bounds on delta, from epsilon 0 to where it is ``least``, or falls no further.
 
-    Between neighbours the chord in e^epsilon is one, too, as delta is convex in it. Nothing is kept
-    for noise that is drawn: that is for whoever states an epsilon.
+    Between neighbours the chord in e^epsilon is one, too, as delta is convex in it. No share of
+    delta is reserved for how noise is drawn: that is for the caller who states an epsilon.
 
     Args:
       flat: private, and more than Gaussians.
@@ -316,7 +370,7 @@ def profile(flat: Flat, least: float, points: int, resolution: float = 0.1) -> l
 
 
 def _curve(whole: Composition, least: float, points: int) -> Curve:
-    """Without a tilt as far as rounding lets it be seen, and beyond that with some."""
+    """The curve without a tilt as far as rounding allows, and beyond that with several tilts."""
     least += 1.001 * whole.infinity
     end = _finite(whole.epsilon(least))
     at = np.linspace(0.0, end, points)
@@ -337,13 +391,13 @@ def _curve(whole: Composition, least: float, points: int) -> Curve:
 
 
 def _renyi_curve(flat: Flat, least: float, points: int) -> Curve:
-    """Of both directions, where only Renyi divergences are known."""
-    found = renyi.flat_divergences(flat, renyi.ORDERS)
-    at = np.linspace(0.0, _finite(renyi.epsilon_from_renyi(found, renyi.ORDERS, least)), points)
-    deltas = np.exp(renyi.log_delta_from_renyi(found, renyi.ORDERS, at))
+    """The curve for both directions, where only Renyi known are known."""
+    known = renyi.flat_divergences(flat, renyi.ORDERS)
+    at = np.linspace(0.0, _finite(renyi.epsilon_from_renyi(known, renyi.ORDERS, least)), points)
+    deltas = np.exp(renyi.log_delta_from_renyi(known, renyi.ORDERS, at))
     # Total variation, from the Kullback-Leibler divergence, which is below those of orders above 1:
     # Pinsker; Bretagnolle and Huber.
-    kl = float(found.min())
+    kl = float(known.min())
     return at, np.minimum(deltas, min(math.sqrt(kl / 2), math.sqrt(-math.expm1(-kl))))
 
 
@@ -372,8 +426,8 @@ def _loose_epsilon(
     event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation, accountant: str
 ) -> float:
     if accountant == "rdp":
-        found = renyi.renyi_divergences(event, renyi.ORDERS, relation)
-        return renyi.epsilon_from_renyi(found, renyi.ORDERS, delta)
+        divergences = renyi.renyi_divergences(event, renyi.ORDERS, relation)
+        return renyi.epsilon_from_renyi(divergences, renyi.ORDERS, delta)
     if accountant == "zcdp":
         return renyi.epsilon_from_zcdp(renyi.zcdp(event, relation), delta)
     raise BadInputError(f"unknown accountant {accountant!r}: choose pld, rdp or zcdp")
@@ -381,17 +435,16 @@ def _loose_epsilon(
 
 @functools.lru_cache(maxsize=1024)
 def _flat_epsilon(flat: Flat, delta: float, resolution: float) -> float:
-    """A search asks for it, who checks the search, and who states the guarantee."""
     tail = _log_tail(flat, delta)
-    found = _worst(flat, lambda c: c.epsilon(delta), [delta], resolution, tail)
-    return _largest_loss(flat, delta) if math.isinf(found) and not _reserved(flat) else found
+    answer = _worst(flat, lambda c: c.epsilon(delta), [delta], resolution, tail)
+    return _largest_loss(flat, delta) if math.isinf(answer) and not _reserved(flat) else answer
 
 
 def _largest_loss(flat: Flat, delta: float) -> float:
-    """Of stated guarantees the sum of all epsilons, if ``delta`` pays for all deltas; else inf.
+    """The sum of the epsilons of stated guarantees if ``delta`` pays for all deltas; else inf.
 
-    Where it pays for them and for nothing else, the rounding of a table has no room. No float has
-    more than 1,100 digits.
+    Where it pays for exactly these, the rounding of a table has no room. No float has more than
+    1,100 digits.
     """
     stated = [(leaf.event, n) for leaf, n in flat.leaves if isinstance(leaf, ApproximateLeaf)]
     with localcontext(prec=1200, rounding=ROUND_FLOOR):
@@ -419,11 +472,12 @@ def _worst(
             lambda factor: answer(_composed(flat, direction, deltas, resolution, tail, factor))
         )
 
-    found = of("remove", resolution)
-    if all(law.add is law.remove for law in (_law(leaf, 0.4, tail) for leaf, _ in flat.leaves)):
-        return found
-    # Mostly adding costs less than removing by more than a coarse bound overstates it.
-    return found if of("add", 4.0 * resolution) <= found else max(found, of("add", resolution))
+    remove = of("remove", resolution)
+    losses = (_losses(leaf, 0.4, tail) for leaf, _ in flat.leaves)
+    if all(step.add is step.remove for step in losses):
+        return remove
+    # Adding mostly costs less than removing: then a coarse bound on it shows that.
+    return remove if of("add", 4.0 * resolution) <= remove else max(remove, of("add", resolution))
 
 
 def _coarsened(answer: Callable[[float], Answer]) -> Answer:
@@ -441,7 +495,7 @@ def _steps(flat: Flat) -> int:
 
 
 def _log_tail(flat: Flat, delta: float) -> float:
-    """Probability per step that may become an infinite loss: together below 1e-7 of delta."""
+    """Log of the probability per step that may become an infinite loss: in all 1e-7 of delta."""
     wanted = min(-50.0, math.log(delta) - math.log(_steps(flat)) - 17.0)
     return max(wanted, _LEAST_LOG_TAIL)
 
@@ -452,7 +506,7 @@ def _gaussian_log_delta(sigma: float, epsilon: float) -> float:
 
 
 def _gaussian_epsilon(total: float, delta: float) -> float:
-    """Exact, for Gaussians alone (Balle and Wang 2018), rounded up."""
+    """Epsilon of Gaussians of squared mean ``total`` (Balle and Wang 2018), rounded up."""
     if total == 0:
         return 0.0
     if total > 1e16:
@@ -466,14 +520,14 @@ def _gaussian_epsilon(total: float, delta: float) -> float:
 
 
 def _sketch(flat: Flat, direction: str, spacing: float, log_tail: float) -> Composition:
-    """The whole, its losses where the cells of outputs put them: moments, before any grid."""
+    """The composition with losses at the ends of cells, on no grid: good for moments."""
     leaves: list[tuple[Leaf, int]] = list(flat.leaves)
     if flat.gaussian > 0:
         leaves.append((MixtureLeaf((math.sqrt(flat.gaussian),), (1.0,)), 1))
     return Composition(
         [
             Part(
-                getattr(_law(leaf, spacing, log_tail), direction),
+                getattr(_losses(leaf, spacing, log_tail), direction),
                 count,
                 getattr(leaf, "local_steps", 1),
                 getattr(leaf, "probability", 1.0),
@@ -484,8 +538,8 @@ def _sketch(flat: Flat, direction: str, spacing: float, log_tail: float) -> Comp
 
 
 @functools.lru_cache(maxsize=256)
-def _law(leaf: Leaf, spacing: float, log_tail: float) -> StepLoss:
-    return leaf.law(spacing, log_tail)
+def _losses(leaf: Leaf, spacing: float, log_tail: float) -> StepLoss:
+    return leaf.losses(spacing, log_tail)
 
 
 def _excess(
@@ -494,7 +548,7 @@ def _excess(
     cumulants: list[float],
     allowed: list[float],
 ) -> float:
-    """Largest excess of another discretisation's cumulants, in units of what is allowed."""
+    """Largest excess of another discretisation's cumulants, over what is allowed."""
     pairs = zip(asked, cumulants, allowed)
     return max((other.cumulant(theta) - here) / most for (theta, _), here, most in pairs)
 
@@ -524,7 +578,7 @@ def _composed(
                 "no useful epsilon exists: raise the noise multiplier, or lower the sampling "
                 "probability, the group size or the number of steps"
             )
-        if sketch.largest < 1e-100:  # none to look at, up to those that are infinite
+        if sketch.largest < 1e-100:  # all losses are 0 or infinite
             return sketch.gridded(1e-15)
         tails = sketch.tails(1e-3 * min(deltas)) if tails is None else tails
         seen = sketch.clipped(tails)
@@ -553,9 +607,9 @@ def _composed(
         return sketch.gridded(_aligned(factor * unit, unit))
     steps = sum(count for _, count in flat.leaves) + 1
     grid = min(math.sqrt(12.0 * m / (t * (t + 1.0) * steps)) for m, (t, _) in zip(allowed, asked))
-    # An atom is rounded up by the grid itself, which counts where few steps may all meet it.
+    # An atom is rounded up by a step of the grid, which matters where few steps may all meet it.
     tops = [
-        (count * max(float(_law(leaf, 0.4, log_tail).remove.losses.max()), 0.0), count)
+        (count * max(float(_losses(leaf, 0.4, log_tail).remove.losses.max()), 0.0), count)
         for leaf, count in flat.leaves
         if leaf.unit is not None
     ]
@@ -574,7 +628,7 @@ def _composed(
 
 
 def _common_unit(units: list[float]) -> float:
-    """A number of which all ``units`` are whole multiples, or 0."""
+    """A number of which all ``units`` are whole multiples; 0 if there is none."""
     common = units[0] if units else 0.0
     for unit in units[1:]:
         if min(unit, common) <= 0:

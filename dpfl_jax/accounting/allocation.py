@@ -56,13 +56,13 @@ class _Ratio:
         return (self.low + np.arange(len(self.probs))) * self.grid
 
     def finer(self, times: int) -> _Ratio:
-        """The same on a finer grid: nothing moves."""
+        """The same values on a finer grid."""
         probs = np.zeros((len(self.probs) - 1) * times + 1)
         probs[::times] = self.probs
         return dataclasses.replace(self, grid=self.grid / times, low=self.low * times, probs=probs)
 
     def trimmed(self, lost: float) -> _Ratio:
-        """Without ends of less than ``lost``: below without the unit, above with it."""
+        """Cuts off ends of probability ``lost``: the lower without the unit, the upper with it."""
         logs, here = self.logs, self.probs
         there = here * np.exp(logs)
         first = int(np.searchsorted(np.cumsum(here), lost, side="right"))
@@ -79,7 +79,7 @@ class _Ratio:
 
 
 def _single(shift: float, grid: float, lost: float) -> _Ratio:
-    """X itself."""
+    """A spread of X itself."""
     reach = -float(special.ndtri_exp(math.log(lost)))
     low = math.floor((-0.5 * shift - reach) * shift / grid)
     high = math.ceil((0.5 * shift + reach) * shift / grid)
@@ -105,7 +105,7 @@ def _single(shift: float, grid: float, lost: float) -> _Ratio:
 
 
 def _mean(one: _Ratio, other: _Ratio, times: int) -> _Ratio:
-    """Of all terms of both, whose grids are the same, on a grid ``times`` finer."""
+    """A spread of the mean of all terms of both, on a grid ``times`` finer than theirs."""
     a, b, n, m = one.probs, other.probs, len(one.probs), len(other.probs)
     terms, grid, alike = one.terms + other.terms, one.grid / times, one is other
     share = other.terms / terms
@@ -139,11 +139,11 @@ def _mean(one: _Ratio, other: _Ratio, times: int) -> _Ratio:
 
 
 def allocated(sigma: float, taken: int, steps: int, spacing: float, log_tail: float) -> StepLoss:
-    """The loss of all steps together, of cells of about this size; of larger ones if need be.
+    """The loss of all steps together, in cells of about this size, or larger ones if need be.
 
     Args:
       sigma: noise multiplier of a step, at least 0.1.
-      taken: r, at least 1: the first of
+      taken: r, at least 1, the number of steps so far.
       steps: t, in one of which, uniformly, a unit takes part.
       spacing: length of a cell, in standard deviations of log S.
       log_tail: log of the probability that may become an infinite loss.
@@ -162,46 +162,46 @@ def allocated(sigma: float, taken: int, steps: int, spacing: float, log_tail: fl
 def _allocated(
     sigma: float, taken: int, steps: int, spacing: float, log_tail: float
 ) -> tuple[StepLoss, int]:
-    """As ``allocated``, and how many cells the largest table has.
+    """As ``allocated``, and the number of cells of the largest table.
 
-    A quarter of the spacing is taken, for what many means round.
+    Cells are a quarter of the spacing, as many means round.
     """
     shift, spacing = 1.0 / sigma, 0.25 * spacing
     lost = math.exp(log_tail) / (2.0 * taken.bit_length() + 2.0)
 
     def mean(one: _Ratio, other: _Ratio) -> _Ratio:
-        """On a grid as fine as the deviation of log S asks for, about, and a power of two finer."""
+        """The mean of both, on a grid that fits the deviation of log S, a power of two finer."""
         deviation = math.sqrt(math.log1p(math.expm1(shift**2) / (one.terms + other.terms)))
         finer = max(0, round(math.log2(one.grid / (spacing * deviation))))
-        found = _mean(one, other, 2**finer).trimmed(lost)
-        cells.append(len(found.probs))
-        return found
+        whole = _mean(one, other, 2**finer).trimmed(lost)
+        cells.append(len(whole.probs))
+        return whole
 
     cells: list[int] = []
-    power, found, bits = _single(shift, spacing * min(shift, 1.0), lost), None, taken
+    power, whole, bits = _single(shift, spacing * min(shift, 1.0), lost), None, taken
     while True:
         if bits & 1:
-            if found is None:
-                found = power
+            if whole is None:
+                whole = power
             else:
-                found = mean(found.finer(round(found.grid / power.grid)), power)
+                whole = mean(whole.finer(round(whole.grid / power.grid)), power)
         bits >>= 1
         if not bits:
             break
         power = mean(power, power)
-    assert found is not None
-    cells.append(len(found.probs))
+    assert whole is not None
+    cells.append(len(whole.probs))
     # Sums of as many products as there are values, and their logs, rounded upwards.
-    probs, slack = found.probs * (1.0 + 1e-11), 1e-12
-    logs, rest, part = found.logs, (steps - taken) / steps, taken / steps
-    nobody = math.inf  # what the loss is where S is 0
-    if rest > 0.0:  # in the other steps the unit is not seen: there S is 1
-        logs, nobody = np.logaddexp(math.log(rest), math.log(part) + logs), -math.log(rest)
-    remove = Atoms(logs + slack, probs * np.exp(logs), part * found.infinity)
+    probs, slack = whole.probs * (1.0 + 1e-11), 1e-12
+    logs, rest, part = whole.logs, (steps - taken) / steps, taken / steps
+    missing = math.inf  # the loss where S is 0
+    if rest > 0.0:  # with this probability the unit's step is a later one, and S is 1
+        logs, missing = np.logaddexp(math.log(rest), math.log(part) + logs), -math.log(rest)
+    remove = Atoms(logs + slack, probs * np.exp(logs), part * whole.infinity)
     add = Atoms(slack - logs, probs, 0.0)
     if rest > 0.0:
-        remove = remove.with_atom(-nobody, found.zero * rest)
-        add = add.with_atom(nobody, found.zero)
+        remove = remove.with_atom(-missing, whole.zero * rest)
+        add = add.with_atom(missing, whole.zero)
     else:
-        add = dataclasses.replace(add, infinity=found.zero)
+        add = dataclasses.replace(add, infinity=whole.zero)
     return StepLoss(remove, add), max(cells)

@@ -1,10 +1,10 @@
-"""What an event lets anybody find out about one unit, in the terms of those who would attack.
+"""What an adversary can find out about one unit: bounds on the success of attacks.
 
-Everything follows from delta as a function of epsilon: an attacker that guesses from what is
-released whether the unit took part, and is wrong about a share a of those who did not, is right
-about at most ``delta(eps) + e^eps a`` of those who did, for every eps (Wasserman and Zhou 2010;
-Dong, Roth and Su 2022, "Gaussian Differential Privacy", proposition 2.12). Any set of eps gives a
-bound; a fine one gives all that is known.
+Everything follows from delta as a function of epsilon: an attack that guesses from the release
+whether a unit took part, and is wrong about a share a of those that did not, is right about at most
+``delta(eps) + e^eps a`` of those that did, for every eps (Wasserman and Zhou 2010; Dong, Roth and
+Su 2022, "Gaussian Differential Privacy", proposition 2.12). Any set of eps gives a bound; a fine
+one gives all that is known.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dpfl_jax.accounting.accountant import (
     epsilon,
 )
 from dpfl_jax.accounting.events import check_prob
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 
 _POINTS = 600
-# Attacks that succeed more rarely than this are left out of the curve, which stays a bound.
+# The curve ends at this delta, and stays a bound.
 _LEAST = 1e-9
 _LARGEST_MU = 1000.0
 FALSE_ALARMS = (1e-3, 1e-2, 0.05)
@@ -40,14 +40,13 @@ FALSE_ALARMS = (1e-3, 1e-2, 0.05)
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """What the release of a run can tell about one unit: upper bounds, whatever the attack.
+    """What the release of a run can reveal about one unit: upper bounds for every attack.
 
     Attributes:
       epsilons: float [n], increasing from 0.
       deltas: float [n], upper bounds on delta at each.
       delta: of the guarantee.
-      relation: what the attacker tells apart: with and without the unit, or one value of it and
-        another.
+      relation: what the attacker distinguishes: with and without the unit, or two values of it.
     """
 
     epsilons: np.ndarray
@@ -56,7 +55,7 @@ class Meaning:
     relation: NeighboringRelation = ADD_OR_REMOVE
 
     def true_positive_rate(self, false_positive_rate: float) -> float:
-        """Most of those who took part that an attack finds, at this rate of false alarms.
+        """The largest share of units in the data that an attack finds, at a rate of false alarms.
 
         Raises:
           BadInputError: the rate does not lie between 0 and 1.
@@ -65,19 +64,19 @@ class Meaning:
         return float(self.power(np.array([a]))[0])
 
     def power(self, false_positive_rates: np.ndarray) -> np.ndarray:
-        """The same at many rates, float [n]."""
+        """``true_positive_rate`` at many rates, float [n]."""
         a, e, d = false_positive_rates, self.epsilons[:, None], self.deltas[:, None]
         with np.errstate(over="ignore"):
-            found = np.minimum(d + np.exp(e) * a, 1.0 - np.exp(-e) * (1.0 - d - a))
-        return np.clip(found.min(axis=0), a, 1.0)
+            rates = np.minimum(d + np.exp(e) * a, 1.0 - np.exp(-e) * (1.0 - d - a))
+        return np.clip(rates.min(axis=0), a, 1.0)
 
     @property
     def advantage(self) -> float:
-        """Largest difference of the rates of right and of false alarms: total variation."""
+        """The largest difference of the rates of right and of false alarms: total variation."""
         return float(self.deltas[0])
 
     def guessing(self, candidates: int) -> float:
-        """Chance of naming what the unit contributed among so many equally likely candidates.
+        """The probability of naming what the unit contributed, of equally likely candidates.
 
         The best guess without the record is right with probability 1 / ``candidates``; a right
         guess is an alarm (Kaissis et al. 2023, "Bounding data reconstruction attacks with the
@@ -86,12 +85,11 @@ class Meaning:
         Raises:
           BadInputError: fewer than 2 candidates.
         """
-        if candidates < 2:
-            raise BadInputError(f"there are {candidates} candidates, but guessing needs 2 or more")
+        at_least("the number of candidates", candidates, 2)
         return self.true_positive_rate(1.0 / candidates)
 
     def posterior(self, prior: float, but_for: float = 1e-3) -> float:
-        """Belief that the unit took part after seeing the release, of one who had ``prior``.
+        """The belief that the unit took part after seeing the release.
 
         Args:
           prior: belief before, in [0, 1].
@@ -108,10 +106,10 @@ class Meaning:
 
     @functools.cached_property
     def mu(self) -> float:
-        """Least mu for which no attack beats, but for delta, that on N(0, 1) against N(mu, 1).
+        """The least mu with mu-Gaussian differential privacy, but for delta.
 
-        That is mu-Gaussian differential privacy up to delta: comparable across mechanisms, as
-        (epsilon, delta) is not (Gomez et al. 2025).
+        No attack then beats the best one on N(0, 1) against N(mu, 1), but for delta. Comparable
+        across mechanisms, as (epsilon, delta) is not (Gomez et al. 2025).
         """
         e, d = self.epsilons, self.deltas
         # Between two epsilons delta is at most that of the first: the Gaussian must reach it still
@@ -128,7 +126,7 @@ class Meaning:
         return float(high.max()) if high.max() < _LARGEST_MU else math.inf
 
     def sentences(self) -> list[str]:
-        """The same in words for people who know no differential privacy."""
+        """The bounds in words for people who know no differential privacy."""
         most, first = self.true_positive_rate, FALSE_ALARMS[0]
         if self.relation == REPLACE:
             what = "that it was this record and not that one"
@@ -144,7 +142,7 @@ class Meaning:
             )
         rest = "".join(f"; {_share(a)}: {_share(most(a))}" for a in FALSE_ALARMS[1:])
         after = ", ".join(_share(self.posterior(p)) for p in (0.1, 0.5, 0.9))
-        found = [
+        lines = [
             f"{attack}{rest}.",
             f"Right accusations exceed wrong ones by at most {_share(self.advantage)} of cases.",
             f"Who believes with 10 % (50 %, 90 %) {what} believes it afterwards with at most "
@@ -154,14 +152,14 @@ class Meaning:
             f"{_share(self.guessing(10_000))}).",
         ]
         if math.isfinite(self.mu):
-            found.append(
+            lines.append(
                 f"It is {math.ceil(1000 * self.mu) / 1000:g}-Gaussian differential privacy, but "
                 "for delta: as hard as telling a draw of N(0, 1) from one of N(that number, 1)."
             )
-        return found
+        return lines
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """The bounds and the curve as JSON values."""
         return {
             "advantage": self.advantage,
             "gaussian_mu": self.mu if math.isfinite(self.mu) else None,
@@ -181,7 +179,7 @@ def meaning(
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
 ) -> Meaning:
-    """What an event lets anybody find out about one unit.
+    """What an adversary can find out about one unit from an event.
 
     Args:
       event: what the run does to the unit.
@@ -201,7 +199,7 @@ def meaning_of_cases(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
 ) -> Meaning:
-    """What a run lets anybody find out about one unit, whichever that is.
+    """What an adversary can find out about one unit of a run, whichever that is.
 
     Args:
       cases: its cost is at most the smallest, over the outer list, of the largest in an inner one.
@@ -242,25 +240,25 @@ def meaning_of_bound(
       relation: adjacency.
     """
     at = np.linspace(0.0, max(epsilon, 1e-9), _POINTS)
-    # With probability delta all is told, else randomised response.
-    told = -np.expm1(at - at[-1]) / (1.0 + np.exp(-at[-1]))
-    return Meaning(at, delta + (1.0 - delta) * told, delta, relation)
+    # With probability delta everything is revealed, else randomised response.
+    rest = -np.expm1(at - at[-1]) / (1.0 + np.exp(-at[-1]))
+    return Meaning(at, delta + (1.0 - delta) * rest, delta, relation)
 
 
-def plot_attacks(axes: Any, found: Meaning) -> None:
-    """Draws the largest rate of right alarms for every rate of false ones."""
+def plot_attacks(axes: Any, meaning: Meaning) -> None:
+    """Draws the largest rate of right alarms for every rate of false ones on Matplotlib axes."""
     x = np.geomspace(1e-4, 1.0, 200)
-    y = [found.true_positive_rate(a) for a in x]
+    y = [meaning.true_positive_rate(a) for a in x]
     axes.fill_between(x, x, y, alpha=0.25, lw=0)
     axes.plot(x, y, label="no attack finds more")
     axes.plot(x, x, "k:", lw=1, label="guessing without looking")
-    replaced = found.relation == REPLACE
+    replaced = meaning.relation == REPLACE
     said = "{} wrong claims: {} right" if replaced else "{} falsely accused: {} found"
-    # Numbers stand in the legend, which Matplotlib lays where no line is: beside points they met.
+    # Numbers stand in the legend, as beside the points they would overlap.
     for a, marker in zip(FALSE_ALARMS, "osD"):
-        found_then = found.true_positive_rate(a)
-        label = said.format(_share(a), _share(found_then))
-        axes.plot(a, found_then, marker, color="C0", ms=5, label=label)
+        right = meaning.true_positive_rate(a)
+        label = said.format(_share(a), _share(right))
+        axes.plot(a, right, marker, color="C0", ms=5, label=label)
     axes.set(
         xscale="log",
         xlim=(1e-4, 1),
@@ -279,13 +277,13 @@ def plot_attacks(axes: Any, found: Meaning) -> None:
 
 
 def _gaussian_delta(at: np.ndarray, mu: np.ndarray) -> np.ndarray:
-    """Of N(0, 1) against N(mu, 1) (Balle and Wang 2018)."""
+    """Delta of N(0, 1) against N(mu, 1) at epsilons ``at`` (Balle and Wang 2018)."""
     log_second = at + special.log_ndtr(-at / mu - mu / 2)
     return special.ndtr(-at / mu + mu / 2) - np.exp(log_second)
 
 
 def _share(value: float) -> str:
-    """Of a hundred, rounded up: what is said is a bound."""
+    """A bound in per cent, rounded up."""
     percent = 100.0 * value
     if percent <= 0:
         return "0 %"

@@ -1,7 +1,7 @@
-"""The parameters that a target (epsilon, delta) asks for: found fast, then certified.
+"""Parameters for a target (epsilon, delta): searched fast, then certified.
 
-The search starts at a saddle-point approximation, goes on with coarse upper bounds and ends with
-fine ones: what is returned satisfies the target by the bound that will be stated.
+The search starts at a saddle-point approximation, continues with coarse upper bounds and ends with
+fine ones: the result meets the target by the bound that will be stated.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def calibrate_noise_multiplier(
       delta: target, in (0, 1).
       relation: adjacency.
       relative_tolerance: most by which the answer exceeds the smallest, on the fine grid.
-      use_cache: look the answer up on disk first (and certify it again), store it after.
+      use_cache: whether to look the answer up on disk (and certify it again), and to store it.
       near: a good guess, at which the fine search then starts.
       accountant: by which the target is met; "rdp" for events of which no losses are known.
 
     Returns:
       The noise multiplier; ``epsilon(make_event(it), delta) <= epsilon``, as it will be stated.
-      0.0 if the event needs no noise at all.
+      0.0 if the event needs no noise.
 
     Raises:
       BadInputError: if no noise multiplier in [1e-3, 1e9] will do, or an input is out of range.
@@ -72,12 +72,12 @@ def calibrate_noise_multiplier(
         return 0.0
     if accountant != "pld":
 
-        def loosely(sigma: float) -> float:
+        def excess_of(sigma: float) -> float:
             event = make_event(sigma)
-            found = epsilon_of(event, delta, relation=relation, accountant=accountant)
-            return _over(found, epsilon)
+            cost = epsilon_of(event, delta, relation=relation, accountant=accountant)
+            return _over(cost, epsilon)
 
-        return _root(loosely, 1.0, relative_tolerance, -1.0)[0]
+        return _root(excess_of, 1.0, relative_tolerance, -1.0)[0]
     fits = _fits(make_event, epsilon, delta, relation)
     excess = functools.partial(_excess, make_event, epsilon, delta, relation, FINE)
     key = ""
@@ -91,7 +91,7 @@ def calibrate_noise_multiplier(
         near, slope = _rough_root(make_event, epsilon, delta, relation)
         coarse = functools.partial(_excess, make_event, epsilon, delta, relation, COARSE)
         near, slope = _root(coarse, near, 1.5e-3, slope)
-        # A coarse epsilon is too large by a twelfth of its squared resolution.
+        # A coarse epsilon is too large by a twelfth of the squared resolution of itself.
         near *= math.exp((COARSE**2 - FINE**2) / 12.0 / slope)
     else:
         here, beyond = (rough_epsilon(make_event(near * x), delta, relation) for x in (1.0, 1.02))
@@ -146,7 +146,7 @@ def _excess(
 
 
 def _remembered(key: str, fits: Callable[[float], bool]) -> float | None:
-    """A noise multiplier from disk, certified again: what is there can never weaken a guarantee."""
+    """A noise multiplier from disk if it passes ``fits`` again: a bad file weakens no guarantee."""
     known = (cache.read(key) or {}).get("noise_multiplier")
     if not isinstance(known, float) or not SMALLEST_NOISE <= known <= LARGEST_NOISE:
         return None
@@ -161,14 +161,16 @@ def noise_near(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     near: float | None = None,
 ) -> float:
-    """About the smallest noise multiplier for a target: NOT CERTIFIED, see ``rough_epsilon``."""
+    """An estimate of the smallest noise multiplier: NOT CERTIFIED, see ``rough_epsilon``."""
     return _rough_root(make_event, epsilon, delta, relation, near or 1.0)[0]
 
 
 def noise_ahead(known: Sequence[tuple[float, float]], at: float) -> float | None:
-    """A guess of the noise multiplier at a number, from (number, noise multiplier) of others.
+    """Extrapolates noise multipliers known at other numbers; None where too few are known.
 
-    Numbers and noise are positive, the last ones the nearest; None where too few are known.
+    Args:
+      known: (number, noise multiplier), all positive, the nearest last.
+      at: the number at which noise is needed.
     """
     last = known[-8:]
     if len({x for x, _ in last}) < 4 or min(noise for _, noise in last) <= 0.0:
@@ -196,7 +198,7 @@ def _rough_root(
 
     try:
         return _root(excess, near, 1e-3, -1.0)
-    except BadInputError:  # the certified search says what is wrong
+    except BadInputError:  # the certified search will raise with what is wrong
         return 1.0, -1.0
 
 
@@ -296,7 +298,7 @@ def calibrate_sampling_prob(
 def _epsilon_or_inf(
     event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation, grid: float
 ) -> float:
-    """Epsilon, or ``inf`` where it is too large to be computed: a search needs no more."""
+    """Epsilon, or ``inf`` where it is too large to be computed."""
     try:
         return epsilon_of(event, delta, relation=relation, resolution=grid)
     except (TooLittleNoiseError, TableTooLargeError):
@@ -306,7 +308,7 @@ def _epsilon_or_inf(
 def _certified(
     event: dp_accounting.DpEvent, epsilon: float, delta: float, relation: NeighboringRelation
 ) -> bool:
-    """Whether an event meets the target as it will be stated: every calibration ends with it."""
+    """Whether an event meets the target as it will be stated: the end of every calibration."""
     return _epsilon_or_inf(event, delta, relation, FINE) <= float(epsilon)
 
 
@@ -365,7 +367,7 @@ def _largest_count(
 
 
 def _round_up(value: float) -> float:
-    """Rounds up to seven significant digits: the answer prints as it is."""
+    """Rounds up to seven significant digits, so that the answer prints in full."""
     scale = 10.0 ** (6 - math.floor(math.log10(value)))
     return math.ceil(value * scale * (1 - 1e-15)) / scale
 
@@ -375,8 +377,8 @@ def _root(
 ) -> tuple[float, float]:
     """The noise multiplier at which a falling ``excess`` turns negative, on the safe side.
 
-    Secant steps in logarithms, where epsilon is nearly a power of the noise, kept within what is
-    known; every other time by halves where they do not help.
+    By secant steps in logarithms, where epsilon is nearly a power of the noise, within the known
+    bracket; sometimes by halves, where they do not help.
 
     Returns:
       A number of few digits with ``excess(it) <= 0``, above the smallest by ``tolerance`` at most,

@@ -2,8 +2,15 @@
 
 A plain FFT has an absolute error of about (number of steps) * 1e-16, which swamps small deltas.
 Multiplying every step's distribution by e^(theta * loss) before the FFT, and undoing it after, puts
-the accuracy where the answer is (exponential tilting, as in saddle-point approximations). What is
-cut off or may have been lost to rounding is added to delta, so that answers stay upper bounds.
+the accuracy where the answer is (exponential tilting, as in saddle-point approximations): with
+M(theta) = E e^(theta L) of the composed loss L, and P_theta(l) = P(l) e^(theta l) / M(theta),
+
+    delta(eps) = E max(0, 1 - e^(eps - L)) = sum_{l > eps} P_theta(l) M(theta) e^(-theta l)
+                 (1 - e^(eps - l)),
+
+and P_theta is the convolution of the steps' tilted distributions. A theta whose tilted mean is near
+eps makes the terms that matter large. Any theta gives a valid bound: what is cut off (by Chernoff's
+inequality) or may have been lost to rounding is added to delta.
 """
 
 from __future__ import annotations
@@ -21,7 +28,8 @@ from dpfl_jax.errors import BadInputError
 
 # About 0.25 GB of temporary arrays, and half a second of FFT.
 MAX_POINTS = 1 << 21
-# Logs of what a window may leave out of a tilted law: the second where the first would show.
+# Logs of the mass that a window may leave out of a tilted distribution: the second where the first
+# would matter.
 _ROUNDING = 1e-15
 _LOG_CUTS = (math.log(1e-7), math.log(1e-18))
 
@@ -31,7 +39,7 @@ class TableTooLargeError(BadInputError):
 
 
 def _log_sum_exp(values: np.ndarray) -> float:
-    """SciPy's, without its checks, which cost more than the sum on these short arrays."""
+    """As SciPy's logsumexp, whose checks take longer than the sum of these short arrays."""
     top = float(values.max())
     return top + math.log(float(np.exp(values - top).sum()))
 
@@ -102,11 +110,11 @@ class Part:
         return whole, share * mean, share * (variance + (1.0 - share) * mean * mean)
 
     def _share(self, log_taking_part: float, whole: float) -> float:
-        """Probability, under the tilted law, that the round took place."""
+        """Probability, under the tilted distribution, that the round took place."""
         return min(1.0, math.exp(math.log(self.probability) + log_taking_part - whole))
 
     def spectrum(self, theta: float, size: int) -> np.ndarray:
-        """Fourier transform of the tilted law of one round, loss 0 at index 0, modulo ``size``."""
+        """FFT of the tilted distribution of one round, with loss 0 at index 0, modulo ``size``."""
         tilted = self.logs + theta * self.losses
         log_step = _log_sum_exp(tilted)
         assert isinstance(self.pmf, LossPmf)
@@ -120,10 +128,13 @@ class Part:
 
 
 class Composition:
-    """One direction of adjacency of a sequence of steps (adaptive composition of PLDs)."""
+    """The loss of a sequence of steps in one direction of adjacency (adaptive composition of PLDs).
+
+    Args:
+      parts: steps, at least one; on one common grid, unless only moments are needed.
+    """
 
     def __init__(self, parts: Sequence[Part]):
-        """Args: parts: steps, at least one; on one common grid, unless only moments are asked."""
         self._parts = tuple(parts)
         self.grid = getattr(parts[0].pmf, "grid", 0.0)
         self.steps = sum(part.count * part.local_steps for part in parts)
@@ -143,7 +154,7 @@ class Composition:
         return sum(part.count * part.log_moment(theta) for part in self._parts)
 
     def _moments(self, theta: float) -> tuple[float, float, float]:
-        """Log moment of the whole, and mean and variance of its tilted law."""
+        """Log moment of the whole, and mean and variance of its tilted distribution."""
         each = [(part.count, *part.moments(theta)) for part in self._parts]
         return (
             sum(count * log_moment for count, log_moment, _, _ in each),
@@ -152,21 +163,21 @@ class Composition:
         )
 
     def times(self, count: int) -> Composition:
-        """All steps so many times."""
+        """The composition of all steps ``count`` times."""
         return Composition([dataclasses.replace(p, count=p.count * count) for p in self._parts])
 
     def tails(self, mass: float) -> list[float]:
-        """A loss of each part; all steps together exceed theirs with this probability."""
-        found = []
+        """A loss for each part, such that any step exceeds its part's with probability ``mass``."""
+        tops = []
         for part in self._parts:
             order = np.argsort(part.losses)
             tail = np.cumsum(part.pmf.probs[order][::-1])[::-1]
             last = max(int((tail > mass / self.steps).sum()) - 1, 0)
-            found.append(float(part.losses[order[last]]))
-        return found
+            tops.append(float(part.losses[order[last]]))
+        return tops
 
     def clipped(self, most: Sequence[float]) -> Composition:
-        """No loss of a part above its ``most``: NO BOUND, but tilts see no unlikely ones."""
+        """With the losses of each part clipped to its ``most``: NO BOUND, only to choose tilts."""
         clipped = (
             Atoms(np.minimum(part.losses, top), part.pmf.probs, 0.0)
             for part, top in zip(self._parts, most)
@@ -176,7 +187,7 @@ class Composition:
         )
 
     def gridded(self, grid: float) -> Composition:
-        """All losses on one grid."""
+        """The composition with all losses on one grid, rounded so that divergences are bounds."""
         return Composition(
             [dataclasses.replace(p, pmf=p.pmf.on_grid(grid)) for p in self._parts]  # type: ignore[union-attr]
         )
@@ -201,12 +212,12 @@ class Composition:
     def tilt(self, slope: Callable[..., float], tolerance: float = 0.05) -> float:
         """The theta > 0 at which ``slope``, increasing in theta, is 0.
 
+        Any theta gives a valid bound: a few correct digits are enough. The search goes by factors,
+        as rare but large losses put the answer far from 1 / sd.
+
         Args:
           slope: of theta, the cumulant there, and mean and variance of the tilted loss.
           tolerance: relative.
-
-        Any theta gives a valid bound: a few correct digits are enough. The search goes by factors,
-        as rare but large losses put the answer far from 1 / sd.
         """
 
         def at(log_theta: float) -> float:
@@ -225,7 +236,7 @@ class Composition:
             above = at(high)
         high = min(high, most)
         while high - low > tolerance:
-            # The secant, a little to the side of its far end, so that both ends move.
+            # The secant, moved a little towards the far end, so that both ends move.
             share = below / (below - above) if below < above < math.inf else 0.5
             share = share + 0.1 if share < 0.5 else share - 0.1
             middle = low + min(max(share, 0.03), 0.97) * (high - low)
@@ -237,7 +248,7 @@ class Composition:
         return math.exp(0.5 * (low + high))
 
     def _reach(self, bound: Callable[[float], float], speed: float) -> float:
-        """Smallest of ``bound(speed)`` over speeds in a geometric progression, from ``speed``."""
+        """Smallest ``bound`` over a geometric progression of speeds from ``speed``."""
         best = bound(speed)
         for factor in (0.6, 1.0 / 0.6):
             here = speed * factor
@@ -249,21 +260,24 @@ class Composition:
         return best
 
     def _edges(self, theta: float, negligible: float) -> tuple[float, float, float, float]:
-        """Window [low, high] that holds all but e^cut of the tilted law on either side.
+        """Window [low, high] that holds all but e^cut of the tilted distribution on either side.
 
-        By Chernoff's inequality, valid at any speed; every speed tried is one. What lies above the
-        window comes out below it and is added to delta as lost; what lies below it comes out above
-        the window's start, which can only raise delta. Both weigh e^(base - theta high).
+        By Chernoff's inequality, which holds at any speed. The FFT is periodic: mass above the
+        window comes out at its start and is added to delta as lost; mass below it comes out at its
+        end, which can only raise delta. Both weigh e^(base - theta high).
 
         Args:
           theta: tilt.
           negligible: log of a share of delta that does not matter.
+
+        Returns:
+          The log moment at theta, low, high, and cut.
         """
         base, _, variance = self._moments(theta)
         sd = math.sqrt(max(variance, self.grid**2))
         largest = smallest = 0.0
         for part in self._parts:
-            # A round that need not take place may also have loss 0.
+            # A round that may not take place has loss 0 then.
             rest = 0.0 if part.probability < 1.0 else math.inf
             steps, x = part.local_steps, part.losses
             largest += part.count * max(steps * float(x.max()), -rest)
@@ -281,7 +295,7 @@ class Composition:
     def _beyond(self, theta: float, base: float, cut: float, sign: float, speed: float) -> float:
         return (self.cumulant(theta + sign * speed) - base - cut) / speed
 
-    def _tilted_law(
+    def _tilted(
         self, theta: float, negligible: float
     ) -> tuple[float, np.ndarray, np.ndarray, float]:
         """Returns log M(theta), losses [n], tilted probabilities [n], and the cut upper mass."""
@@ -298,23 +312,23 @@ class Composition:
         spectrum = np.ones(size // 2 + 1, dtype=complex)
         for part in self._parts:
             spectrum *= _power(part.spectrum(theta, size), part.count)
-        law = np.roll(fft.irfft(spectrum, size), -first % size)
+        tilted = np.roll(fft.irfft(spectrum, size), -first % size)
         losses = (first + np.arange(size)) * self.grid
-        return base, losses, np.maximum(law, 0.0), math.exp(cut)
+        return base, losses, np.maximum(tilted, 0.0), math.exp(cut)
 
     def _weighted(
         self, theta: float, negligible: float = -math.inf
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-        """Losses, tilted law, log of what undoes the tilt, slack of delta, and the mass lost."""
-        base, losses, law, cut = self._tilted_law(theta, negligible)
-        # Clipped weights multiply a law that is below its own rounding, which is in the slack.
+        """Losses, their tilted law, log weights that undo the tilt, slack of delta, lost mass."""
+        base, losses, tilted, cut = self._tilted(theta, negligible)
+        # Clipped weights multiply probabilities that are below rounding, which is in the slack.
         log_weight = np.minimum(base - theta * losses, 690.0)
         # Of the powers of the spectrum (per step), and of the exponents theta * loss (per step).
         reach = theta * self.largest
         rounding = _ROUNDING * (self.steps * (4.0 + 0.25 * reach) + 100.0)
         slack = np.exp(log_weight) * rounding
         lost = self.infinity + cut * math.exp(min(base - theta * losses[-1], 690.0))
-        return losses, law, log_weight, slack, lost
+        return losses, tilted, log_weight, slack, lost
 
     def delta(self, epsilon: float) -> float:
         """Upper bound on the hockey-stick divergence at ``epsilon`` >= 0."""
@@ -322,19 +336,19 @@ class Composition:
             return max(0.0, self.infinity)
         theta = 0.0
         if epsilon > self.mean:
-            # Far in the tail the Chernoff bound below settles it: no need of an extreme theta.
+            # Far in the tail the Chernoff bound below is enough, without an extreme theta.
             enough = math.log(max(self.infinity, 1e-300)) - 40.0
             theta = self.tilt(lambda t, c, mean, _: max(mean - epsilon, enough - c + t * epsilon))
         negligible = min(self.cumulant(theta) - theta * epsilon, 0.0) - 30.0
-        losses, law, log_weight, slack, lost = self._weighted(theta, negligible)
+        losses, tilted, log_weight, slack, lost = self._weighted(theta, negligible)
         if theta > 0.0 and epsilon < losses[0]:
-            # What lies below the window is not counted rightly there; without a tilt it is.
-            losses, law, log_weight, slack, lost = self._weighted(0.0)
+            # Epsilons below the window are handled only without a tilt.
+            losses, tilted, log_weight, slack, lost = self._weighted(0.0)
         j = int(np.searchsorted(losses, epsilon, side="right"))
         spread = float(
             (
                 np.exp(log_weight[j:])
-                * (law[j:] * -np.expm1(np.maximum(epsilon - losses[j:], -700.0)))
+                * (tilted[j:] * -np.expm1(np.maximum(epsilon - losses[j:], -700.0)))
             ).sum()
         )
         chernoff = math.exp(min(self.cumulant(theta) - theta * epsilon, 0.0)) * (1.0 + 1e-6)
@@ -342,27 +356,27 @@ class Composition:
         return float(min(1.0, bound))
 
     def deltas(self, epsilons: np.ndarray) -> np.ndarray:
-        """Upper bounds on delta at ``epsilons`` >= 0, float [n], all of them without a tilt."""
-        losses, law, _, slack, lost = self._weighted(0.0)
-        upper, spread = self._spread(law)
+        """Upper bounds on delta at ``epsilons`` >= 0, float [n], without a tilt."""
+        losses, tilted, _, slack, lost = self._weighted(0.0)
+        upper, spread = self._spread(tilted)
         # Between two points of the grid the curve is linear in e^epsilon.
         spread = np.append(spread, 0.0)
         j = np.clip(np.searchsorted(losses, epsilons, side="right") - 1, 0, len(losses) - 1)
         share = np.clip(np.expm1(epsilons - losses[j]) / math.expm1(self.grid), 0.0, 1.0)
-        found = (1.0 - share) * spread[j] + share * spread[j + 1]
+        bounds = (1.0 - share) * spread[j] + share * spread[j + 1]
         below = np.exp(np.minimum(epsilons - losses[0], 0.0))
-        found = np.where(below < 1.0, upper[0] * (1.0 - below) + below * spread[0], found)
-        return np.asarray(np.minimum(1.0, found + slack[0] + lost))
+        bounds = np.where(below < 1.0, upper[0] * (1.0 - below) + below * spread[0], bounds)
+        return np.asarray(np.minimum(1.0, bounds + slack[0] + lost))
 
     def curve(self, theta: float, negligible: float) -> tuple[np.ndarray, np.ndarray]:
         """Losses, and upper bounds on delta at these epsilons, where rounding does not hide them.
 
         Args:
-          theta: tilt, > 0: the larger, the smaller are the deltas that are seen.
+          theta: tilt, > 0: a larger one shows smaller deltas.
           negligible: log of a share of delta that does not matter.
         """
-        losses, law, log_weight, slack, lost = self._weighted(theta, negligible)
-        _, spread = self._spread(law * np.exp(log_weight))
+        losses, tilted, log_weight, slack, lost = self._weighted(theta, negligible)
+        _, spread = self._spread(tilted * np.exp(log_weight))
         seen = np.flatnonzero(slack <= 1e-3 * spread)
         return losses[seen], (spread + slack + lost)[seen]
 
@@ -383,7 +397,7 @@ class Composition:
         log_delta = math.log(delta)
         # The minimum of the Chernoff bound (cumulant - log delta) / theta on epsilon.
         theta = self.tilt(lambda t, cumulant, mean, _: t * mean - cumulant + log_delta)
-        # A weaker tilt, whose law is shorter, if rounding still is a millionth of delta.
+        # A weaker tilt, which needs a smaller window, if rounding is still a millionth of delta.
         bound = (self.cumulant(theta) - log_delta) / theta
         enough = math.log(_ROUNDING * (8.0 * self.steps + 100.0)) + 14.0 - log_delta
         weaker = self.tilt(lambda t, c, *_: t * bound - c - enough)
@@ -392,32 +406,32 @@ class Composition:
         for _ in range(8):
             if not (0.0 < answer < math.inf and share > 1e-4):
                 break
-            # Rounding at this tilt costs something: tilt to the answer itself. Where all losses
-            # are tiny or at their largest the first tilt is far too strong, and one turn too few.
+            # Rounding at this tilt costs something: tilt to the answer itself. Where all losses are
+            # tiny or at their largest the first tilt is far too strong: one turn is not enough.
             theta = self.tilt(lambda t, c, mean, _, answer=answer: mean - answer)
-            found, share = self._search(theta, delta)
-            if not found < answer * (1.0 - 1e-6):
-                return min(answer, found)
-            answer = found
+            again, share = self._search(theta, delta)
+            if not again < answer * (1.0 - 1e-6):
+                return min(answer, again)
+            answer = again
         return answer
 
     def _search(self, theta: float, delta: float) -> tuple[float, float]:
-        """The epsilon from this tilt, or from one nearby whose window holds it; and see _solve."""
+        """As ``_solve``, from this tilt or from one nearby whose window holds epsilon."""
         for attempt in range(24):
-            found = self._solve(theta, delta)
-            if not isinstance(found, str):
-                return found
-            if found == "above":
+            result = self._solve(theta, delta)
+            if not isinstance(result, str):
+                return result
+            if result == "above":
                 theta *= 1.5
             else:
                 theta = theta / 4 if attempt < 10 else 0.0
         return math.inf, 1.0
 
     def _solve(self, theta: float, delta: float) -> tuple[float, float] | str:
-        """Epsilon and the share of delta that rounding takes; or where it lies, off the window."""
+        """Epsilon and the share of delta that rounding takes; or "above" or "below" the window."""
         negligible = math.log(delta) - 17.0
-        losses, law, log_weight, slack, lost = self._weighted(theta, negligible)
-        upper, spread = self._spread(law * np.exp(log_weight))
+        losses, tilted, log_weight, slack, lost = self._weighted(theta, negligible)
+        upper, spread = self._spread(tilted * np.exp(log_weight))
         values = spread + slack + lost
         inside = np.flatnonzero(values <= delta)
         if len(inside) == 0:

@@ -1,6 +1,6 @@
 """SHA-256 digests that tie a guarantee to files: a run's configuration and checkpoints, an export.
 
-They tie files together and sign nothing: who changes a file can write its digest anew.
+They tie files together and sign nothing: whoever changes a file can also change its digest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ADDED = ("*.md", "LICENSE*", "NOTICE*", ".*")
 
 
 def digest(path: pathlib.Path) -> str:
-    """Of a file's bytes; of a folder, of the names and digests of all files in it."""
+    """SHA-256 of a file's bytes, or of the names and digests of all files in a folder."""
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         lines = (f"{digest(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
@@ -26,7 +26,7 @@ def digest(path: pathlib.Path) -> str:
 
 
 def checkpoint(step: int | str) -> str:
-    """Where a run's directory holds what was released after ``step`` steps; "*": any number."""
+    """Path in a run's directory of what was released after ``step`` steps; "*" for a glob."""
     return f"checkpoints/{step}/state"
 
 
@@ -43,10 +43,10 @@ def of_export(directory: pathlib.Path, guarantee: str) -> dict[str, str]:
 
 
 class Comparison(NamedTuple):
-    """What of a folder is as its guarantee says.
+    """Which files of a folder are as its guarantee says.
 
     Attributes:
-      same: names of files that are as they were.
+      same: names of files that are unchanged.
       changed: a sentence for each file that is not.
       missing: names that have a digest, but no file here.
       untied: checkpoints without a digest: any model may lie there.
@@ -61,36 +61,36 @@ class Comparison(NamedTuple):
 def compare(
     directory: pathlib.Path, known: Mapping[str, str], names: Iterable[str] | None = None
 ) -> Comparison:
-    """Holds files against their digests.
+    """Compares files with their digests.
 
     Args:
-      directory: where they lie.
+      directory: where the files are.
       known: digests by name.
-      names: which of them; default all. One that is not known is changed, too.
+      names: which of them; default all. A name without a digest counts as changed.
     """
-    found = Comparison([], [], [], [])
+    comparison = Comparison([], [], [], [])
     for name in known if names is None else names:
         path = directory / name
         if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
-            found.changed.append(f"the guarantee names a file outside its folder: {name!r}")
+            comparison.changed.append(f"the guarantee names a file outside its folder: {name!r}")
         elif not (path.is_file() or path.is_dir()):
-            found.missing.append(name)
+            comparison.missing.append(name)
         elif name in known and digest(path) == known[name]:
-            found.same.append(name)
+            comparison.same.append(name)
         else:
-            found.changed.append(f"{path} is not the one that the guarantee was written for")
+            comparison.changed.append(f"{path} is not the one that the guarantee was written for")
     for path in sorted(directory.glob(checkpoint("*"))):
         if (name := path.relative_to(directory).as_posix()) not in known:
-            found.untied.append(name)
-    return found
+            comparison.untied.append(name)
+    return comparison
 
 
 def compare_export(directory: pathlib.Path, known: Mapping[str, str], guarantee: str) -> Comparison:
-    """The same for an export, in whose folder every file must be one that its guarantee knows."""
-    found = compare(directory, known)
+    """As ``compare``, for an export: all files of its folder must have digests."""
+    comparison = compare(directory, known)
     for path in sorted(directory.iterdir()):
         added = any(path.match(pattern) for pattern in _ADDED)
         if path.name not in known and path.name != guarantee and not added:
             why = "is no file of this export, and might be read in its place"
-            found.changed.append(f"{path} {why}")
-    return found
+            comparison.changed.append(f"{path} {why}")
+    return comparison

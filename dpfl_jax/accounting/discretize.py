@@ -56,7 +56,7 @@ class Atoms:
     infinity: float
 
     def with_atom(self, loss: float, prob: float) -> Atoms:
-        """One value more."""
+        """The same with one more value."""
         return Atoms(np.append(self.losses, loss), np.append(self.probs, prob), self.infinity)
 
     def on_grid(self, grid: float) -> LossPmf:
@@ -70,7 +70,7 @@ class Atoms:
         up = np.clip(up, 0.0, 1.0)
         low = int(index.min())
         size = int(index.max()) - low + 2
-        if size > 64 * len(index):  # far apart: no table of all that lies between
+        if size > 64 * len(index):  # far apart: a table of all between would be too large
             distinct, place = np.unique(np.append(index, index + 1), return_inverse=True)
             weights = np.append(self.probs * (1.0 - up), self.probs * up)
             return LossPmf(grid, distinct, np.bincount(place, weights), self.infinity)
@@ -189,19 +189,19 @@ def binomial_weights(trials: int, prob: float) -> tuple[np.ndarray, np.ndarray]:
     """
     if prob >= 1.0:
         return _frozen(np.array([float(trials)]), np.array([1.0]))
-    law = (trials, prob)
+    binomial = (trials, prob)
     mean, sd = trials * prob, math.sqrt(trials * prob * (1 - prob))
     low = max(0, math.floor(mean - 16 * sd - 130))
     high = min(trials, math.ceil(mean + 16 * sd + 130))
     counts = np.arange(low, high + 1)
-    weights = stats.binom.pmf(counts, *law)
+    weights = stats.binom.pmf(counts, *binomial)
     keep = np.flatnonzero(weights > 1e-48)
     counts, weights = counts[keep[0] : keep[-1] + 1], weights[keep[0] : keep[-1] + 1]
     # Mass below the window moves up to its first count; mass above, up to ``trials``.
     if counts[0] > 0:
-        weights[0] += stats.binom.cdf(counts[0] - 1, *law)
+        weights[0] += stats.binom.cdf(counts[0] - 1, *binomial)
     if counts[-1] < trials:
-        tail = max(float(stats.binom.sf(counts[-1], *law)), 0.0)
+        tail = max(float(stats.binom.sf(counts[-1], *binomial)), 0.0)
         if tail > 0:
             counts = np.append(counts, trials)
             weights = np.append(weights, tail)
@@ -213,7 +213,7 @@ def binomial_weights(trials: int, prob: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _frozen(counts: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Arrays that many may share."""
+    """The arrays, made read-only, as callers share them."""
     counts.flags.writeable = weights.flags.writeable = False
     return counts, weights
 

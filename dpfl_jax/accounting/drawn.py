@@ -1,4 +1,4 @@
-"""What noise that is drawn costs beyond the noise that is accounted for."""
+"""What the noise that is drawn costs beyond the ideal noise that is accounted for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NoiseLaw = Literal["exact", "float"]
 
 # Every epsilon is computed at this much less than delta, which pays for what is below.
 RESERVED = 2.0**-20
-# Of one sum; more are refused.
+# Largest number of coordinates of one sum; more are refused.
 MOST_COORDINATES = 1 << 36
 # Exact noise against the Gaussian rounded down, for one coordinate (docs/internals/noise.md; tests
 # compute all three from the table): what is beyond the table, and two chi-square distances: of the
@@ -56,9 +56,9 @@ def noise_assumptions(
     apart = distance(float(MOST_COORDINATES) * (10**6 if steps is None else max(steps, 1)))
     # If both of two laws are that far from their idealisations, delta grows by (1 + e^eps) of it.
     paid = epsilon < 700 and (1 + math.exp(epsilon)) * apart <= RESERVED * delta
-    told = (
+    sentence = (
         "noise is drawn and added in integers, for sums of up to 2^36 coordinates: what is drawn "
         f"is within {apart:.1g} (total variation, all steps together) of Gaussian noise, rounded; "
     )
-    told += "2^-20 of delta is kept for that" if paid else UNPAID
-    return (told, IDEALISED)
+    sentence += "2^-20 of delta is kept for that" if paid else UNPAID
+    return (sentence, IDEALISED)

@@ -21,32 +21,29 @@ from dpfl_jax.accounting.event_types import (
     FixedSizeGaussianDpEvent,
     TwoStageSampledDpEvent,
 )
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, positive, probability, require
 
 LEAST_NOISE = 1e-6
 
 
 def check_noise(noise_multiplier: float) -> float:
     """Returns it as a float, or raises BadInputError unless finite and >= 0."""
-    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
-        raise BadInputError(
-            f"the noise multiplier is {noise_multiplier}, but it must be a finite number, 0 or more"
-        )
-    # Less than a millionth of the sensitivity protects nobody, and its losses overflow: as none.
+    good = math.isfinite(noise_multiplier) and noise_multiplier >= 0
+    require(good, "the noise multiplier", noise_multiplier, "a finite number, 0 or more")
+    # Noise below a millionth of the sensitivity hides nothing, and its losses overflow.
     return float(noise_multiplier) if noise_multiplier >= LEAST_NOISE else 0.0
 
 
 def check_prob(prob: float, what: str = "sampling probability") -> float:
     """Returns it as a float, or raises BadInputError unless in [0, 1]."""
-    if not 0.0 <= prob <= 1.0:
-        raise BadInputError(f"the {what} is {prob}, but it must lie between 0 and 1")
+    probability(f"the {what}", prob)
     return float(prob)
 
 
 def check_count(count: int, what: str, least: int = 0) -> int:
     """Returns it as an int, or raises BadInputError unless a whole number >= ``least``."""
-    if isinstance(count, bool) or int(count) != count or count < least:
-        raise BadInputError(f"the {what} is {count}, but it must be a whole number >= {least}")
+    good = not isinstance(count, bool) and int(count) == count and count >= least
+    require(good, f"the {what}", count, f"a whole number >= {least}")
     return int(count)
 
 
@@ -94,17 +91,17 @@ def filtered(
     *,
     group_size: int = 1,
 ) -> DpEvent:
-    """User- or example-level sampling with a Renyi filter: who has spent an own budget leaves.
+    """User- or example-level sampling with a Renyi filter: users leave when their budget is spent.
 
-    Unit: user; add-or-remove. Feldman and Zrnic 2021. Until anybody can have spent it, it is
-    the same without a filter; where everybody takes part in every step, one Gaussian of the budget
-    (Koskela, Tobaben and Honkela 2023, arXiv 2209.15596).
+    Unit: user; add-or-remove. Feldman and Zrnic 2021. As long as no user can have spent it, the
+    event is that without a filter; where all users take part in every step, it is one Gaussian that
+    costs the budget (Koskela, Tobaben and Honkela 2023, arXiv 2209.15596).
 
     Args:
       noise_multiplier: sigma.
       sampling_prob: of each user, or each example, in each step.
-      least_steps: whose cost at the clip norm (of ``group_size`` examples) is everybody's budget.
-      order: Renyi order of the filter, above 1; one of ``renyi.ORDERS``, to be told without slack.
+      least_steps: steps whose cost at the clip norm (of ``group_size`` examples) is each budget.
+      order: Renyi order of the filter, above 1; one of ``renyi.ORDERS``, to account without slack.
       steps: T.
       group_size: most examples of a user; 1: users are drawn.
     """
@@ -119,25 +116,25 @@ poisson = uls
 """DP-SGD with one unit per record: the same event as :func:`uls`, the unit being the record."""
 
 
-def allocated(noise_multiplier: float, once_in: int, steps: int) -> DpEvent:
-    """Random allocation: each unit takes part in one of every ``once_in`` steps, drawn uniformly.
+def allocated(noise_multiplier: float, period: int, steps: int) -> DpEvent:
+    """Random allocation: each unit takes part in one of every ``period`` steps, drawn uniformly.
 
     Unit: any; add-or-remove. Feldman and Shenfeld 2026 (arXiv 2602.17284). Draws of different
-    stretches of ``once_in`` steps are independent; the last stretch may be cut short.
+    stretches of ``period`` steps are independent; the last stretch may be cut short.
 
     Args:
       noise_multiplier: sigma.
-      once_in: t, at least 1.
-      steps: T, taken.
+      period: t, at least 1.
+      steps: T.
     """
-    sigma, once_in = check_noise(noise_multiplier), check_count(once_in, "allocation", 1)
+    sigma, period = check_noise(noise_multiplier), check_count(period, "period", 1)
     # proof: allocation-event-1
-    whole, rest = divmod(check_count(steps, "number of steps"), once_in)
+    whole, rest = divmod(check_count(steps, "number of steps"), period)
     gaussian = dp_accounting.GaussianDpEvent(sigma)
-    stretch = repeated(AllocatedDpEvent(gaussian, once_in, once_in), whole)
+    stretch = repeated(AllocatedDpEvent(gaussian, period, period), whole)
     if not rest:
         return stretch
-    return composed(stretch, AllocatedDpEvent(gaussian, once_in, rest))
+    return composed(stretch, AllocatedDpEvent(gaussian, period, rest))
 
 
 def banded(
@@ -146,15 +143,15 @@ def banded(
     """Cyclic Poisson sampling over b groups of users, with noise C^-1 Z for a banded C.
 
     Unit: user; add-or-remove. Choquette-Choo et al. 2023 (arXiv 2306.08153), Theorem 4: a user is
-    drawn at every b-th step at most, and the rows of C that these steps reach do not overlap. So it
+    drawn in every b-th step at most, and the rows of C that these steps reach do not overlap. So it
     is as many Poisson-sampled Gaussians as the user has turns, each of the norm of a column. After
-    ``steps`` steps nobody is worse off than the first group, whose last column is cut off there.
+    ``steps`` steps the first group has spent most; its last column is cut off there.
 
     Args:
       noise_multiplier: standard deviation of each entry of Z over the clip norm.
       sampling_prob: p, of each user of the group whose turn it is.
       strategy: first column of C, lower triangular and Toeplitz: b numbers, one for each group.
-      steps: t, taken.
+      steps: T.
     """
     sigma, steps = check_noise(noise_multiplier), check_count(steps, "number of steps")
     column = np.asarray(strategy, float)
@@ -173,17 +170,18 @@ def banded(
 def toeplitz(
     noise_multiplier: float, column: Sequence[float] | np.ndarray, separation: int, steps: int
 ) -> DpEvent:
-    """Users in turns, at least ``separation`` steps apart, with noise C^-1 Z; no sampling.
+    """Users take turns, at least ``separation`` steps apart, with noise C^-1 Z; no amplification.
 
-    Unit: user; add-or-remove; when whose turn is may be known. C is lower triangular and Toeplitz,
-    of numbers >= 0 that do not grow: then nobody moves C G further than who takes part as early and
-    as often as allowed (Kalinin and Lampert 2024, arXiv 2405.13763, Theorem 2). One Gaussian.
+    Unit: user; add-or-remove; the schedule of turns may be known. C is lower triangular and
+    Toeplitz, of numbers >= 0 that do not grow: then no user moves C G further than one who takes
+    part as early and as often as allowed (Kalinin and Lampert 2024, arXiv 2405.13763, Theorem 2).
+    One Gaussian.
 
     Args:
       noise_multiplier: standard deviation of each entry of Z over the clip norm.
       column: first column of C, as far as it is not 0.
-      separation: s, steps from one turn of a user to the next, at least.
-      steps: t, taken.
+      separation: s, least number of steps from one turn of a user to the next.
+      steps: T.
     """
     sigma, steps = check_noise(noise_multiplier), check_count(steps, "number of steps")
     separation = check_count(separation, "separation", 1)
@@ -278,8 +276,8 @@ def two_stage(
 ) -> DpEvent:
     """Silo first, then records: rounds of local DP-SGD in which a silo takes part at random.
 
-    Unit: record; add-or-remove; trust: silo-local. Who took part is visible to everybody. Liu et
-    al. 2024 (rPDP-FL), Lemma 2, without the slack of Renyi accounting.
+    Unit: record; add-or-remove; trust: silo-local. Which silos took part is public. Liu et al. 2024
+    (rPDP-FL), Lemma 2, without the slack of Renyi accounting.
 
     Args:
       noise_multiplier: sigma of each local step.
@@ -399,8 +397,7 @@ def user_ldp(noise_multiplier: float, steps: int, *, sensitivity: float = 2.0) -
     subject-level papers use C (Lemma 3.9 / A.2), which is not a bound: pass ``sensitivity=1.0``
     only to show what they claim.
     """
-    if not (math.isfinite(sensitivity) and sensitivity > 0):
-        raise BadInputError(f"the sensitivity is {sensitivity}, but it must be above 0")
+    positive("the sensitivity", sensitivity)
     # proof: user-ldp-event-1
     return gaussian(check_noise(noise_multiplier) / sensitivity, steps)
 

@@ -56,7 +56,6 @@ class Guarantee:
     public_inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Validates; a NaN epsilon is an error, never a guarantee."""
         if math.isnan(self.epsilon) or self.epsilon < 0:
             raise BadInputError(f"a guarantee cannot have epsilon {self.epsilon}")
         if not 0.0 <= self.delta <= 1.0:
@@ -96,7 +95,7 @@ class Guarantee:
         )
 
     def in_short(self, meaning: str) -> list[str]:
-        """Whom it protects, the numbers, what they mean, and three things that are not covered.
+        """Lines: whom it protects, the numbers, what they mean, three things that are not covered.
 
         Args:
           meaning: a sentence of ``Meaning``.
@@ -115,7 +114,7 @@ class Guarantee:
 
     @property
     def whose(self) -> str:
-        """The unit, and what makes one: "user by column visit_id"."""
+        """The unit, and the column or key that makes one: "user by column visit_id"."""
         if self.unit_key == EACH_ROW:
             return EACH_ROW
         return f"{self.unit} by {self.unit_key}" if self.unit_key else self.unit
@@ -152,7 +151,6 @@ class Guarantee:
         return text
 
     def __str__(self) -> str:
-        """The paragraph."""
         return self.paragraph()
 
     def compare(self, other: Guarantee) -> str:
@@ -183,13 +181,13 @@ class Guarantee:
 
 
 def rounded_up(value: float, digits: int) -> str:
-    """So many significant digits of an epsilon or delta, never below it: what is said must hold."""
+    """An epsilon or delta in ``digits`` significant digits, rounded up, so that it holds."""
     rounding = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(rounding.create_decimal(repr(float(value)))):.{digits}g}"
 
 
 def delta_caveats(delta: float, units: int, what: str) -> tuple[str, ...]:
-    """The caveat of a delta that allows too much; empty if it does not.
+    """The caveat of a delta that is too large, or nothing.
 
     Args:
       delta: of each unit.

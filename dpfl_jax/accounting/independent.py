@@ -12,7 +12,7 @@ from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, rough_epsilon
 _MOST_KINDS = 4
 # Their compositions lose deltas below about 1e-15 times the number of steps.
 _LEAST_DELTA = 1e-12
-# They weigh losses by e^-loss, which is 0 from 745 on: their bound from below is then none.
+# They weigh losses by e^-loss, which is 0 from 745 on: their lower bound is then useless.
 _MOST_EPSILON = 500.0
 
 
@@ -22,9 +22,9 @@ def independent(
     """Bounds on an event's epsilon from below and above, by dp_accounting's own PLDs.
 
     Returns:
-      None for an event of anything but a few kinds of (sampled) Gaussians: mixtures take their
-      code minutes; at a delta that is lost in the rounding of their compositions; and where
-      epsilon is above 500 or so.
+      (lower bound, upper bound); None for an event of anything but a few kinds of (sampled)
+      Gaussians, as mixtures take their code minutes; at a delta that is lost in the rounding of
+      their compositions; and where epsilon is above about 500.
     """
     from dp_accounting.pld import privacy_loss_distribution as pld
 
@@ -44,7 +44,7 @@ def independent(
                 neighboring_relation=relation,
                 pessimistic_estimate=pessimistic,
                 use_connect_dots=pessimistic,
-                # Finer ones take minutes; the bound from below is too low by half of it a step.
+                # Finer ones take minutes; the lower bound is too low by half of it per step.
                 value_discretization_interval=1e-3 if total <= 100 else 3e-4,
             ).self_compose(count)
             whole = part if whole is None else whole.compose(part)
@@ -54,18 +54,18 @@ def independent(
 
 
 def _gaussians(event: Any, times: int) -> dict[tuple[float, float], int] | None:
-    """(noise multiplier, sampling probability) -> how often; None if there is anything else."""
+    """(noise multiplier, sampling probability) -> number of steps; None for other events."""
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         return _gaussians(event.event, times * event.count)
     if isinstance(event, dp_accounting.ComposedDpEvent):
-        found: dict[tuple[float, float], int] = {}
+        counts: dict[tuple[float, float], int] = {}
         for part in event.events:
             inner = _gaussians(part, times)
             if inner is None:
                 return None
             for step, count in inner.items():
-                found[step] = found.get(step, 0) + count
-        return found
+                counts[step] = counts.get(step, 0) + count
+        return counts
     prob = 1.0
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
         event, prob = event.event, event.sampling_probability

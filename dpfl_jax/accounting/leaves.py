@@ -1,8 +1,7 @@
 """From an event to the elementary steps ("leaves") it composes, each with its loss distribution.
 
 Gaussians are merged exactly (their squared signal-to-noise ratios add up); Poisson-sampled
-Gaussians are mixtures of two Gaussians; losses with atoms, those of (epsilon, delta), have closed
-forms.
+Gaussians are mixtures of two Gaussians; the losses of an (epsilon, delta) guarantee are atoms.
 """
 
 from __future__ import annotations
@@ -35,26 +34,27 @@ from dpfl_jax.accounting.event_types import (
     TwoStageSampledDpEvent,
 )
 from dpfl_jax.accounting.events import check_count, check_noise, check_prob, fixed_size
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, require
 
 _REPLACE = NeighboringRelation.REPLACE_ONE
 
 
 class Leaf(abc.ABC):
-    """One elementary step, a frozen dataclass: leaves are dictionary keys."""
+    """One elementary step. Subclasses are frozen dataclasses, as leaves are dictionary keys."""
 
     @abc.abstractmethod
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """Its loss, by cells of about ``spacing`` standard deviations of the noise.
+    def losses(self, spacing: float, log_tail: float) -> StepLoss:
+        """The privacy loss of the step, in both directions.
 
         Args:
-          spacing: the excess of the divergences falls as its square.
+          spacing: length of a cell, about, in standard deviations of the noise; the excess of the
+            divergences falls as its square.
           log_tail: log of the probability that may become an infinite loss.
         """
 
     @property
     def unit(self) -> float | None:
-        """The loss has atoms alone, at whole multiples of it (0: at 0 alone); None: no atoms."""
+        """A number of which all losses are whole multiples (0: all are 0); None: no atoms."""
         return None
 
 
@@ -81,8 +81,7 @@ class MixtureLeaf(Leaf):
     shifts: tuple[float, ...]
     weights: tuple[float, ...]
 
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """Of the mixture against the noise alone."""
+    def losses(self, spacing: float, log_tail: float) -> StepLoss:
         mixture = Mixture(np.asarray(self.shifts), np.asarray(self.weights))
         return mixture_step(mixture, _NOISE, spacing, log_tail)
 
@@ -90,15 +89,14 @@ class MixtureLeaf(Leaf):
 class ApproximateLeaf(EventLeaf):
     """A step of which only (epsilon, delta) is known."""
 
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """Of the pair that attains it: Kairouz, Oh, Viswanath 2015, Theorem 3.3."""
+    def losses(self, spacing: float, log_tail: float) -> StepLoss:
+        # Of the pair that attains it: Kairouz, Oh, Viswanath 2015, Theorem 3.3.
         losses = np.array([-self.event.epsilon, self.event.epsilon])
         both = Atoms(losses, (1.0 - self.event.delta) * special.expit(losses), self.event.delta)
         return StepLoss(both, both)
 
     @property
     def unit(self) -> float | None:
-        """Epsilon."""
         return float(self.event.epsilon)
 
 
@@ -107,8 +105,7 @@ class RenyiLeaf(Leaf, abc.ABC):
 
     name: str
 
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """There is none."""
+    def losses(self, spacing: float, log_tail: float) -> StepLoss:
         raise BadInputError(
             f"of {self.name} only Renyi divergences are known, no loss: ask with accountant='rdp'"
         )
@@ -126,7 +123,7 @@ class BestLeaf(RenyiLeaf):
 
 @dataclasses.dataclass(frozen=True)
 class OneOfLeaf(RenyiLeaf):
-    """One of several, whichever: the largest divergence of all, order by order."""
+    """One of several events, unknown which: the largest divergence of all, order by order."""
 
     parts: tuple[Flat, ...]
     name = "OneOfDpEvent"
@@ -134,7 +131,7 @@ class OneOfLeaf(RenyiLeaf):
 
 @dataclasses.dataclass(frozen=True)
 class FilteredLeaf(RenyiLeaf):
-    """No more, at one order, than what ``budget`` costs."""
+    """Steps whose divergence at one order is at most that of ``budget``."""
 
     budget: Flat
     order: float
@@ -142,15 +139,14 @@ class FilteredLeaf(RenyiLeaf):
 
 
 class ReplaceGaussianLeaf(EventLeaf):
-    """A Poisson-sampled Gaussian under replace-one: the unit's vector turns round."""
+    """A Poisson-sampled Gaussian under replace-one: the unit's vector becomes its negative."""
 
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """The two directions are alike."""
+    def losses(self, spacing: float, log_tail: float) -> StepLoss:
         q, shift = self.event.sampling_probability, 1.0 / self.event.event.noise_multiplier
         weights = np.array([1.0 - q, q])
         upper, lower = (Mixture(np.array([0.0, s]), weights) for s in (shift, -shift))
         step = mixture_step(upper, lower, spacing, log_tail)
-        return StepLoss(step.remove, step.remove)
+        return StepLoss(step.remove, step.remove)  # the two directions are the same
 
 
 class TruncatedLeaf(EventLeaf):
@@ -160,13 +156,12 @@ class TruncatedLeaf(EventLeaf):
     another's place (at most a replacement); section 4.3 of the supplement to its PLD library.
     """
 
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """Both cases, mixed."""
+    def losses(self, spacing: float, log_tail: float) -> StepLoss:
         plain, cut, share = _truncated_parts(self)
-        first = plain.law(spacing, log_tail)
+        first = plain.losses(spacing, log_tail)
         if cut is None:
             return first
-        second = cut.law(spacing, log_tail)
+        second = cut.losses(spacing, log_tail)
         return StepLoss(
             remove=mixed(first.remove, second.remove, share),
             add=mixed(first.add, second.add, share),
@@ -175,7 +170,7 @@ class TruncatedLeaf(EventLeaf):
 
 @functools.lru_cache(maxsize=64)
 def _truncated_parts(leaf: TruncatedLeaf) -> tuple[Leaf, Leaf | None, float]:
-    """The step that is not cut, the one that is (or None), and the probability of the latter."""
+    """Step of a batch that is not cut, of one that is (or None), and the latter's probability."""
     event = leaf.event
     size, cap, q = event.dataset_size, event.truncated_batch_size, event.sampling_probability
     gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
@@ -189,22 +184,21 @@ def _truncated_parts(leaf: TruncatedLeaf) -> tuple[Leaf, Leaf | None, float]:
     return plain, _as_leaf(cut), share
 
 
-def _as_leaf(found: Leaf | float | str) -> Leaf:
-    if isinstance(found, str):  # nothing happens
+def _as_leaf(leaf: Leaf | float | str) -> Leaf:
+    if isinstance(leaf, str):  # nothing happens
         return ApproximateLeaf(ApproximateDpEvent(0.0, 0.0), _REPLACE)
-    return MixtureLeaf((math.sqrt(found),), (1.0,)) if isinstance(found, float) else found
+    return MixtureLeaf((math.sqrt(leaf),), (1.0,)) if isinstance(leaf, float) else leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class AllocatedLeaf(Leaf):
-    """A unit takes part in one of ``steps`` Gaussian sums; ``taken`` of these have been taken."""
+    """The first ``taken`` of ``steps`` Gaussian sums, of which a unit takes part in one."""
 
     sigma: float
     steps: int
     taken: int
 
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """Of all these steps together."""
+    def losses(self, spacing: float, log_tail: float) -> StepLoss:
         return allocated(self.sigma, self.taken, self.steps, spacing, log_tail)
 
 
@@ -217,8 +211,8 @@ class FixedSizeLeaf(EventLeaf):
     the relation gives H_a(A||B) = 1 - a + a H_{1/a}(B||A).
     """
 
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """Positive losses as they are, each with its mirror image; what is left has loss 0."""
+    def losses(self, spacing: float, log_tail: float) -> StepLoss:
+        # Positive losses as they are, each with its mirror image; the rest has loss 0.
         q = self.event.batch_size / self.event.dataset_size
         shifts, weights = np.array([0.0, 2.0 / self.event.noise_multiplier]), np.array([1.0 - q, q])
         half = mixture_step(Mixture(shifts, weights), _NOISE, spacing, log_tail).remove
@@ -245,12 +239,11 @@ class TwoStageLeaf(Leaf):
 
     @property
     def unit(self) -> float | None:
-        """That of one local step: multiples of it add up to multiples."""
-        return self.inner.unit
+        return self.inner.unit  # sums of multiples are multiples
 
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """Of one local step; ``Part`` composes and mixes it."""
-        return self.inner.law(spacing, log_tail - math.log(self.local_steps))
+    def losses(self, spacing: float, log_tail: float) -> StepLoss:
+        # Of one local step: ``Part`` composes and mixes it.
+        return self.inner.losses(spacing, log_tail - math.log(self.local_steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +281,7 @@ def flatten(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Flat
         elif isinstance(current, dp_accounting.NoOpDpEvent):
             continue
         elif getattr(current, "sampling_probability", None) == 1 and hasattr(current, "event"):
-            stack.append((current.event, count))  # everybody is in the batch
+            stack.append((current.event, count))  # all units are in the batch
         elif isinstance(current, dp_accounting.NonPrivateDpEvent):
             private = False
         else:
@@ -306,7 +299,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
     """A leaf, or 1/sigma^2 of a plain Gaussian, or "nothing" / "no privacy"."""
     replace = relation == _REPLACE
     if isinstance(_merged(getattr(event, "event", event)), dp_accounting.NoOpDpEvent):
-        return "nothing"  # of whatever is drawn
+        return "nothing"  # whatever is drawn
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
         prob = check_prob(event.sampling_probability)
         if prob == 0 and isinstance(event.event, dp_accounting.GaussianDpEvent):
@@ -320,7 +313,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
             if not replace:
                 return MixtureLeaf((0.0, 1.0 / sigma), (1.0 - prob, prob))
             return ReplaceGaussianLeaf(event, relation)
-        if isinstance(event.event, dp_accounting.PoissonSampledDpEvent):  # two coins, one after one
+        if isinstance(event.event, dp_accounting.PoissonSampledDpEvent):  # two coins
             both = prob * check_prob(event.event.sampling_probability)
             return _leaf(dp_accounting.PoissonSampledDpEvent(both, event.event.event), relation)
         merged = None if replace else _merged(event.event)
@@ -333,19 +326,15 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
             single = fixed_size(merged.noise_multiplier, *sizes, steps=1)
             return _leaf(getattr(single, "event", single), relation)
     if isinstance(event, dp_event.RepeatAndSelectDpEvent):
-        if not (event.mean >= 1 and event.shape >= 0):
-            raise BadInputError(
-                "the best of several runs needs a mean number of them of 1 or more and a shape of "
-                f"0 or more; it has {event.mean} and {event.shape}"
-            )
+        at_least("the mean number of runs of which the best is chosen", event.mean, 1)
+        at_least("the shape of the number of runs of which the best is chosen", event.shape, 0)
         inner = flatten(event.event, relation)
         if not inner.private:
             return "no privacy"
         some = inner.leaves or inner.gaussian > 0
         return BestLeaf(inner, float(event.mean), float(event.shape)) if some else "nothing"
     if isinstance(event, FilteredDpEvent):
-        if not 1 < event.order < math.inf:
-            raise BadInputError(f"the order of a filter is {event.order}, but it must be above 1")
+        require(1 < event.order < math.inf, "the order of a filter", event.order, "above 1")
         budget = flatten(event.event, relation)
         if not budget.private:
             return "no privacy"
@@ -394,11 +383,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         return FixedSizeLeaf(event, relation)
     if isinstance(event, ApproximateDpEvent):
         check_prob(event.delta, "delta of an (epsilon, delta) event")
-        if not event.epsilon >= 0:
-            raise BadInputError(
-                f"the epsilon of an (epsilon, delta) event is {event.epsilon}, but it must be 0 or "
-                "more"
-            )
+        at_least("the epsilon of an (epsilon, delta) event", event.epsilon, 0)
         if event.epsilon == 0.0 and event.delta == 0.0:
             return "nothing"
         private = math.isfinite(event.epsilon) and event.delta < 1.0
@@ -426,7 +411,7 @@ _INSTEAD = {
     "(events.poisson)",
     dp_event.SingleEpochTreeAggregationDpEvent: "bring the Gaussian that it is, "
     "events.matrix_factorization",
-    dp_event.UnsupportedDpEvent: "its mechanism was never told; bring the mechanism's own event",
+    dp_event.UnsupportedDpEvent: "its mechanism is unknown; bring the mechanism's own event",
     dp_accounting.LaplaceDpEvent: _STATED,
     dp_event.DiscreteLaplaceDpEvent: _STATED,
     dp_event.RandomizedResponseDpEvent: _STATED,
@@ -435,11 +420,11 @@ _INSTEAD = {
 
 
 def _merged(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent | None:
-    """One Gaussian (or nothing, or no privacy) that is as bad as Gaussian sums on one batch.
+    """One Gaussian (or no-op, or no noise) that is as bad as several Gaussian sums on one batch.
 
-    Whatever a step of them depends on before, a unit that is in the batch moves them by
-    independent unit lengths over sigma at most, whose squares add up; sampling keeps the bound
-    (Zhu, Dong and Wang 2022, Theorems 10 and 11). None for anything else.
+    Each sum may depend on the earlier ones, but a unit that is in the batch moves it by at most
+    1 / sigma, and the squares add up; sampling keeps the bound (Zhu, Dong and Wang 2022, Theorems
+    10 and 11). None for anything else.
     """
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return event
@@ -490,7 +475,7 @@ def _allocated(event: AllocatedDpEvent, relation: NeighboringRelation) -> Leaf |
             "random allocation is accounted for Gaussian sums under add-or-remove adjacency only: "
             "ask for that, or sample by Poisson"
         )
-    # Whoever knows which step it is sees one Gaussian: no worse, and as bad where noise is little.
+    # An adversary who knows which step it is sees one Gaussian: a bound, and tight at little noise.
     if steps == 1 or inner > 100.0:
         return inner
     return AllocatedLeaf(1.0 / math.sqrt(inner), steps, taken)

@@ -1,10 +1,10 @@
 """What the users of a data set have spent over several runs: an append-only file.
 
-A run *reserves* its whole event before its first step, and that is what counts, however early it
-ends: when it ends may follow from what it showed. *commit* notes that it has ended.
-Events of one account (data set, unit, adjacency) are held to its budget by a privacy filter
-(``privacy_filter``), which holds for runs that were chosen after looking at earlier ones. Units of
-all runs of an account are by one key: what a visit spends does not add up to what its patient does.
+A run *reserves* its whole event before its first step, and that counts in full even if it ends
+early, as when it ends may follow from what it showed. *commit* notes that it has ended. A privacy
+filter (``privacy_filter``) keeps the events of one account (data set, unit, adjacency) within its
+budget, also if runs are chosen after looking at earlier ones. All runs of an account have one unit
+key: what visits spend does not add up to what a patient spends.
 
 The file has one JSON record per line, each with the hash of the record before it: a record removed
 or changed in the middle is noticed. Records are written by one ``write`` and synced to disk under
@@ -30,7 +30,7 @@ from typing import Any
 
 import dp_accounting
 
-from dpfl_jax.accounting import serialize
+from dpfl_jax.accounting import event_types
 from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, check_delta, check_epsilon
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
 from dpfl_jax.accounting.guarantee import Guarantee, rounded_up
@@ -39,11 +39,11 @@ from dpfl_jax.errors import BadInputError, one_line
 
 
 class LedgerError(BadInputError):
-    """The ledger cannot take what a run would do, so that the run must not begin."""
+    """The ledger refuses a run, which must not begin."""
 
 
 class BudgetExceededError(LedgerError):
-    """The event would take the account beyond its budget; nothing was recorded."""
+    """The run would exceed the account's budget; nothing was recorded."""
 
 
 _RELATIONS = {
@@ -76,12 +76,11 @@ class Account:
     unit_key: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """A column has any name; one of a guarantee is one line, too."""
         object.__setattr__(self, "unit_key", one_line(self.unit_key))
 
     @property
     def whose(self) -> str:
-        """The unit, and what makes one, as of a guarantee."""
+        """The unit, and the column or key that makes one, as of a guarantee."""
         return f"{self.unit} by {self.unit_key}" if self.unit_key else self.unit
 
 
@@ -114,10 +113,13 @@ class Reservation:
 
 
 class Ledger:
-    """An append-only record of what each account has spent."""
+    """An append-only record of what each account has spent.
+
+    Args:
+      path: the file; created, with its folder, at the first reservation.
+    """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Args: path: the file; created, with its folder, at the first reservation."""
         self.path = pathlib.Path(path).absolute()
 
     def reserve(
@@ -154,7 +156,7 @@ class Ledger:
         delta, budget = check_delta(delta), None if budget is None else check_epsilon(budget)
         if not run:
             raise BadInputError("a reservation needs the name of its run")
-        stored = serialize.to_json(_as_event(event, account))
+        stored = event_types.to_json(_as_event(event, account))
         with self._locked() as handle:
             records, tail = _parse(handle, self.path)
             entries, budgets = _entries(records, account), _budgets(records, account)
@@ -175,7 +177,7 @@ class Ledger:
             # In the order in which they were first reserved.
             runs = (entries if run in entries else entries | {run: {"events": [stored]}}).values()
             before, after = (_spent(some, account, delta) for some in (others, runs))
-            # A smaller one than it has is kept to, and another delta's is, too.
+            # Smaller budgets than the account's, and those at other deltas, are kept to, too.
             limits = budgets | ({} if budget is None else {delta: budget})
             for at, most in limits.items():
                 needed = after if at == delta else _spent(runs, account, at)
@@ -278,7 +280,7 @@ class Ledger:
 
 
 def _opened(path: pathlib.Path, flags: int) -> io.FileIO:
-    """The file itself: a link's target, a pipe or a device is no ledger."""
+    """Opens the file; a link, a pipe or a device is refused."""
     try:
         handle = open(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb", 0)  # noqa: SIM115
     except OSError as error:
@@ -316,12 +318,12 @@ def _spent(entries: Iterable[dict[str, Any]], account: Account, delta: float) ->
     relation = _RELATIONS.get(account.adjacency.partition(" ")[0])
     if relation is None:
         raise BadInputError(
-            f"the account's adjacency is {account.adjacency!r}, of which nobody knows how it is "
-            "accounted: let it begin with add-or-remove, zero-out, empty, replace or replace-one"
+            f"the account's adjacency is {account.adjacency!r}, which cannot be accounted: let it "
+            "begin with add-or-remove, zero-out, empty, replace or replace-one"
         )
     runs = []
     for entry in entries:
-        events = [serialize.from_json(values) for values in entry["events"]]
+        events = [event_types.from_json(values) for values in entry["events"]]
         if len(events) > 1:
             events.sort(key=lambda event: filtered_epsilon([event], delta, relation))
         runs.append(events[-1])
@@ -344,8 +346,8 @@ def _refusal(account: Account, needed: float, delta: float, budget: float, spent
 def _entries(records: list[dict[str, Any]], account: Account) -> dict[str, dict[str, Any]]:
     """Run -> {reserved, events, committed}, in the order of first reservations.
 
-    Of the events the costliest counts. There are several where an earlier version committed less
-    than was reserved (or more).
+    The costliest event counts. There are several where an earlier version committed less than was
+    reserved (or more).
     """
     out: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -449,10 +451,6 @@ def _notes_on_units(
     return tuple(notes)
 
 
-def _digest(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()[:32]
-
-
 _START = b'{"account": {"adjacency": "'  # keys are sorted
 
 
@@ -499,6 +497,6 @@ def _parse(handle: io.FileIO, path: pathlib.Path) -> tuple[list[dict[str, Any]],
                 f"the ledger {path} is damaged before line {number}: a record was changed or "
                 "removed; restore it from a copy"
             )
-        previous = _digest(line)
+        previous = hashlib.sha256(line).hexdigest()[:32]
         records.append(record)
     return records, (previous, torn)

@@ -1,12 +1,11 @@
-"""A privacy filter: what a budget allows of runs that are chosen one after the other.
+"""A privacy filter: which runs a budget allows if each is chosen after seeing the earlier ones.
 
-Whoever has seen a run chooses the next one by it, and composing the privacy losses of the runs that
-were chosen does not bound what such a sequence tells. A sum that grows by known amounts does, if
-the most that it may come to is fixed before the first run. There are three such sums, each with its
-part of delta, and a run may begin if one of them allows it:
+Composing the privacy losses of runs that were chosen in this way does not bound what the sequence
+reveals. A sum that grows by known amounts does, if its limit is fixed before the first run. There
+are three such sums, each with its part of delta, and a run may begin if one of them allows it:
 
-- steps of the first run's kind, of runs that have no others;
-- squared means of Gaussians that tell at least as much as the runs do, but for a small probability;
+- steps of the first run's kind, for runs that have no others;
+- squared means of Gaussians that dominate the runs but for a small probability;
 - Renyi divergences of one order.
 
 Proof: docs/theory/ledger.md.
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import dp_accounting
 import numpy as np
@@ -38,13 +37,13 @@ from dpfl_jax.accounting.leaves import Flat, RenyiLeaf, flatten
 from dpfl_jax.accounting.renyi import ORDERS, epsilon_from_renyi, renyi_divergences
 from dpfl_jax.errors import BadInputError
 
-# Of delta; they add up to 1.
+# Parts of delta; they add up to 1.
 STEPS, GAUSSIANS, RENYI = 0.25, 0.5, 0.25
-# Of the Gaussians' delta, for what runs tell beyond them; and the least of that which is looked at.
+# Part of the Gaussians' delta for what they do not dominate, and least part of that for one run.
 _TAIL, _LEAST_TAIL = 0.25, 1e-4
 _POINTS = 500
 _TOLERANCE = 1e-4
-# Of the budgets of Gaussians that an order suits best, in which sampled ones cost least.
+# Where budgets of Gaussians that an order suits best end: sampled Gaussians cost least there.
 _SAMPLED = 0.7
 
 
@@ -53,10 +52,10 @@ def filtered_epsilon(
     delta: float,
     relation: NeighboringRelation = ADD_OR_REMOVE,
 ) -> float:
-    """The least budget that allows these runs, each of which was chosen by what earlier ones told.
+    """The least budget that allows these runs, each chosen after seeing the earlier ones.
 
-    A budget that is fixed before the first run holds for all of them, whatever they are, if each is
-    begun only where this, with it, is not above the budget. Of one run it is its own epsilon.
+    A budget that is fixed before the first run holds for all of them, whatever they are, if each
+    begins only where this number, with it, is at most the budget. Of one run it is its epsilon.
 
     Args:
       runs: what each does to one unit, in the order in which they were reserved.
@@ -66,7 +65,7 @@ def filtered_epsilon(
     Returns:
       Epsilon >= 0; ``inf`` if no budget allows them.
     """
-    some = [event for event in runs if not _tells_nothing(flatten(event, relation))]
+    some = [event for event in runs if not _reveals_nothing(flatten(event, relation))]
     if not some:
         return 0.0
     if len(some) == 1:
@@ -80,12 +79,12 @@ def filtered_epsilon(
     )
 
 
-def _tells_nothing(flat: Flat) -> bool:
+def _reveals_nothing(flat: Flat) -> bool:
     return flat.private and not flat.leaves and flat.gaussian == 0
 
 
 def _epsilon(event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation) -> float:
-    """Of what is fixed beforehand; inf where the noise is too small for any accountant."""
+    """Epsilon of an event fixed beforehand; inf where the noise is too small for any accountant."""
     try:
         accountant = accountant_of(event, relation)
         return epsilon(event, delta, relation=relation, accountant=accountant)
@@ -96,7 +95,7 @@ def _epsilon(event: dp_accounting.DpEvent, delta: float, relation: NeighboringRe
 def _by_steps(
     runs: Sequence[dp_accounting.DpEvent], delta: float, relation: NeighboringRelation
 ) -> float:
-    """Where all runs are made of one kind of step: as if all these steps were one run."""
+    """Epsilon of all runs as one, if they are made of one kind of step; else inf."""
     flats = [flatten(event, relation) for event in runs]
     # proof: ledger-steps-1
     kinds = {leaf for flat in flats for leaf, _ in flat.leaves}
@@ -110,11 +109,13 @@ def _by_steps(
 def _by_gaussians(
     runs: Sequence[dp_accounting.DpEvent], delta: float, relation: NeighboringRelation
 ) -> float:
-    """The first run as it is, and a Gaussian that pays for all others."""
+    """Epsilon of the first run and of a Gaussian that pays for all others."""
     tail = _TAIL * delta
     later = collections.Counter(flatten(event, relation) for event in runs[1:])
     try:
-        squared = _least(lambda most: _shares(later, most, tail) <= 1.0)
+        squared = _least(
+            lambda most: sum(n * _share(flat, most, tail) for flat, n in later.items()) <= 1.0
+        )
     except (TooLittleNoiseError, TableTooLargeError):
         return math.inf
     if squared == math.inf:
@@ -124,16 +125,11 @@ def _by_gaussians(
     return _epsilon(whole, (delta - tail) / (1.0 - tail), relation)
 
 
-def _shares(runs: Mapping[Flat, int], most: float, tail: float) -> float:
-    """What parts runs take, together, of squared means that may add up to ``most``."""
-    return sum(count * _share(flat, most, tail) for flat, count in runs.items())
-
-
 def _share(flat: Flat, most: float, tail: float) -> float:
     """The part that one run takes; ``inf`` if all of it is not enough.
 
-    It is the least s with which a Gaussian of the squared mean s ``most``, but for a probability of
-    s ``tail``, tells no less than the run.
+    It is the least s with which a Gaussian of the squared mean s ``most`` dominates the run, but
+    for a probability of s ``tail``.
     """
     if not flat.private:
         return math.inf
@@ -145,7 +141,7 @@ def _share(flat: Flat, most: float, tail: float) -> float:
 
 
 def _least(holds: Callable[[float], bool], most: float = 2 * LARGEST_MEAN_LOSS) -> float:
-    """A number not much above the least at which ``holds``, which stays true above it; or inf."""
+    """A number little above the least at which ``holds``, which must be monotone; inf if none."""
     if not holds(most):
         return math.inf
     low, high = 1e-12 * most, most
@@ -156,11 +152,11 @@ def _least(holds: Callable[[float], bool], most: float = 2 * LARGEST_MEAN_LOSS) 
 
 
 def dominates(squared: float, apart: float, epsilons: np.ndarray, deltas: np.ndarray) -> bool:
-    """Whether a Gaussian, but for a probability, tells no less than what has a curve of deltas.
+    """Whether a Gaussian dominates, but for a probability, whatever has a curve of deltas.
 
     Args:
       squared: mean of the Gaussian, over its standard deviation, squared.
-      apart: probability with which everything is told.
+      apart: probability with which everything is revealed.
       epsilons: float64 [n], ascending from 0.
       deltas: float64 [n], upper bounds on the hockey-stick divergence, not growing.
     """
@@ -185,7 +181,7 @@ def dominates(squared: float, apart: float, epsilons: np.ndarray, deltas: np.nda
 def _by_renyi(
     runs: Sequence[dp_accounting.DpEvent], delta: float, relation: NeighboringRelation
 ) -> float:
-    """Divergences of the order that suits the budget: each budget has its own."""
+    """The least budget by Renyi divergences, where each budget has the order that suits it."""
     orders = ORDERS[(ORDERS > 1.02) & (ORDERS < 128.0)]
     try:
         divergences = sum(renyi_divergences(event, orders, relation) for event in runs)
@@ -198,9 +194,9 @@ def _by_renyi(
     least = np.append(largest[1:], 0.0)
     largest[0] = math.inf
     delta *= 1.0 - RESERVED
-    found = np.array(
+    epsilons = np.array(
         [epsilon_from_renyi(divergences[[i]], orders[[i]], delta) for i in range(len(orders))]
     )
-    # Budgets that an order serves and that are too small at it: what is above all of them will do.
-    refused = found > least
-    return float(np.minimum(found, largest)[refused].max(initial=0.0))
+    # An order serves budgets from ``least`` to ``largest``, and refuses those below its epsilon.
+    refused = epsilons > least
+    return float(np.minimum(epsilons, largest)[refused].max(initial=0.0))

@@ -29,7 +29,7 @@ from dpfl_jax.accounting.accountant import epsilon as epsilon_of
 from dpfl_jax.accounting.cells import NoisedSums, TwoStagePoisson
 from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.composition import TableTooLargeError
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, positive
 
 # Rates are powers of e^-0.005: at most half a percent below the largest that a budget allows.
 LOG_STEP = 0.005
@@ -51,13 +51,13 @@ class UnreachableBudgetError(BadInputError):
 
 @dataclasses.dataclass(frozen=True)
 class TwoStage:
-    """What is common to all records of a run.
+    """The setting that all records of a run have in common.
 
     Attributes:
       noise_multiplier: sigma of every local step.
       local_steps: tau, in a round.
       rounds: T.
-      participation_prob: lambda, of a silo in a round; who takes part is visible to everybody.
+      participation_prob: lambda, of a silo in a round; which silos take part is public.
       delta: the same for all records.
     """
 
@@ -68,9 +68,8 @@ class TwoStage:
     delta: float
 
     def __post_init__(self) -> None:
-        """Validates."""
-        if not events.check_noise(self.noise_multiplier) > 0:
-            raise BadInputError("personal sampling rates need a noise multiplier above 0")
+        sigma = events.check_noise(self.noise_multiplier)
+        positive("the noise multiplier of personal sampling rates", sigma)
         events.check_count(self.local_steps, "number of local steps", 1)
         events.check_count(self.rounds, "number of rounds", 1)
         events.check_prob(self.participation_prob, "participation probability")
@@ -82,7 +81,7 @@ class TwoStage:
         return NoisedSums(self.scheme(rate), self.noise_multiplier, steps, 1).event()
 
     def scheme(self, rate: float) -> TwoStagePoisson:
-        """How a record of this rate is drawn."""
+        """The sampling scheme of a record of this rate."""
         return TwoStagePoisson(float(rate), self.participation_prob, self.local_steps)
 
     def epsilon(self, rate: float, accountant: Accountant = "pld") -> float:
@@ -117,10 +116,9 @@ class PersonalRates:
 
 
 class RateSolver:
-    """Epsilon of grid rates, computed on demand and remembered. One per setting: use ``solver``."""
+    """Epsilon of grid rates, computed on demand and cached. One per setting: use ``solver``."""
 
     def __init__(self, setting: TwoStage) -> None:
-        """Prepares; evaluates nothing."""
         self.setting = setting
         self.grid = np.exp(-LOG_STEP * np.arange(math.ceil(-math.log(LEAST_RATE) / LOG_STEP) + 1))
         self._known: dict[int, float] = {}
@@ -142,7 +140,7 @@ class RateSolver:
         return self.at(len(self.grid) - 1)
 
     def solve(self, budgets: np.ndarray, unreachable: Unreachable = "error") -> PersonalRates:
-        """The largest certified rate of each budget.
+        """The largest certified rate for each budget.
 
         Args:
           budgets: float [n], epsilon of each record, >= 0; ``inf`` for records that need none, 0
@@ -158,7 +156,7 @@ class RateSolver:
         distinct, inverse = np.unique(budgets, return_inverse=True)
         nothing = int(np.searchsorted(distinct, 0.0, "right"))  # a budget of 0: never sampled
         last = len(self.grid) - 1
-        found = np.full(len(distinct), last)
+        indices = np.full(len(distinct), last)
         # Distinct budgets in order share their neighbours' evaluations: halve the index range.
         stack = [(nothing, len(distinct), 0, last)]
         while stack:
@@ -166,20 +164,20 @@ class RateSolver:
             if first == stop:
                 continue
             if low == high:  # rates before ``low`` cost too much for all of these
-                found[first:stop] = low
+                indices[first:stop] = low
                 continue
             middle = (low + high) // 2
             # Budgets from ``split`` on can afford the larger rate grid[middle].
             split = first + int(np.searchsorted(distinct[first:stop], self.at(middle), "left"))
             stack.append((first, split, middle + 1, high))
             stack.append((split, stop, low, middle))
-        costs = np.array([0.0] * nothing + [self.at(k) for k in found[nothing:]])
-        # Certificates of neighbours may differ by rounding: step down until each one's own holds.
+        costs = np.array([0.0] * nothing + [self.at(k) for k in indices[nothing:]])
+        # Epsilons of neighbouring rates may differ by rounding: step down until each budget holds.
         # proof: rpdp-rate-1
-        while (again := (costs > distinct) & (found < last)).any():
-            found[again] += 1
-            costs[again] = [self.at(k) for k in found[again]]
-        rates = np.where(distinct > 0, self.grid[found], 0.0)
+        while (again := (costs > distinct) & (indices < last)).any():
+            indices[again] += 1
+            costs[again] = [self.at(k) for k in indices[again]]
+        rates = np.where(distinct > 0, self.grid[indices], 0.0)
         short = costs > distinct
         if short.any():
             row = int(np.flatnonzero(short[inverse])[0])
@@ -197,7 +195,7 @@ class RateSolver:
         """Upper bounds on epsilon of records of given rates, float64 [n].
 
         Args:
-          rates: float [n], in [0, 1], from wherever.
+          rates: float [n], in [0, 1].
           exact_up_to: with more distinct rates than this, they are rounded up to the grid.
         """
         rates = np.asarray(rates, dtype=np.float64)
@@ -256,7 +254,7 @@ class RateSolver:
         indices = np.array([self.index_above(r) for r in rates[part].tolist()], np.int64)
         for index in np.unique(indices).tolist():
             mine = part[indices == index]
-            # No more than after all rounds, which another discretisation may put a little lower.
+            # At most that of all rounds, of which another discretisation may give a little less.
             out[mine] = np.minimum(self._curve(index)[stay[mine] - 1], self.at(index))
         return out
 
@@ -274,7 +272,7 @@ class RateSolver:
 
 @functools.lru_cache(maxsize=32)
 def solver(setting: TwoStage) -> RateSolver:
-    """The solver of a setting, with all it has computed in this process."""
+    """The solver of a setting, shared by all of this process."""
     return RateSolver(setting)
 
 
@@ -324,7 +322,7 @@ class FittedRates:
     fit: rpdp.CurveFit
 
     def to_json(self) -> dict[str, Any]:
-        """The counts."""
+        """Counts and worst ratios, as JSON values."""
         names: tuple[str, ...] = ("violations", "worst")
         if not np.isnan(self.renyi_epsilons).any():
             names += ("renyi_violations", "renyi_worst")

@@ -29,7 +29,7 @@ from dpfl_jax.accounting.leaves import (
     TwoStageLeaf,
     flatten,
 )
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, require
 
 ORDERS = np.unique(
     np.concatenate(
@@ -60,8 +60,7 @@ def renyi_divergences(
       float64 [n], nats; ``inf`` where unknown or unbounded (a valid bound).
     """
     orders = np.asarray(orders, dtype=float)
-    if np.any(orders <= 1):
-        raise BadInputError("Renyi orders must be above 1")
+    require((orders > 1).all(), "the smallest Renyi order", orders.min(), "above 1")
     flat = flatten(event, relation)
     if not flat.private:
         return np.full(len(orders), np.inf)
@@ -69,7 +68,7 @@ def renyi_divergences(
 
 
 def flat_divergences(flat: Flat, orders: np.ndarray) -> np.ndarray:
-    """As :func:`renyi_divergences`, of an event that was taken apart and is private."""
+    """As :func:`renyi_divergences`, of a flattened event that is private."""
     total = flat.gaussian * orders / 2.0
     for leaf, count in flat.leaves:
         total = total + count * _leaf_divergences(leaf, tuple(orders))
@@ -84,7 +83,7 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
     if isinstance(leaf, TwoStageLeaf):
         inner = leaf.local_steps * _leaf_divergences(leaf.inner, orders)
         return amplified_by_participation(inner, leaf.probability, array)
-    if isinstance(leaf, AllocatedLeaf):  # no worse than to who knows the step
+    if isinstance(leaf, AllocatedLeaf):  # as for an adversary who knows the step: a bound
         return array / (2.0 * leaf.sigma**2)
     if isinstance(leaf, OneOfLeaf):
         # proof: selection-event-2
@@ -106,13 +105,13 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
         )
         array = np.unique(np.floor(array[array >= 2.0]))
         accountant = rdp.RdpAccountant(list(array), NeighboringRelation.REPLACE_ONE)
-        found = accountant.compose(event)._rdp
+        computed = accountant.compose(event)._rdp
         out = np.full(len(orders), np.inf)
         for i, order in enumerate(orders):
             # Divergences grow with the order: the next larger computed one is a bound.
             above = np.searchsorted(array, order)
             if above < len(array):
-                out[i] = found[above]
+                out[i] = computed[above]
         return out
     relation = leaf.relation
     accountant = rdp.RdpAccountant(list(orders), relation)
@@ -167,7 +166,7 @@ def mixture_divergences(shifts: np.ndarray, weights: np.ndarray, orders: np.ndar
     log_phi = -0.5 * x**2 - 0.5 * math.log(2 * math.pi) + math.log(step)
     for i in usable:
         a = orders[i]
-        # What lies beyond is below e^-800 of the rest.
+        # The rest of the integral is below e^-800 of it.
         reached = slice(math.ceil((40.0 + top * a) / step) + 1 - first)
         removed = _log_sum(log_phi[reached] + a * loss[reached])
         added = _log_sum(log_phi[reached] + (1.0 - a) * loss[reached])
@@ -176,7 +175,7 @@ def mixture_divergences(shifts: np.ndarray, weights: np.ndarray, orders: np.ndar
 
 
 def _log_sum(logs: np.ndarray) -> float:
-    """As scipy's logsumexp, whose checks take longer than these sums."""
+    """As SciPy's logsumexp, whose checks take longer than these sums."""
     top = float(logs.max())
     return top + math.log(float(np.exp(logs - top).sum()))
 

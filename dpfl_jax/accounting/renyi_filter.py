@@ -1,16 +1,14 @@
-"""A Renyi filter: every unit pays for its own steps, and takes part in none that it cannot pay for.
+"""A Renyi filter: every unit pays for its own steps, and takes part only while its budget lasts.
 
 Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2021, arXiv
-2008.11193), with Poisson sampling. What a unit may add to a sum is
-bounded by one of a few public levels, C 2^(-j/4); a step costs a unit the Renyi divergence, at one
-public order and the larger of both directions, of a Poisson-sampled Gaussian of its level. It is
-charged whether or not it is drawn. Its budget is that of ``least_steps`` steps at the clip norm.
+2008.11193), with Poisson sampling. The norm of what a unit may add to a sum is bounded by one of a
+few public levels, C 2^(-j/4). A step costs a unit the Renyi divergence, at one public order and the
+larger of both directions, of a Poisson-sampled Gaussian of its level, whether or not it is drawn.
+The budget of every unit is the cost of ``least_steps`` steps at the clip norm.
 
-Where what is drawn are parts of units (examples of users), each part is bounded by the unit's
-level, and the Gaussian moves by a binomial number of them; numbers of parts, too, are rounded up to
-public ones.
-
-Costs are whole numbers, rounded up, and so are exact when they are added.
+Where parts of units are drawn (examples of users), each part is bounded by the unit's level, and
+the Gaussian moves by a binomial number of them; numbers of parts, too, are rounded up to public
+ones. Costs are whole numbers, rounded up, so that adding them is exact.
 """
 
 from __future__ import annotations
@@ -28,18 +26,18 @@ from dpfl_jax.accounting.renyi import ORDERS, epsilon_from_renyi, renyi_divergen
 from dpfl_jax.errors import BadInputError
 
 LEVELS, PER_HALF = 32, 4
-_UNITS = 1 << 30  # of a step at the clip norm
-# Of a divergence as it is computed, in sums near 1: absolute, and relative.
+_UNITS = 1 << 30  # the cost of a step at the clip norm
+# Absolute and relative rounding errors of a divergence, which is computed by sums near 1.
 _ROUNDING, _RELATIVE = 1e-13, 1e-9
 
 
 def bounds(clip_norm: float) -> np.ndarray:
-    """Float32 [LEVELS]: what a unit of each level may add; the first is the clip norm."""
+    """Float32 [LEVELS]: the bound of each level; the first is the clip norm."""
     return (clip_norm * 2.0 ** (-np.arange(LEVELS) / PER_HALF)).astype(np.float32)
 
 
 def levels_of(norms: np.ndarray, clip_norm: float) -> np.ndarray:
-    """uint8 [n]: for each norm the lowest level that is not below it; the first where none is."""
+    """uint8 [n]: for each norm the level of the least bound that is not below it, or the first."""
     norms = np.asarray(norms, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = np.floor(PER_HALF * np.log2(clip_norm / norms))
@@ -48,29 +46,29 @@ def levels_of(norms: np.ndarray, clip_norm: float) -> np.ndarray:
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Numbers of parts that costs are known for: all up to 8, then four per doubling; the most."""
+    """Numbers of parts for which costs are computed: up to ``most``, about four per doubling."""
     steps = range(PER_HALF * most.bit_length() + 1)
     return tuple(sorted({min(most, math.ceil(2 ** (i / PER_HALF))) for i in steps}))
 
 
 def best_order(event: Any, delta: float) -> float:
-    """The order at which an event costs least: of ``renyi.ORDERS``."""
-    found, delta = renyi_divergences(event), delta * (1 - RESERVED)
-    each = [epsilon_from_renyi(found[[i]], ORDERS[[i]], delta) for i in range(len(ORDERS))]
+    """The order of ``renyi.ORDERS`` at which an event's epsilon is smallest."""
+    divergences, delta = renyi_divergences(event), delta * (1 - RESERVED)
+    each = [epsilon_from_renyi(divergences[[i]], ORDERS[[i]], delta) for i in range(len(ORDERS))]
     return float(ORDERS[int(np.argmin(each))])
 
 
 @dataclasses.dataclass(frozen=True)
 class RenyiFilter:
-    """What steps cost, and what every unit has.
+    """The costs of steps, and the budget of every unit.
 
     Attributes:
-      costs: of a step, by number of parts (``sizes``) and level, in units of 2^-30 of the
-        largest: of one at the clip norm, with the most parts.
-      least_steps: that everybody can pay for.
+      costs: of a step, by number of parts (``sizes``) and level, in units of 2^-30 of the cost of a
+        step at the clip norm with the most parts.
+      least_steps: number of steps that every unit can pay for.
       order: Renyi order.
       step: divergence of the costliest step, nats.
-      most: parts of a unit.
+      most: largest number of parts of a unit.
     """
 
     costs: tuple[tuple[int, ...], ...]
@@ -88,9 +86,10 @@ class RenyiFilter:
         Args:
           sigma: noise multiplier, > 0.
           prob: of a part in a step.
-          least_steps: whose cost at the clip norm, with the most parts, is the budget.
+          least_steps: number of steps whose cost at the clip norm, with the most parts, is the
+            budget.
           order: one of ``renyi.ORDERS``.
-          most: parts of a unit.
+          most: largest number of parts of a unit.
 
         Raises:
           BadInputError: there is so little noise that no cost can be computed.
@@ -100,7 +99,7 @@ class RenyiFilter:
 
     @property
     def budget(self) -> int:
-        """What every unit may spend, in units of ``costs``."""
+        """The budget of every unit, in the unit of ``costs``."""
         return self.least_steps * _UNITS
 
     def steps_left(
@@ -120,13 +119,13 @@ class RenyiFilter:
     def after(
         self, spent: np.ndarray, levels: np.ndarray, steps: int, parts: np.ndarray | int = 1
     ) -> np.ndarray:
-        """int64 [n]: what units have spent after so many steps, those taken that they can pay."""
+        """int64 [n]: what units have spent after ``steps`` more, of those that they can pay for."""
         # proof: individual-filter-2
         taken = self.steps_left(spent, levels, steps, parts)
         return spent + taken * self._costs_of(levels, parts)
 
     def at_most(self, spent: np.ndarray, steps: int) -> np.ndarray:
-        """int64 [n]: what units have spent after so many steps at the most, whatever their bounds.
+        """int64 [n]: the most that units have spent after ``steps`` more, whatever their levels.
 
         Args:
           spent: int64 [n].
@@ -135,11 +134,10 @@ class RenyiFilter:
         return np.minimum(spent + steps * _UNITS, self.budget)
 
     def _costs_of(self, levels: np.ndarray, parts: np.ndarray | int) -> np.ndarray:
-        """int64 [n]: of a step."""
         return np.asarray(self.costs)[np.searchsorted(sizes(self.most), parts), levels]
 
     def epsilons(self, spent: np.ndarray, delta: float) -> np.ndarray:
-        """Float64 [n]: what each unit has spent as an epsilon, at the filter's order; secret."""
+        """Float64 [n]: what each unit has spent, as an epsilon at the filter's order; secret."""
         order, delta = np.array([self.order]), delta * (1 - RESERVED)
         amounts, which = np.unique(np.asarray(spent), return_inverse=True)
         divergences = amounts[:, None] * (self.step / _UNITS)
@@ -150,21 +148,21 @@ class RenyiFilter:
 def _costs(
     sigma: float, prob: float, order: float, most: int
 ) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Costs of a step by parts and level; and the divergence of the costliest."""
+    """Costs of a step by parts and level, and the divergence of the costliest step."""
     multipliers = sigma * 2.0 ** (np.arange(LEVELS) / PER_HALF)
     array = np.array([order])
-    found = np.array(
+    divergences = np.array(
         [
             [renyi_divergences(els(s, prob, n, 1), array)[0] for s in multipliers]
             for n in sizes(most)
         ]
     )
-    largest = float(found[-1, 0])
-    if not np.isfinite(found).all():
+    largest = float(divergences[-1, 0])
+    if not np.isfinite(divergences).all():
         raise BadInputError(
             f"with the noise multiplier {sigma:g} a step costs more than can be computed at the "
             f"Renyi order {order:g}: raise the noise"
         )
     # proof: individual-filter-3
-    safe = np.ceil(_UNITS * ((found + _ROUNDING / (order - 1)) * (1 + _RELATIVE) / largest))
+    safe = np.ceil(_UNITS * ((divergences + _ROUNDING / (order - 1)) * (1 + _RELATIVE) / largest))
     return tuple(tuple(row) for row in np.minimum(safe, _UNITS).astype(int).tolist()), largest

@@ -1,7 +1,7 @@
-"""``guarantee.json``: what a run promises, and all that anybody needs to hold it to that.
+"""``guarantee.json``: what a run promises, and all that is needed to check it.
 
 It names the mechanism and the public numbers of the data (``basis``), the events that follow from
-them, and the epsilon that these cost. Whoever reads it can make the events again and price them;
+them, and the epsilon of these events. A reader can derive the events again and account for them;
 ``differences`` does. It cannot show that the mechanism ran, nor that the data are as declared.
 
 Nothing in it is computed from private data, but for numbers that the guarantee's own assumptions
@@ -24,7 +24,7 @@ from dp_accounting import NeighboringRelation
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpfl_jax import __version__
-from dpfl_jax.accounting import serialize
+from dpfl_jax.accounting import event_types
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
     REPLACE,
@@ -37,19 +37,19 @@ from dpfl_jax.accounting.composition import TableTooLargeError
 from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
 from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.accounting.independent import independent
-from dpfl_jax.errors import BadInputError, one_line, unrepeated
+from dpfl_jax.errors import BadInputError, one_line, require, unrepeated
 from dpfl_jax.files import read_text
 
 VERSION = 2
 _READ = (1, 2)  # 1 has no digests, and says neither what makes a unit nor what was public
 NAME = "guarantee.json"
 LIBRARY = f"dpfl_jax {__version__}"
-# Stated numbers may be below what another machine computes by so much of them: its rounding.
+# Relative difference by which rounding may put a number below that of another machine.
 _ROUNDING = 1e-6
-# What of a guarantee follows from the run's data and configuration, not from the mechanism.
+# Fields of a guarantee that follow from the run's data and configuration, not from the mechanism.
 _OF_THE_RUN = ("unit_key", "public_inputs")
-# Words of files that earlier versions wrote, and those of today.
-_OTHERWISE_BEFORE = {" (mechanism.noise=exact)": ""}
+# Words in files of earlier versions -> words of today.
+_EARLIER_WORDS = {" (mechanism.noise=exact)": ""}
 # An explanation takes a second at most.
 _MOST_EVENTS, _COARSE = 8, 0.1
 _MOST_DEPTH = 50
@@ -62,7 +62,7 @@ class _Part(BaseModel, abc.ABC):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class Noise(_Part):
+class DrawnNoise(_Part):
     """How the noise of the run was drawn."""
 
     drawn: Literal["exact", "float"]
@@ -101,7 +101,7 @@ class Statement(_Part):
     """As in report.json: unit, adjacency, trust, epsilon, delta, and what they rest on."""
     text: str
     """The same as a paragraph."""
-    noise: Noise
+    noise: DrawnNoise
     """How noise was drawn."""
     basis: dict[str, Any]
     """Mechanism and public numbers that the events follow from; ``system`` says how."""
@@ -135,35 +135,37 @@ class Statement(_Part):
             library=LIBRARY,
             privacy=guarantee,
             text=str(guarantee),
-            noise=Noise(drawn="float" if IDEALISED_FLOAT in guarantee.assumptions else "exact"),
+            noise=DrawnNoise(
+                drawn="float" if IDEALISED_FLOAT in guarantee.assumptions else "exact"
+            ),
             basis=json.loads(json.dumps(basis, default=lambda number: number.item())),
             events=[
-                [serialize.to_json(event) for event in case]
+                [event_types.to_json(event) for event in case]
                 for case in (cases if guarantee.private else ())
             ],
             groups=[
                 Group(
                     of=who,
                     epsilon=cost([[event]], guarantee.delta, relation),
-                    event=serialize.to_json(event),
+                    event=event_types.to_json(event),
                 )
                 for who, event in groups
             ],
         )
 
     def about(self, guarantee: Guarantee) -> Statement:
-        """The same with a guarantee that says more of what it is about."""
+        """The same statement with a guarantee that says more of what it is about."""
         return self.model_copy(update={"privacy": guarantee, "text": str(guarantee)})
 
     def tied(self, **files: dict[str, str]) -> Statement:
-        """The same with digests of these files (``Digests``)."""
+        """The same statement with digests of these files (``Digests``)."""
         known = {} if self.digests is None else self.digests.model_dump()
         return self.model_copy(update={"version": VERSION, "digests": Digests(**known | files)})
 
     @property
     def cases(self) -> list[list[dp_accounting.DpEvent]]:
         """``events``, parsed."""
-        return [[serialize.from_json(values) for values in case] for case in self.events]
+        return [[event_types.from_json(values) for values in case] for case in self.events]
 
     @property
     def relation(self) -> NeighboringRelation:
@@ -171,10 +173,10 @@ class Statement(_Part):
         return _relation(self.privacy)
 
     def meaning(self) -> Meaning | None:
-        """What the run lets anybody find out about one unit; None if there is no guarantee.
+        """What an adversary can find out about one unit; None if there is no guarantee.
 
-        On a coarse grid, which makes bounds larger by about a thousandth; where the run is of many
-        events, from epsilon and delta alone.
+        On a coarse grid, which makes bounds larger by about a thousandth; for runs of many events,
+        from epsilon and delta alone.
         """
         privacy = self.privacy
         if not privacy.private:
@@ -193,7 +195,7 @@ class Statement(_Part):
         return None if meaning is None else meaning.sentences()
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """The statement as JSON values."""
         return {**self.model_dump(), "privacy": self.privacy.to_json()}
 
     def dumps(self) -> str:
@@ -241,7 +243,7 @@ def read(path: str | os.PathLike[str]) -> Statement:
 
 
 def _walk(values: Any) -> Iterator[tuple[Any, int]]:
-    """All values, names included, each with how deep it lies."""
+    """Yields all values, keys included, each with its depth."""
     left = [(values, 0)]
     while left:
         value, depth = left.pop()
@@ -256,13 +258,13 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def whole(basis: dict[str, Any], name: str, least: int = 0, most: int | None = None) -> int:
+def whole_number(basis: dict[str, Any], name: str, least: int = 0, most: int | None = None) -> int:
     """``basis[name]``, which must be a whole number from ``least`` to ``most``."""
     value = basis[name]
-    if type(value) is not int or not least <= value <= (1 << 60 if most is None else most):
-        wanted = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise BadInputError(f"{name} is {value!r:.40}, but it must be a whole number {wanted}")
-    return value
+    good = type(value) is int and least <= value <= (1 << 60 if most is None else most)
+    wanted = f"at least {least}" if most is None else f"from {least} to {most}"
+    require(good, name, value, f"a whole number {wanted}")
+    return int(value)
 
 
 def _relation(guarantee: Guarantee) -> NeighboringRelation:
@@ -270,7 +272,7 @@ def _relation(guarantee: Guarantee) -> NeighboringRelation:
 
 
 def cost(cases: Cases, delta: float, relation: NeighboringRelation) -> float:
-    """Epsilon of a unit for which the ``cases`` hold; inf if there is none."""
+    """Epsilon of a unit whose event ``cases`` bound; inf if there is no bound."""
 
     def one(event: dp_accounting.DpEvent) -> float:
         try:
@@ -298,9 +300,9 @@ def read_report(folder: pathlib.Path, stated: Statement) -> tuple[dict[str, Any]
     file = folder / "report.json"
     try:
         report = json.loads(read_text(file))
-        told = (Guarantee.from_json(report["privacy"]), report["guarantee"])
+        reported = (Guarantee.from_json(report["privacy"]), report["guarantee"])
         summary = stated.privacy.summary()
-        same = told == (stated.privacy, stated.text)
+        same = reported == (stated.privacy, stated.text)
         same = same and report.get("summary", summary).startswith(summary)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadInputError(f"{file} is no report of a run: {error}") from error
@@ -310,127 +312,129 @@ def read_report(folder: pathlib.Path, stated: Statement) -> tuple[dict[str, Any]
 def differences(
     stated: Statement, restate: Callable[[dict[str, Any]], Statement]
 ) -> tuple[list[str], list[str]]:
-    """What does not hold of a statement, and what of it nobody can check.
+    """What is wrong in a statement, and what cannot be checked.
 
     Args:
       stated: the file.
-      restate: what a run with this ``basis`` would state.
+      restate: ``basis -> statement`` of a run.
 
     Returns:
-      (a sentence each; empty if all of it holds, caveats that do not follow from the mechanism: the
-      file cannot show that they are all).
+      Sentences about what is wrong; caveats that do not follow from the mechanism, of which the
+      file cannot show that they are complete.
     """
-    privacy, found = stated.privacy, []
-    own = list(privacy.caveats)
+    privacy, problems = stated.privacy, []
+    unchecked = list(privacy.caveats)
     if stated.text != str(privacy):
-        found.append(f"the text is not what the fields say: {_unlike(stated.text, str(privacy))}")
-    if not privacy.private:  # nothing is claimed
+        problems.append(
+            f"the text is not what the fields say: {_unlike(stated.text, str(privacy))}"
+        )
+    if not privacy.private:
         if stated.events or stated.groups:
-            found.append("privacy.epsilon is infinite, but there are events or groups beside it")
-        return found, own
+            problems.append("privacy.epsilon is infinite, but there are events or groups beside it")
+        return problems, unchecked
     try:
         again = restate(stated.basis)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         why = error if isinstance(error, BadInputError) else f"{type(error).__name__} {error}"
         again = None
-        found.append(f"no mechanism can be made of `basis`: {why}")
+        problems.append(f"no mechanism can be made of `basis`: {why}")
     if again is not None:
-        found += _unlike_the_basis(stated, again)
-        own = [caveat for caveat in own if caveat not in again.privacy.caveats]
+        problems += _unlike_the_basis(stated, again)
+        unchecked = [caveat for caveat in unchecked if caveat not in again.privacy.caveats]
     try:
         real = cost(stated.cases, privacy.delta, stated.relation)
         of_groups = [
-            cost([[serialize.from_json(group.event)]], privacy.delta, stated.relation)
+            cost([[event_types.from_json(group.event)]], privacy.delta, stated.relation)
             for group in stated.groups
         ]
     except (ValueError, ArithmeticError) as error:
-        return [*found, f"its events cannot be accounted: {error}"], own
+        return [*problems, f"its events cannot be accounted: {error}"], unchecked
     if not real <= privacy.epsilon * (1 + _ROUNDING):
-        found.append(
+        problems.append(
             f"privacy.epsilon is {privacy.epsilon:.7g}, but the events cost {real:.7g} at delta "
             f"{privacy.delta:g}"
         )
     for group, real in zip(stated.groups, of_groups):
         if not real <= group.epsilon * (1 + _ROUNDING):
-            found.append(
+            problems.append(
                 f"the group {group.of!r} has epsilon {group.epsilon:.7g}, but its event costs "
                 f"{real:.7g}"
             )
-    return found, own
+    return problems, unchecked
 
 
 def second_opinion(stated: Statement) -> tuple[tuple[float, float] | None, list[str]]:
-    """dp_accounting's bounds on epsilon, from below and above, where it knows the event.
+    """dp_accounting's lower and upper bound on epsilon, where it knows the event.
 
     Returns:
-      (None or both bounds, what does not hold of the statement by them).
+      The bounds or None; sentences about what is wrong in the statement by them.
     """
     delta, relation = stated.privacy.delta, stated.relation
 
     def one(event: dp_accounting.DpEvent) -> float:
         return cost([[event]], delta, relation)
 
-    # What decides: the costliest event of the cheapest case.
+    # The costliest event of the cheapest case decides.
     decides = min((max(case, key=one) for case in stated.cases if case), key=one)
-    found = independent(decides, delta, relation)
-    if found is None or found[0] <= stated.privacy.epsilon * (1 + _ROUNDING):
-        return found, []
-    return found, [
+    bounds = independent(decides, delta, relation)
+    if bounds is None or bounds[0] <= stated.privacy.epsilon * (1 + _ROUNDING):
+        return bounds, []
+    return bounds, [
         f"privacy.epsilon is {stated.privacy.epsilon:.7g}, but by dp_accounting the events cost at "
-        f"least {found[0]:.7g}"
+        f"least {bounds[0]:.7g}"
     ]
 
 
 def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
-    """Where the file says anything else than the mechanism in it."""
-    found = []
+    """Sentences about where the file differs from what its mechanism would state."""
+    problems = []
     mine, theirs = stated.to_json(), again.to_json()
     said, made = mine.pop("privacy"), theirs.pop("privacy")
-    for earlier, now in _OTHERWISE_BEFORE.items():
-        said["assumptions"] = [told.replace(earlier, now) for told in said["assumptions"]]
+    for earlier, now in _EARLIER_WORDS.items():
+        said["assumptions"] = [text.replace(earlier, now) for text in said["assumptions"]]
     for group in (*mine["groups"], *theirs["groups"]):  # their costs are computed anew below
         del group["epsilon"]
     missing = [caveat for caveat in made.pop("caveats") if caveat not in said["caveats"]]
     for caveat in missing:
-        found.append(f"a caveat of the mechanism is missing: {caveat[:80]}...")
+        problems.append(f"a caveat of the mechanism is missing: {caveat[:80]}...")
     for name in made.keys() - {"epsilon", *_OF_THE_RUN}:
         if (place := _unequal(said[name], made[name], f"privacy.{name}")) is not None:
-            found.append(f"{place} by the mechanism in `basis`")
-    found += _public_inputs_unlike(said["public_inputs"], made["public_inputs"])
+            problems.append(f"{place} by the mechanism in `basis`")
+    problems += _public_inputs_unlike(said["public_inputs"], made["public_inputs"])
     for name in ("noise", "basis", "events", "groups"):
         if (place := _unequal(mine[name], theirs[name], name)) is not None:
-            found.append(f"{place} by the mechanism in `basis`")
-    if found and stated.library != LIBRARY:
-        found[-1] += f" (the file is of {stated.library}, this is {LIBRARY}: words may differ)"
-    return sorted(found)
+            problems.append(f"{place} by the mechanism in `basis`")
+    if problems and stated.library != LIBRARY:
+        problems[-1] += f" (the file is of {stated.library}, this is {LIBRARY}: words may differ)"
+    return sorted(problems)
 
 
 def _public_inputs_unlike(said: list[str], made: list[str]) -> Iterator[str]:
-    """Where public inputs, if the file lists any, are not those that the mechanism tells.
+    """Sentences about public inputs, if the file lists any, that differ from the mechanism's.
 
-    It may tell the beginning of one ("counts: 3 silos"), and knows nothing of most.
+    The mechanism may know only the beginning of one ("counts: 3 silos"), and does not know most.
     """
     if not said:
         return
     for name in dict.fromkeys(entry.partition(":")[0] for entry in made):
-        listed = [told for told in said if told.partition(":")[0] == name]
+        listed = [given for given in said if given.partition(":")[0] == name]
         for entry in (entry for entry in made if entry.partition(":")[0] == name):
-            same = [told for told in listed if told == entry or told.startswith(f"{entry}, ")]
+            same = [given for given in listed if given == entry or given.startswith(f"{entry}, ")]
             if not same:
                 yield f"privacy.public_inputs leaves out {entry!r}, which follows from `basis`"
-            listed = [told for told in listed if told not in same]
-        for told in listed:
-            yield f"privacy.public_inputs says {told[:60]!r}, which does not follow from `basis`"
+            listed = [given for given in listed if given not in same]
+        for given in listed:
+            yield f"privacy.public_inputs says {given[:60]!r}, which does not follow from `basis`"
 
 
 def _unequal(said: Any, made: Any, place: str) -> str | None:
-    """The first place where two JSON values differ, in words; None if they do not."""
+    """The first place where two JSON values differ, in words; None if they are equal."""
     if isinstance(said, dict) and isinstance(made, dict):
         for name in sorted(said.keys() | made.keys()):
             if name not in said or name not in made:
                 return f"{place}.{name} is {'left out' if name in made else 'none of those made'}"
-            if (found := _unequal(said[name], made[name], f"{place}.{name}")) is not None:
-                return found
+            if (difference := _unequal(said[name], made[name], f"{place}.{name}")) is not None:
+                return difference
         return None
     if isinstance(said, (list, tuple)) and isinstance(made, (list, tuple)):
         if len(said) != len(made):
@@ -449,7 +453,7 @@ def _unequal(said: Any, made: Any, place: str) -> str | None:
 
 
 def _unlike(said: str, made: str) -> str:
-    """Where two texts part."""
+    """The words around the first difference of two texts."""
     a, b = said.split(), made.split()
     i = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     shown = [" ".join(words[max(i - 3, 0) : i + 3]) for words in (a, b)]

@@ -1,15 +1,15 @@
-"""From trials to the largest epsilon that they refute.
+"""From trials of an attack to the largest epsilon that they refute.
 
-A claim is a whole trade-off curve (``accounting.attacks``): of the rate of false alarms a, no
-attack has a rate of right alarms above f(a). Both rates are counted in trials, and for every a the
-two counts have independent p-values, which Fisher's method joins; the largest over all a is the
-p-value of the claim. Thresholds and attacks are chosen on other trials. What is refuted is stated
-as the epsilon of the claimed event with less noise: the least noise whose curve is refuted, too.
+A claim is a whole trade-off curve (``accounting.attacks``): at a rate of false alarms a, no attack
+has a rate of right alarms above f(a). Both rates are counted in trials, and for every a the two
+counts have independent p-values, which Fisher's method combines; the largest over all a is the
+p-value of the claim. Thresholds and attacks are chosen on other trials. The result is stated as an
+epsilon: that of the claimed event with the least noise whose curve is still refuted.
 
-That needs trials that do not depend on each other, as those of the mechanism that is claimed do
-not: a wrong claim is refuted with the stated confidence, whatever runs. Beside it stands the bound
-of Steinke, Nasr and Jagielski (2023, theorem 5.2): it asks for nothing but fair coins, is about
-epsilon at delta alone, and far from tight.
+That needs independent trials, which those of the claimed mechanism are: a true claim is refuted
+with at most the stated probability. Beside it stands the bound of Steinke, Nasr and Jagielski
+(2023, theorem 5.2): it needs nothing but fair coins, is about epsilon at delta alone, and far from
+tight.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from dpfl_jax.accounting import plot_attacks
 from dpfl_jax.accounting.attacks import Meaning, meaning
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.audit.trials import Trials, scaled
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, require
 
-# Noise is divided by these for the family that proofs are stated in: 2 % apart.
+# Factors by which noise is divided, 2 % apart: the family of events that proofs are stated in.
 _FACTORS = 1.02 ** np.arange(-125, 71)
 _CLAIM = 125
-# Rates of false alarms at which p-values are taken; between two the worse of either is.
+# Rates of false alarms at which p-values are computed; between two of them the worse one counts.
 _RATES = np.concatenate([[0.0], np.geomspace(1e-8, 0.05, 500), np.linspace(0.05, 1, 951)[1:]])
-_FEW = 800  # trials, of which none are spared for choosing an attack
-_PARTS = 8  # of the trials: of one attacks learn, on one they are compared, the others prove
-_BREAKS = 1e-4  # p-value among those that says that a claim is wrong, some fifty being looked at
+_FEW = 800  # trials; with fewer, none are spared for choosing an attack
+_PARTS = 8  # of the trials: attacks learn from one, are compared on one, and the others prove
+_BREAKS = 1e-4  # p-value that shows, on trials that choose, that a claim is wrong (of some fifty)
 _GUESSED = (0.5, 0.25, 0.125, 0.0625)  # parts of the texts that are guessed in, and out
-_SEVERAL = 10  # false alarms: rates of fewer are chance, and are not drawn
+_SEVERAL = 10  # false alarms; rates of fewer are chance, and are not drawn
 _ALARMS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 5e-3, 2e-3, 1e-3)
 
 
@@ -55,8 +55,8 @@ class Audit:
       claimed: epsilon of the claim.
       delta: of the claim.
       confidence: of what is proved.
-      proved: epsilon of the claimed mechanism with the least noise that is refuted.
-      proved_of_any: epsilon that any mechanism with fair coins is refuted at.
+      proved: epsilon of the claimed mechanism at the least noise that is refuted.
+      proved_of_any: epsilon that is refuted for any mechanism, by fair coins alone.
       p_value: of the claim.
       attack: that was chosen.
       alarms: (false alarms, units out, right alarms, units in), at its threshold.
@@ -84,13 +84,12 @@ class Audit:
         return refuted or max(self.proved, self.proved_of_any) > self.claimed
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The result as JSON values, without points and curve."""
         hidden = ("points", "curve")
         out = {k: v for k, v in vars(self).items() if k not in hidden}
         return out | {"alarms": list(self.alarms), "exceeds": self.exceeds}
 
     def __str__(self) -> str:
-        """One line."""
         verdict = "THE CLAIM IS REFUTED" if self.exceeds else "the claim stands"
         return (
             f"{self.name}: claimed epsilon {rounded_up(self.claimed, 4)}, proved {self.proved:.4g} "
@@ -100,17 +99,16 @@ class Audit:
 
 
 def audit(trials: Trials, confidence: float = 0.95) -> Audit:
-    """What the trials prove.
+    """What trials prove.
 
     Args:
-      trials: at least some hundreds.
+      trials: several hundreds at least.
       confidence: probability with which a true claim is not refuted.
 
     Raises:
       BadInputError: too few trials, or an event without a guarantee.
     """
-    if not 0.5 <= confidence < 1:
-        raise BadInputError(f"the confidence is {confidence}, but it must lie in [0.5, 1)")
+    require(0.5 <= confidence < 1, "the confidence", confidence, "at least 0.5 and below 1")
     n = len(trials.inside)
     few = n < _FEW
     learn, choose = (np.arange(n) % _PARTS == i for i in range(2))
@@ -121,7 +119,7 @@ def audit(trials: Trials, confidence: float = 0.95) -> Audit:
     family = _Family(trials.event, trials.delta, trials.relation)
     level = 1.0 - confidence
     usual = family.best_rate(int(sides[3].sum()), level)
-    if few:  # all of them prove: the threshold is that of the claimed noise
+    if few:  # all trials prove: the threshold is that of the claimed noise
         attack, score = "likelihood ratio", trials.scores(learn)["likelihood ratio"]
         cut = trials.threshold(usual)
     else:
@@ -160,10 +158,10 @@ def guessed(
     name: str,
     how: str,
 ) -> Audit:
-    """What scores of one release prove whose law nobody knows, and which may depend on each other.
+    """What scores of one release prove, whose distribution is unknown, and which may be dependent.
 
-    By the bound for any mechanism alone. Those with the largest scores are guessed to be in, those
-    with the smallest to be out: some parts of all, which share what may go wrong.
+    Only by the bound for any mechanism. Units with the largest scores are guessed to be in, those
+    with the smallest to be out; several sizes of these parts are tried, which share the level.
 
     Args:
       score: float [n], a function of what was released.
@@ -207,16 +205,16 @@ def _chosen(
     usual: float,
     level: float,
 ) -> tuple[str, np.ndarray, float]:
-    """An attack, its scores, and its threshold, by trials that prove nothing.
+    """An attack, its scores, and its threshold, chosen on trials that are not used to prove.
 
-    One that breaks the claim among these, if there is any; else what is best against the mechanism
-    that is claimed.
+    An attack that breaks the claim on these, if there is any; else the best one against the
+    claimed mechanism.
     """
     scores = trials.scores(learn)
     sides = [choose & trials.inside, choose & ~trials.inside]
     broken = []
     for attack, score in scores.items():
-        # Also alarms that hardly any unit sets off that is out: half of those in do.
+        # Also thresholds that units that are out hardly reach, and half of those in do.
         cuts = {*np.quantile(score[sides[1]], [1 - a for a in _ALARMS])}
         cuts |= {*np.quantile(score[sides[0]], [0.1, 0.5, 0.7, 0.9, 0.97])}
         for cut in sorted(cuts):
@@ -247,7 +245,7 @@ def _counts(score: np.ndarray, cut: float, sides: list[np.ndarray]) -> tuple[int
 
 
 class _Family:
-    """The claimed event at every noise."""
+    """The claimed event at every noise of the family."""
 
     def __init__(
         self, event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation
@@ -258,17 +256,17 @@ class _Family:
     @property
     def claim(self) -> Meaning:
         """The claimed curve."""
-        found = self.curve(_CLAIM)
-        assert found is not None
-        return found
+        claim_curve = self.curve(_CLAIM)
+        assert claim_curve is not None
+        return claim_curve
 
     def curve(self, place: int) -> Meaning | None:
-        """None where there is so little noise that no accountant says anything."""
+        """The trade-off curve at a noise; None where it is too small for any accountant."""
         if place not in self.known:
             event = scaled(self.event, float(_FACTORS[place]))
             try:
-                found = meaning(event, self.delta, relation=self.relation)
-                self.known[place] = (found, found.power(_RATES))
+                curve = meaning(event, self.delta, relation=self.relation)
+                self.known[place] = (curve, curve.power(_RATES))
             except BadInputError:
                 if place == _CLAIM:
                     raise
@@ -277,7 +275,7 @@ class _Family:
         return None if value is None else value[0]
 
     def epsilon(self, place: int) -> float:
-        """Of the event at this noise."""
+        """Epsilon of the event at this noise."""
         event = scaled(self.event, float(_FACTORS[place]))
         return accounting.epsilon(event, self.delta, relation=self.relation)
 
@@ -295,7 +293,7 @@ class _Family:
         return min(0.0, joint + math.log1p(-joint))  # Fisher: of two p-values of this product
 
     def best_rate(self, units: int, level: float) -> float:
-        """The rate of false alarms at which so many units, in or out, should prove most."""
+        """The rate of false alarms at which ``units`` units in, and as many out, prove most."""
         units = round(1.25 ** round(math.log(units, 1.25)))  # audits of much the same size share it
         if (units, level) in self.known:
             return self.known[units, level]
@@ -312,9 +310,9 @@ class _Family:
         return self.known[units, level]
 
     def refuted(self, alarms: tuple[int, int, int, int], level: float, beyond: int = -1) -> int:
-        """The last place in the family that is refuted at this level; ``beyond`` if none behind is.
+        """The last place in the family that is refuted at this level, at least ``beyond``.
 
-        Every curve that is looked at costs time: who has something to beat asks for the next one.
+        Every curve costs time: a caller that already has a place asks only for later ones.
         """
         low, high = beyond, len(_FACTORS)  # curves grow: refuted up to a place, and none behind it
         step = 1
@@ -333,15 +331,14 @@ class _Family:
 
 @functools.lru_cache(maxsize=64)
 def _curves(event: str, delta: float, relation: str) -> dict[Any, Any]:
-    """What is known of a family, by place; 200 audits of one claim compute it once."""
-    del event, delta, relation
+    """The curves of a family by place, so that 200 audits of one claim compute them once."""
     return {}
 
 
 def one_run_bound(
     score: np.ndarray, inside: np.ndarray, cuts: tuple[float, float], delta: float, level: float
 ) -> float:
-    """Epsilon that any (epsilon, delta)-private mechanism is refuted at.
+    """The largest epsilon that is refuted for any (epsilon, delta)-private mechanism.
 
     Args:
       score: float [n].
@@ -369,7 +366,7 @@ def one_run_bound(
 
 
 def _one_run_p(units: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Probability of so many right guesses, at most (theorem 5.2)."""
+    """A bound on the probability of so many right guesses (theorem 5.2)."""
     chance = 1.0 / (1.0 + math.exp(-epsilon))
     tail = float(stats.binom.sf(right - 1, guesses, chance))
     fewer = np.arange(1, right + 1)
@@ -387,12 +384,12 @@ def plot_audits(audits: Sequence[Audit]) -> Any:
 
     figure = Figure(figsize=(5.6 * len(audits), 4.2), layout="constrained")
     axes = figure.subplots(1, len(audits), squeeze=False)
-    for ax, found in zip(axes[0], audits, strict=True):
-        plot_attacks(ax, found.curve)
-        false, out, right, inside = found.alarms
-        points = found.points[found.points[:, 0] * out >= _SEVERAL]
+    for ax, audit in zip(axes[0], audits, strict=True):
+        plot_attacks(ax, audit.curve)
+        false, out, right, inside = audit.alarms
+        points = audit.points[audit.points[:, 0] * out >= _SEVERAL]
         ax.plot(points[:, 0], points[:, 1], color="#c2571a", lw=1.2, label="this attack")
-        level = (1 - found.confidence) / 2
+        level = (1 - audit.confidence) / 2
         low = stats.beta.ppf(level, right, inside - right + 1) if right else 0.0
         high = stats.beta.ppf(1 - level, false + 1, max(out - false, 1e-9))
         ax.errorbar(
@@ -405,8 +402,8 @@ def plot_audits(audits: Sequence[Audit]) -> Any:
             color="#c2571a",
             label="what the proof rests on",
         )
-        verdict = "REFUTED" if found.exceeds else f"proved {found.proved:.3g}"
-        claimed = rounded_up(found.claimed, 3)
-        ax.set_title(f"{found.name}: epsilon {claimed} claimed, {verdict}", fontsize=10)
+        verdict = "REFUTED" if audit.exceeds else f"proved {audit.proved:.3g}"
+        claimed = rounded_up(audit.claimed, 3)
+        ax.set_title(f"{audit.name}: epsilon {claimed} claimed, {verdict}", fontsize=10)
         ax.legend(loc="best", fontsize=8)
     return figure

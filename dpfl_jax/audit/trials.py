@@ -1,10 +1,9 @@
-"""Trials of an attack: what was released about units of which each is in by a fair coin.
+"""Trials of an attack: what was released about units, each of which is in by a fair coin.
 
-What is released is white noise plus, for a unit that is in, a shift: its worst case is a gradient
-of which clipping leaves all that it allows, in a direction of its own. The best decision is then
-the likelihood ratio of the claimed event (Nasr et al. 2023, "Tight auditing"). Code that does
-something else leaks in other ways, so attacks that learn from trials how noise and shifts really
-look are tried, too.
+What is released is white noise plus, for a unit that is in, a shift. The worst case is a gradient
+of the largest norm after clipping, in a direction that no other unit has. The best decision is then
+the likelihood ratio of the claimed event (Nasr et al. 2023, "Tight auditing"). Wrong code leaks in
+other ways, so attacks that learn from trials what noise and shifts look like are tried, too.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
 from dpfl_jax.accounting.event_types import AllocatedDpEvent, TwoStageSampledDpEvent
 from dpfl_jax.errors import BadInputError
 
-# Directions in which a mechanism adds less than this part of the usual variance have no noise.
+# Directions with less than this part of the usual variance count as without noise.
 _NO_NOISE = 1e-6
 _DRAWS = 4000
 LONG = 1e3  # norm of a designed gradient over the clip norm
@@ -37,8 +36,8 @@ class Trials:
         the standard deviation of the noise that was claimed; NaN where nothing was released.
       event: what is claimed.
       delta: of the claim.
-      relation: adjacency; under replace-one the unit's vector turns round.
-      beside: float [n, j], what else the attacker sees, likewise: of other silos, other directions.
+      relation: adjacency; under replace-one the unit's vector becomes its negative.
+      beside: float [n, j], what else the attacker sees: of other silos, other directions.
       name: of what is audited.
       how: what ran, in words.
     """
@@ -53,36 +52,36 @@ class Trials:
     how: str = ""
 
     def part(self, chosen: np.ndarray) -> Trials:
-        """Some of the trials, by their numbers."""
+        """The trials of these indices."""
         beside = None if self.beside is None else self.beside[chosen]
         return dataclasses.replace(
             self, inside=self.inside[chosen], seen=self.seen[chosen], beside=beside
         )
 
     def scores(self, learn: np.ndarray) -> dict[str, np.ndarray]:
-        """How much each trial looks as if the unit was in, float [n] by attack.
+        """Scores that are larger where the unit looks as if it was in, float [n] by attack.
 
         Args:
           learn: bool [n], trials that attacks may learn from.
         """
-        found = {"likelihood ratio": log_likelihood_ratio(self.seen, self.event, self.relation)}
+        scores = {"likelihood ratio": log_likelihood_ratio(self.seen, self.event, self.relation)}
         known, out = learn & self.inside, learn & ~self.inside
         parts = [self.seen] if self.beside is None else [self.seen, self.beside]
         most = min(known.sum(), out.sum()) // (10 * len(parts))
         if not most:
-            return found
+            return scores
         y = np.hstack([_added_up(np.nan_to_num(part), most) for part in parts])
         middle = y[out].mean(axis=0)
         values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(y[out].T)))
         floor = np.maximum(values, _NO_NOISE * max(values.max(), 1.0))
         white = (y - middle) @ vectors / np.sqrt(floor)
-        found["shift"] = white @ white[known].mean(axis=0)
-        found["size"] = (white**2).sum(axis=1)
-        return found
+        scores["shift"] = white @ white[known].mean(axis=0)
+        scores["size"] = (white**2).sum(axis=1)
+        return scores
 
     def threshold(self, rate: float) -> float:
-        """Above which the likelihood ratio of a unit that is out lies at this rate, as claimed."""
-        if self.relation == REPLACE:  # both sides are alike
+        """The threshold that the likelihood ratio of units that are out exceeds at this rate."""
+        if self.relation == REPLACE:  # both sides are the same
             return 0.0
         out = np.random.default_rng(0).standard_normal((_DRAWS, self.seen.shape[1]))
         return float(np.quantile(log_likelihood_ratio(out, self.event), 1 - rate))
@@ -91,7 +90,7 @@ class Trials:
 def _added_up(y: np.ndarray, most: int) -> np.ndarray:
     """The columns, or sums of an even number of neighbours, so that there are ``most`` or fewer.
 
-    What is added to one and taken from the next, as noise that is used twice, is in no sum.
+    Noise that is used twice, added to one column and subtracted from the next, is in no sum.
     """
     if y.shape[1] <= most:
         return y
@@ -101,14 +100,15 @@ def _added_up(y: np.ndarray, most: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
-    """How far a unit moves some steps' sums, over their noise.
+class StepShifts:
+    """How far a unit moves the sums of some steps, over their noise.
 
     Attributes:
       shifts: of one step, float [k].
       weights: their probabilities.
-      count: how many steps there are; more than one: the unit takes part in one of them at most.
-      among: those of which it takes part in exactly one, uniformly, these being the first.
+      count: number of steps; if more than one, the unit takes part in one of them at most.
+      among: number of steps of which the unit takes part in exactly one, uniformly; these are the
+        first of them.
     """
 
     shifts: np.ndarray
@@ -117,7 +117,11 @@ class Steps:
     among: int = 1
 
     def log_ratio(self, seen: np.ndarray) -> np.ndarray:
-        """Of "in" against "out", float [n], of what was released, [n, count]; NaN: nothing."""
+        """Log likelihood ratio of "in" and "out", float [n].
+
+        Args:
+          seen: float [n, count], what was released; NaN where nothing was.
+        """
         with np.errstate(divide="ignore"):
             parts = np.log(self.weights) - self.shifts**2 / 2
         each = np.logaddexp.reduce(parts + np.nan_to_num(seen)[..., None] * self.shifts, axis=2)
@@ -130,7 +134,7 @@ class Steps:
         )
 
 
-def laws(event: dp_accounting.DpEvent) -> Iterator[Steps]:
+def step_shifts(event: dp_accounting.DpEvent) -> Iterator[StepShifts]:
     """How far a unit moves the sums of all steps, over their noise, in order.
 
     Raises:
@@ -138,38 +142,38 @@ def laws(event: dp_accounting.DpEvent) -> Iterator[Steps]:
     """
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         for _ in range(event.count):
-            yield from laws(event.event)
+            yield from step_shifts(event.event)
     elif isinstance(event, dp_accounting.ComposedDpEvent):
         for part in event.events:
-            yield from laws(part)
+            yield from step_shifts(part)
     elif isinstance(event, TwoStageSampledDpEvent):  # who takes part is visible
         for _ in range(event.local_steps):
-            yield from laws(event.event)
+            yield from step_shifts(event.event)
     elif isinstance(event, dp_accounting.GaussianDpEvent):
-        yield Steps(np.array([1.0 / event.noise_multiplier]), np.ones(1))
+        yield StepShifts(np.array([1.0 / event.noise_multiplier]), np.ones(1))
     elif isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):  # seldom cut
         q = event.sampling_probability
-        yield Steps(np.array([0.0, 1.0 / event.noise_multiplier]), np.array([1 - q, q]))
+        yield StepShifts(np.array([0.0, 1.0 / event.noise_multiplier]), np.array([1 - q, q]))
     elif isinstance(event, AllocatedDpEvent) and isinstance(
         event.event, dp_accounting.GaussianDpEvent
     ):
         shift = np.array([1.0 / event.event.noise_multiplier])
-        yield Steps(shift, np.ones(1), event.taken, event.steps)
+        yield StepShifts(shift, np.ones(1), event.taken, event.steps)
     elif isinstance(event, dp_accounting.PoissonSampledDpEvent) and isinstance(
         event.event, dp_accounting.GaussianDpEvent
     ):
         q = event.sampling_probability
         shifts = np.array([0.0, 1.0 / event.event.noise_multiplier])
-        yield Steps(shifts, np.array([1 - q, q]))
+        yield StepShifts(shifts, np.array([1 - q, q]))
     elif isinstance(event, dp_event.MixtureOfGaussiansDpEvent):
         shifts = np.asarray(event.sensitivities) / event.standard_deviation
-        yield Steps(shifts, np.asarray(event.sampling_probs))
+        yield StepShifts(shifts, np.asarray(event.sampling_probs))
     elif not isinstance(event, dp_accounting.NoOpDpEvent):
         raise BadInputError(f"no audit knows the likelihoods of {type(event).__name__}")
 
 
 def scaled(event: dp_accounting.DpEvent, factor: float) -> dp_accounting.DpEvent:
-    """The same event with its noise divided by ``factor``: the family that proofs are stated in."""
+    """The event with its noise divided by ``factor``."""
     import attr
 
     changes: dict[str, Any] = {}
@@ -189,7 +193,9 @@ def log_likelihood_ratio(
     event: dp_accounting.DpEvent,
     relation: NeighboringRelation = ADD_OR_REMOVE,
 ) -> np.ndarray:
-    """Of "in" against "out", float [n], summed over steps; the sum of the shift where laws differ.
+    """Log likelihood ratio of "in" and "out", float [n], summed over steps.
+
+    The sum of what was seen where the event has another number of steps.
 
     Args:
       seen: as in ``Trials``.
@@ -197,15 +203,15 @@ def log_likelihood_ratio(
       relation: adjacency.
     """
     total = np.zeros(len(seen))
-    steps = list(laws(event))
-    if sum(law.count for law in steps) != seen.shape[1]:
+    steps = list(step_shifts(event))
+    if sum(part.count for part in steps) != seen.shape[1]:
         # Noise of one event over many steps: no order to go by.
         return np.nansum(seen, axis=1)
     first = 0
-    for law in steps:
-        y = seen[:, first : first + law.count]
-        first += law.count
-        total += law.log_ratio(y)
+    for part in steps:
+        y = seen[:, first : first + part.count]
+        first += part.count
+        total += part.log_ratio(y)
         if relation == REPLACE:
-            total -= law.log_ratio(-y)
+            total -= part.log_ratio(-y)
     return total

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             found, cost = _trained(config, seed, args.confidence, console)
         else:
             from dpfl_jax.audit import audit
-            from dpfl_jax.audit.attacks.configured import trials_of
+            from dpfl_jax.audit.attacks.simulate import trials_of
 
             trials = trials_of(config, key.child("audit", number), console, args.trials)
             found = [
@@ -118,14 +118,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any], dict[str, Any]]:
     """What the canaries of a finished run prove, and what they cost."""
     from dpfl_jax.accounting import statement
-    from dpfl_jax.audit import kept
+    from dpfl_jax.audit import run_audit
 
     if not (directory / "config.yaml").exists():
         raise BadInputError(
             f"{directory} is not the directory of a run: a configuration stands behind --simulate, "
             "--train or --user-inference"
         )
-    seen = kept.read(directory)
+    seen = run_audit.read(directory)
     return seen.audits(statement.read(directory / statement.NAME), confidence), seen.cost
 
 
@@ -156,7 +156,7 @@ def _ranked(config: Any, key: Any, console: Console, args: argparse.Namespace) -
 
     own = args.membership is not None
     confidence = 0.95 if args.confidence is None else args.confidence
-    found, audits = participation(config, key, console, own=own, confidence=confidence)
+    found, audits = participation(config, key, console, membership=own, confidence=confidence)
     for name, area in found["auc"].items():
         console.print(f"{name.replace('_', ' ')}: AUC {area:.3f}", highlight=False)
     console.print(
@@ -171,7 +171,7 @@ def _told(
     console: Console, audits: list[Any], cost: dict[str, Any] | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Says, draws and returns what was proved."""
-    from dpfl_jax.audit import kept
+    from dpfl_jax.audit import run_audit
     from dpfl_jax.audit.proof import plot_audits
 
     for line in (cost or {}).get("told", ()):
@@ -179,7 +179,7 @@ def _told(
     for one in audits:
         console.print(str(one), highlight=False, soft_wrap=True)
         console.print(f"  {one.how}; attack: {one.attack}", highlight=False)
-    told = kept.summary(audits)
+    told = run_audit.summary(audits)
     if len(audits) > 1:
         console.print(f"{told['refuted']} of {len(audits)} audits refute their claim")
     if args.picture is not None:

@@ -1,4 +1,4 @@
-"""Bounded gradients: from the loss of one privacy unit to a sum with a known sensitivity."""
+"""Clipped gradients: from the loss of one privacy unit to a sum with a known sensitivity."""
 
 from dpfl_jax.clipping.adaptive import (
     Adaptive,
@@ -9,8 +9,8 @@ from dpfl_jax.clipping.adaptive import (
 )
 from dpfl_jax.clipping.auto import Explanation
 from dpfl_jax.clipping.gradients import ClippedGrad, clipped_fun, clipped_grad
-from dpfl_jax.clipping.probe import Probed, probe
-from dpfl_jax.clipping.result import ClippedGradResult
+from dpfl_jax.clipping.preflight import Probed, SelfCheck, SelfCheckError, probe, self_check
+from dpfl_jax.clipping.result import ClippedGradResult, StepStats
 from dpfl_jax.clipping.rules import (
     Automatic,
     Flat,
@@ -21,7 +21,6 @@ from dpfl_jax.clipping.rules import (
     PerLayer,
     Rule,
 )
-from dpfl_jax.clipping.self_check import SelfCheck, SelfCheckError, self_check
 from dpfl_jax.clipping.trainable import Trainable, join, split
 
 __all__ = [
@@ -42,6 +41,7 @@ __all__ = [
     "Rule",
     "SelfCheck",
     "SelfCheckError",
+    "StepStats",
     "Trainable",
     "adapting_noise",
     "clipped_and_counted",

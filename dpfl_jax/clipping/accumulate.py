@@ -1,8 +1,9 @@
 """Adding up sums of many microbatches in float32.
 
-Each addition rounds by half a unit in the last place of the sum so far, and which way depends on
-every unit before. Over many microbatches that adds up to more than a unit may contribute: then the
-rounding errors are added up beside the sum (Neumaier 1974), at the price of one more accumulator.
+Each addition rounds by half a unit in the last place of the sum so far, in a direction that depends
+on all earlier units. Over many microbatches that adds up to more than a unit may contribute: then
+the rounding errors are added up beside the sum (Neumaier 1974), at the price of one more
+accumulator.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def start(sums: PyTree, compensated: bool) -> PyTree:
 
 
 def finish(sums: PyTree, errors: PyTree) -> PyTree:
-    """What was added up."""
+    """``sums`` with their errors added."""
     return sums if errors is None else jax.tree.map(jnp.add, sums, errors)
 
 
@@ -64,16 +65,19 @@ def over_microbatches(
     compensated: bool = False,
     parts: int = 1,
 ) -> tuple[PyTree, PyTree]:
-    """Adds up ``one(row, mask) -> (sum, stats)`` over the rows in use: (sums, stats).
+    """Adds up the sums and statistics of microbatches, each a row of a buffer.
 
     Args:
-      one: of one microbatch.
+      one: ``(row, mask) -> (sum, stats)``, of one microbatch.
       zeros: sums and stats of none.
       units: pytree of [rows, row, ...], or a tuple of several such buffers.
-      mask: bool [rows, row], or of each buffer.
-      num_microbatches: rows in use, or of each buffer.
+      mask: bool [rows, row], or one for each buffer.
+      num_microbatches: rows in use, or one number for each buffer.
       compensated: whether rounding errors are added up even where the sums are short.
-      parts: that share a row, and have sums of their own.
+      parts: number of devices that share a row, each with its own sums.
+
+    Returns:
+      (sums, stats).
     """
     if not isinstance(mask, tuple):
         units, mask, num_microbatches = (units,), (mask,), (num_microbatches,)

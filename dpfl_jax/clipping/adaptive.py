@@ -30,7 +30,7 @@ import optax
 from dpfl_jax.clipping.gradients import ClippedGrad
 from dpfl_jax.clipping.result import ClippedGradResult, real_units
 from dpfl_jax.clipping.rules import SMALLEST_CLIP_NORM, Normalized, check_floats
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import probability, require
 
 PyTree = Any
 # Beyond it squares overflow float32.
@@ -39,7 +39,7 @@ _LARGEST_CLIP_NORM = 1e18
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """A clip norm that moves towards a quantile of the norms, by a factor at each step.
+    """A clip norm that moves towards a quantile of the norms, by a factor in each step.
 
     Attributes:
       clip_norm: C of the first step.
@@ -58,18 +58,11 @@ class Adaptive:
     count_weight: float = 0.1
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         check_floats(self)
         for name, most in (("clip_norm", _LARGEST_CLIP_NORM), ("count_weight", 1e6)):
-            if getattr(self, name) > most:
-                raise BadInputError(
-                    f"Adaptive: {name} is {getattr(self, name):g}, but float32 sums need it to be "
-                    f"at most {most:g}"
-                )
-        if not self.quantile < 1:
-            raise BadInputError(
-                f"Adaptive: quantile is {self.quantile}, but it must lie between 0 and 1"
-            )
+            value, wanted = getattr(self, name), f"at most {most:g} for float32 sums"
+            require(value <= most, f"Adaptive: {name}", value, wanted)
+        probability("Adaptive: quantile", self.quantile, zero=False, one=False)
 
     @property
     def sensitivity(self) -> float:
@@ -81,15 +74,15 @@ class Adaptive:
 
     @property
     def threshold(self) -> None:
-        """None: it is another one at each step."""
+        """None, as it changes from step to step."""
 
     def rule(self, clip_norm: jax.Array | float | None = None) -> Normalized:
-        """The rule of a step of this C, on the device perhaps; None: of the first step."""
+        """The rule of a step with this C, which may be a traced value; None: of the first step."""
         return Normalized(self.clip_norm if clip_norm is None else clip_norm)  # type: ignore[arg-type]
 
 
 class CountedSum(NamedTuple):
-    """What is noised as a whole.
+    """The sum that is noised as a whole.
 
     Attributes:
       gradient: sum of the clipped gradients over C.
@@ -102,7 +95,7 @@ class CountedSum(NamedTuple):
 
 
 class AdaptiveMemory(NamedTuple):
-    """What is kept between steps: C of the next one, which is public, and the noise's own."""
+    """What is kept between steps: C of the next one, which is public; the memory of the noise."""
 
     clip_norm: jax.Array
     noise: PyTree

@@ -1,28 +1,29 @@
-"""Rough speeds of machines, from which ways are chosen: a wrong guess costs time, nothing else.
+"""Rough speeds of devices, from which strategies are chosen: a wrong guess only costs time.
 
-Their rounding is another matter: the bound allows for it, so it is never taken for less than that
-of any device that is there.
+Their rounding is another matter: the bound allows for it, so the largest of all attached devices is
+taken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
 
 import jax
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import one_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """One device.
+    """A kind of device.
 
     Attributes:
       flops: dense operations per second it sustains.
-      gram: the same in Gram matrices, whose products are of small blocks.
-      exact: the same in those of float32 operands, which must not be rounded.
+      gram: the same for Gram matrices, whose products are of small blocks.
+      exact: the same for Gram matrices of float32 operands, which must not be rounded.
       bandwidth: bytes per second to and from its memory.
       keep_factor: per-unit gradients may be kept where they take at most this many times the
         memory of what the taps recorded, which they replace.
@@ -30,11 +31,11 @@ class Machine:
         each unit, beyond what a batch does.
       rounding: relative rounding of a float32 operand in a product of default precision (bfloat16
         on TPUs, TensorFloat-32 on GPUs).
-      working_set: bytes of temporary memory at a time that the C library keeps between calls: a
-        larger block it takes from the system anew each time, and page by page; None: any.
-      near: bytes of temporary memory at a time that are as fast as products are, even though they
-        do not fit in ``cache``; None: any.
-      cache: bytes that are fast to write and read again; None: as any other.
+      working_set: largest block of temporary memory, in bytes, that the C library keeps between
+        calls; it takes larger ones from the system anew each time, page by page; None: no limit.
+      near: bytes of temporary memory that slow no product down, even though they do not fit in
+        ``cache``; None: no limit.
+      cache: bytes that are fast to write and read again; None: memory is all the same.
     """
 
     flops: float
@@ -49,11 +50,11 @@ class Machine:
     cache: float | None
 
     def seconds(self, flops: float, moved: float) -> float:
-        """Time for so many operations and so many bytes, one after the other."""
+        """Seconds for so many operations and then so many bytes moved."""
         return flops / self.flops + moved / self.bandwidth
 
     def holding(self, held: float) -> float:
-        """Time that a call takes longer because it holds so many bytes (estimated) of memory."""
+        """Seconds that a call takes longer because it holds so many bytes (estimated) of memory."""
         if self.working_set is not None and held > _SURE * self.working_set:  # one block, all of it
             return held / _PAGES
         return 0.0 if self.near is None else max(0.0, held - self.near) / _FAR
@@ -61,7 +62,7 @@ class Machine:
 
 # Bytes a second of memory that the system hands out page by page (measured: 2.2e9 to 2.7e9).
 _PAGES = 2.5e9
-# Of the working set: an estimate beyond it may be of more, because estimates leave some out.
+# Share of the working set beyond which an estimate counts as larger: estimates leave some out.
 _SURE = 0.9
 # Bytes of memory that is not near, over the seconds that a step takes longer for them (measured:
 # transformers' steps, 12 to 24 MiB at a time, 5e9 to 7e9; but a transformer of 29, an LSTM of 21
@@ -119,16 +120,19 @@ def machine_for(platform: str | None) -> Machine:
     """
     name = jax.default_backend() if platform is None else platform
     name = {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
-    if name not in MACHINES:
-        raise BadInputError(
-            f"clipped_grad: platform is {name!r}, but it must be one of {sorted(MACHINES)}"
-        )
+    one_of("clipped_grad: platform", name, sorted(MACHINES))
     machine = MACHINES[name]
     return dataclasses.replace(machine, rounding=max(machine.rounding, _least_rounding()))
 
 
+def memory_limit() -> float | None:
+    """Half the bytes of the first device's memory; None where it does not say."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return 0.5 * stats["bytes_limit"] if "bytes_limit" in stats else None
+
+
 def _least_rounding() -> float:
-    """Of float32 products by default, on the worst of the devices that are there."""
+    """Rounding of float32 products of default precision on the worst attached device."""
     worst = max(MACHINES[name].rounding for name in _attached())
     asked: Any = jax.config
     if asked.jax_default_matmul_precision not in _AS_USUAL:
@@ -138,11 +142,9 @@ def _least_rounding() -> float:
 
 @functools.cache
 def _attached() -> tuple[str, ...]:
-    found = ["cpu"]
+    attached = ["cpu"]
     for name in ("gpu", "tpu"):
-        try:
+        with contextlib.suppress(RuntimeError):  # none of that kind
             if jax.devices(name):
-                found.append(name)
-        except RuntimeError:  # none of that kind
-            continue
-    return tuple(found)
+                attached.append(name)
+    return tuple(attached)

@@ -1,8 +1,7 @@
-"""``clipped_grad``: from the loss of one unit to the bounded sum over a batch of units."""
+"""``clipped_grad``: from the loss of one unit to the clipped sum over a batch of units."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -16,20 +15,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dpfl_jax.clipping import per_unit
-from dpfl_jax.clipping.auto import Explanation, book_kept, decide
+from dpfl_jax.clipping.auto import Explanation, decide, with_leaf_reports
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.isolation import check_isolated
-from dpfl_jax.clipping.problem import (
-    Problem,
-    Solution,
-    as_arrays,
-    count_units,
-    trainable_mask,
-)
+from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem, as_arrays, count_units
 from dpfl_jax.clipping.result import ClippedGradResult, leaf_name, real_units, vary, varying_axes
 from dpfl_jax.clipping.rules import Flat, PerGroup, Rule
 from dpfl_jax.clipping.taps.engine import MIXED, mixed_by_convolutions, solve_ghost
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.clipping.trainable import trainable_mask
+from dpfl_jax.errors import BadInputError, at_least, one_of
 
 PyTree = Any
 Strategy = Literal["auto", "vmap", "scan", "ghost"]
@@ -39,45 +33,29 @@ Neighboring = Literal["add-or-remove", "zero-out", "replace-one"]
 _CONTRIBUTIONS = {"add-or-remove": 1, "zero-out": 1, "replace-one": 2}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
     """A function ``(*args, mask=None, rng=None, weight=None) -> ClippedGradResult``.
 
-    Made by ``clipped_grad``. It holds no state, and composes with ``jit``, ``vmap`` over outer
-    axes, ``shard_map`` and loops. It sums over the units it is given: a sum over devices is the
-    caller's, one ``psum`` a step.
+    Made by ``clipped_grad``, which says what the fields are. It holds no state, and composes with
+    ``jit``, ``vmap`` over outer axes, ``shard_map`` and loops. It sums over the units it is given:
+    a sum over devices is the caller's, one ``psum`` a step.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        argnums: int | tuple[int, ...],
-        has_aux: bool,
-        rule: Rule,
-        strategy: Strategy,
-        trainable: PyTree | Callable[[str], bool] | None,
-        microbatch_size: int | None,
-        platform: str | None = None,
-        norm_method: str | None = None,
-        memory_limit: float | None = None,
-        unit_sharding: NamedSharding | None = None,
-        pieces: Callable[[PyTree], PyTree] | None = None,
-        gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None,
-        normalize_by: float = 1.0,
-    ) -> None:
-        self.loss_fn = loss_fn
-        self.argnums = argnums
-        self.has_aux = has_aux
-        self.rule = rule
-        self.strategy = strategy
-        self.trainable = trainable
-        self.microbatch_size = microbatch_size
-        self.platform = platform
-        self.norm_method = norm_method
-        self.memory_limit = memory_limit
-        self.unit_sharding = unit_sharding
-        self.pieces = pieces
-        self.gradient_sharding = gradient_sharding
-        self.normalize_by = normalize_by
+    loss_fn: Callable[..., Any]
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+    rule: Rule
+    strategy: Strategy
+    trainable: PyTree | Callable[[str], bool] | None
+    microbatch_size: int | None
+    platform: str | None = None
+    norm_method: str | None = None
+    memory_limit: float | None = None
+    unit_sharding: NamedSharding | None = None
+    pieces: Callable[[PyTree], PyTree] | None = None
+    gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None
+    normalize_by: float = 1.0
 
     def sensitivity(self, neighboring: Neighboring) -> float:
         """How far the sums of two neighbouring batches lie apart: what noise is scaled to.
@@ -86,11 +64,7 @@ class ClippedGrad:
           neighboring: ``"add-or-remove"``: one of them lacks a unit; ``"zero-out"``: it has padding
             in the place of the unit; ``"replace-one"``: it has another unit there.
         """
-        if neighboring not in _CONTRIBUTIONS:
-            raise BadInputError(
-                f"ClippedGrad.sensitivity: neighboring is {neighboring!r}, but it must be one of "
-                f"{', '.join(_CONTRIBUTIONS)}"
-            )
+        one_of("ClippedGrad.sensitivity: neighboring", neighboring, _CONTRIBUTIONS)
         return _CONTRIBUTIONS[neighboring] * self.rule.sensitivity / self.normalize_by
 
     def __call__(
@@ -101,7 +75,7 @@ class ClippedGrad:
         weight: jax.Array | None = None,
         rule: Rule | None = None,
     ) -> ClippedGradResult:
-        """Returns the bounded sum of the batch.
+        """Returns the clipped sum of the batch.
 
         Args:
           *args: those of the loss. What ``argnums`` names is any pytree, whose floating-point
@@ -109,12 +83,12 @@ class ClippedGrad:
             [n, ...]. No unit at all (n = 0) gives a sum of zeros.
           mask: bool, int or float [n]; zero (or NaN) marks padding, which contributes exactly zero
             whatever it holds.
-          rng: n keys, one for each unit, given to the loss as ``rng=``: made of a unit's own id, so
-            that without it all others draw what they drew. Or one key, from which the unit at place
-            i gets ``fold_in(rng, i)``: if a unit is left out, not masked, those behind it draw
-            anew. The sum may then move by more than ``sensitivity``, and what it guarantees holds
-            only against those who do not know the key.
-          weight: bool, int or float [n], what the bounded gradient of each unit is multiplied by:
+          rng: n keys, one for each unit, given to the loss as ``rng=``: make each from the unit's
+            id, so that other units draw the same without it. Or one key, from which unit i gets
+            ``fold_in(rng, i)``: if a unit is left out, not masked, those behind it draw anew. The
+            sum may then move by more than ``sensitivity``, and what it guarantees holds only
+            against those who do not know the key.
+          weight: bool, int or float [n], what the clipped gradient of each unit is multiplied by:
             from 0 to 1 (more counts as 1, NaN as 0). Where several units are one person's, whose
             weights add up to 1 at most, that person moves the sum by no more than a unit may.
           rule: used instead of the one given to ``clipped_grad`` (an adaptive clip norm).
@@ -124,7 +98,7 @@ class ClippedGrad:
         """
         problem, rebuild = self.problem(args, mask, rng, weight, rule)
         solution = self.solve(problem)
-        if not count_units(self.arguments(args)[1]):  # what was solved is padding alone
+        if not count_units(self.arguments(args)[1]):  # only padding was solved
             none = jax.tree.map(lambda x: x[:0], dataclasses.replace(solution, sums=[]))
             solution = dataclasses.replace(none, sums=solution.sums)
         return ClippedGradResult(
@@ -159,7 +133,7 @@ class ClippedGrad:
         except TypeError as error:
             raise BadInputError(
                 f"clipped_grad: it got {len(args)} arguments, which the loss does not take "
-                f"({error}): give one for each of its own, and a mask by name (mask=...)"
+                f"({error}): give one for each of the loss's, and a mask by name (mask=...)"
             ) from error
         except ValueError:  # something that has no signature
             pass
@@ -167,41 +141,36 @@ class ClippedGrad:
         def pick(places: list[int], alone: bool) -> PyTree:
             return args[places[0]] if alone else tuple(args[i] for i in places)
 
-        def together(params: PyTree, batch: PyTree) -> tuple[PyTree, ...]:
+        def rebuild_arguments(params: PyTree, batch: PyTree) -> tuple[PyTree, ...]:
             known = dict(zip(trained, (params,) if single else params, strict=True))
             known |= zip(batches, (batch,) if len(batches) == 1 else batch, strict=True)
             return tuple(known[i] for i in places)
 
-        return pick(trained, single), pick(batches, len(batches) == 1), together
+        return pick(trained, single), pick(batches, len(batches) == 1), rebuild_arguments
 
-    def with_loss(self, loss_fn: Callable[..., Any]) -> ClippedGrad:
-        """The same of another loss."""
-        one = copy.copy(self)
-        one.loss_fn = loss_fn
-        return one
-
-    def solve(self, problem: Problem, microbatches: bool = True) -> Solution:
-        """Runs the strategy; without ``microbatches``, on all units at once."""
+    def solve(self, problem: ClippingProblem, microbatches: bool = True) -> ClippedSums:
+        """Runs the strategy; without ``microbatches``, on all units together."""
         chosen = self._choose(problem)
         solve = per_unit.solve_vmap if chosen.strategy != "ghost" else self._ghost
         if chosen.microbatch_size is None or not microbatches:
             return solve(problem)
-        return per_unit.in_microbatches(solve, problem, chosen.microbatch_size)
+        return per_unit.microbatched(solve, problem, chosen.microbatch_size)
 
-    def _ghost(self, problem: Problem) -> Solution:
+    def _ghost(self, problem: ClippingProblem) -> ClippedSums:
         return solve_ghost(problem, machine_for(self.platform), self.norm_method)
 
-    def _choose(self, problem: Problem) -> Explanation:
-        chosen = self._wanted(problem)
+    def _choose(self, problem: ClippingProblem) -> Explanation:
+        chosen = self._preferred(problem)
         units = chosen.microbatch_size or problem.num_units
         if units > problem.parts and mixed_by_convolutions(problem, chosen.strategy == "ghost"):
             return Explanation("scan", problem.parts, MIXED)
         return chosen
 
-    def _wanted(self, problem: Problem) -> Explanation:
+    def _preferred(self, problem: ClippingProblem) -> Explanation:
         if self.pieces is not None and self.strategy == "auto":
-            at_a_time = self.microbatch_size or problem.parts
-            return Explanation("scan", at_a_time, "units are formed piece by piece")
+            return Explanation(
+                "scan", self.microbatch_size or problem.parts, "units are formed piece by piece"
+            )
         if self.strategy == "auto" and self.microbatch_size is None:
             return decide(problem, machine_for(self.platform), self.memory_limit)
         strategy = "ghost" if self.strategy == "auto" else self.strategy
@@ -215,7 +184,7 @@ class ClippedGrad:
         rng: jax.Array | None = None,
         weight: jax.Array | None = None,
     ) -> Explanation:
-        """Says which strategy a call with arrays of these shapes takes and why; ``str`` it.
+        """Which strategy a call with arrays of these shapes takes, and why; ``str`` of it says so.
 
         Args:
           *args: as in a call.
@@ -223,18 +192,18 @@ class ClippedGrad:
           rng: as in a call.
           weight: as in a call.
         """
-        found: list[Explanation] = []
+        explanations: list[Explanation] = []
 
-        def look(*args: PyTree) -> None:
+        def trace(*args: PyTree) -> None:
             problem, _ = self.problem(args, mask, rng, weight)
             chosen = self._choose(problem)
             if chosen.strategy == "ghost":
                 machine = machine_for(self.platform)
-                chosen = book_kept(problem, machine, self.norm_method, chosen)
-            found.append(chosen)
+                chosen = with_leaf_reports(problem, machine, self.norm_method, chosen)
+            explanations.append(chosen)
 
-        jax.make_jaxpr(look)(*args)
-        return found[-1]
+        jax.make_jaxpr(trace)(*args)
+        return explanations[-1]
 
     def problem(
         self,
@@ -243,15 +212,15 @@ class ClippedGrad:
         rng: jax.Array | None = None,
         weight: jax.Array | None = None,
         rule: Rule | None = None,
-    ) -> tuple[Problem, Callable[[list[jax.Array]], PyTree]]:
+    ) -> tuple[ClippingProblem, Callable[[list[jax.Array]], PyTree]]:
         """Flattens one call; returns it and the function that puts sums back in a tree."""
-        params, batch, together = self.arguments(args)
+        params, batch, rebuild_arguments = self.arguments(args)
         params, batch = as_arrays("params", params), as_arrays("batch", batch)
         batch, bound = (self.rule if rule is None else rule).of_units(batch)
         n = count_units(batch)
         for name, value in (("mask", mask), ("weight", weight), ("bound", bound)):
             if value is not None:
-                _check_one_number_a_unit(name, value, n)
+                _check_number_per_unit(name, value, n)
         keys = None if rng is None else _unit_keys(rng, n)
         real = jnp.ones((n,), bool) if mask is None else real_units(mask)
         if n == 0:  # solved as padding, which has all shapes and contributes nothing
@@ -281,7 +250,7 @@ class ClippedGrad:
             trained = iter(leaves)
             full = [next(trained) if t else x for t, x in zip(train, everything)]
             extra = {} if key is None else {"rng": key}
-            out = self.loss_fn(*together(tree.unflatten(full), example), **extra)
+            out = self.loss_fn(*rebuild_arguments(tree.unflatten(full), example), **extra)
             return _value_and_aux(out, self.has_aux)
 
         leaves = [x for t, x in zip(train, everything) if t]
@@ -291,7 +260,7 @@ class ClippedGrad:
             trained = iter(sums)
             return tree.unflatten([next(trained) if t else None for t in train])
 
-        problem = Problem(
+        problem = ClippingProblem(
             loss=loss,
             leaves=leaves,
             names=[leaf_name(path) for t, (path, _) in zip(train, flat) if t],
@@ -307,7 +276,7 @@ class ClippedGrad:
         return problem, rebuild
 
 
-def _check_one_number_a_unit(name: str, value: Any, n: int) -> None:
+def _check_number_per_unit(name: str, value: Any, n: int) -> None:
     kind = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     numbers = (jnp.bool_, jnp.integer, jnp.floating)
     if np.shape(value) != (n,) or not any(jnp.issubdtype(kind, k) for k in numbers):
@@ -318,7 +287,7 @@ def _check_one_number_a_unit(name: str, value: Any, n: int) -> None:
 
 
 def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
-    """What the loss of one unit returned, as a float32 scalar and the rest."""
+    """The value, a float32 scalar, and the auxiliary output of the loss of one unit."""
     pair = isinstance(out, (tuple, list)) and len(out) == 2
     if has_aux and not pair:
         raise BadInputError(
@@ -328,8 +297,7 @@ def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
     value, aux = out if has_aux else (out, None)
     if not jax.tree_util.all_leaves([value]) or jnp.shape(value) != ():
         raise BadInputError(
-            "clipped_grad: the loss of one unit must be a scalar, but it is "
-            f"{_described(value)}"
+            f"clipped_grad: the loss of one unit must be a scalar, but it is {_described(value)}"
             + (": set has_aux=True if the second is auxiliary" if pair and not has_aux else "")
         )
     return jnp.asarray(value).astype(jnp.float32), aux
@@ -341,7 +309,7 @@ def _described(x: Any) -> str:
 
 
 def _padding(tree: PyTree, n: int) -> PyTree:
-    """``n`` units of the same shapes as a batch of none, all zero."""
+    """``n`` units of zeros, in the shapes of a batch without units."""
 
     def one(x: Any) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -352,7 +320,7 @@ def _padding(tree: PyTree, n: int) -> PyTree:
 
 
 def _one_key(rng: jax.Array) -> jax.Array:
-    """A key of the same kind, for units that are not there."""
+    """A key of the same kind, for padding."""
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return jax.random.key(0, impl=jax.random.key_impl(rng))
     return jnp.zeros(rng.shape[-1:], rng.dtype)
@@ -393,22 +361,23 @@ def clipped_grad(
     pieces: Callable[[PyTree], PyTree] | None = None,
     gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None,
 ) -> ClippedGrad:
-    """Bounds each unit's gradient and sums them, without forming them where that pays.
+    """Clips the gradient of each unit and sums them, without forming them where that pays.
 
     >>> gradient = clipped_grad(loss_fn, clip_norm=1.0)
-    >>> bounded = jax.jit(gradient)(params, batch)
-    >>> bounded.sum, bounded.norms
+    >>> result = jax.jit(gradient)(params, batch)
+    >>> result.sum, result.norms
 
     Formal guarantee:
-      Take two batches of which one lacks a unit (or has padding, or another unit in its place), and
-      everything else alike. Their ``sum`` differ by at most ``sensitivity(neighboring)``, in the
-      Euclidean norm over all leaves together, whatever the units hold. For the rule is given a norm
-      that is no smaller than that of what is summed, and the contribution of a unit is a function
-      of that unit, its key and the other arguments alone: a loss in which JAX could mix units is
-      refused. Sums are float32, which rounds (``docs/internals/clipping.md`` says by how much).
+      Take two batches that are the same but for one unit: in the second it is missing (or is
+      padding, or another unit is in its place). Their ``sum`` differ by at most
+      ``sensitivity(neighboring)``, in the Euclidean norm over all leaves together, whatever the
+      units hold. For the rule is given a norm that is no smaller than that of what is summed, and
+      the contribution of a unit is a function of that unit, its key and the other arguments alone:
+      a loss in which JAX could mix units is refused. Sums are float32, which rounds
+      (``docs/internals/clipping.md`` says by how much).
 
-      There is no guarantee for what is told of single units (``norms``, ``losses``, ``aux``, ...),
-      nor where the loss captures data of units from outside instead of taking them as arguments, or
+      There is no guarantee for values of single units (``norms``, ``losses``, ``aux``, ...), nor
+      where the loss captures data of units from outside instead of taking them as arguments, or
       where one key for all units (``rng``) is known.
 
       | edge case | what happens |
@@ -423,7 +392,8 @@ def clipped_grad(
       | parameters in bfloat16 or float16 | all results are float32; C holds for what is summed |
       | a clip norm known on the device alone: NaN, infinite, <= 0 | the sum is zeros |
 
-      (Where a rule clips parameters apart, as ``PerLayer``, what is not finite is zeroed apart.)
+      (Where a rule clips each parameter separately, as ``PerLayer``, only the parameters that are
+      not finite are zeroed.)
 
     Args:
       loss_fn: ``(params, example) -> scalar`` (or ``(scalar, aux)``) for ONE unit; takes ``rng=``
@@ -433,27 +403,28 @@ def clipped_grad(
         loss closes over. Names of parameters start with the place in the tuple: ``"1/kernel"``.
       has_aux: whether the loss returns ``(value, aux)``.
       clip_norm: C; short for ``rule=Flat(C)``. A tree of them that is a prefix of the
-        parameters clips each part apart (``PerGroup``).
+        parameters clips each part separately (``PerGroup``).
       rule: how norms become weights; give this or ``clip_norm``.
       normalize_by: what the sum is divided by: a constant, such as the expected number of units.
       strategy: ``"vmap"`` (reference; memory n x parameters), ``"scan"`` (over microbatches of
-        units), ``"ghost"`` (book-keeping, no per-unit gradients), or ``"auto"``.
+        units), ``"ghost"`` (book-keeping, no per-unit gradients), or ``"auto"`` (the fastest by
+        estimate).
       trainable: which parameters are trained: a function of their name, or a tree of bools that
         is a prefix of the parameters; default all that are floating point.
-      microbatch_size: units at a time, over all parts of ``unit_sharding``; default one of each
-        part for ``"scan"``, else all.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, for whose speeds and rounding to choose (no
-        less rounding than that of any device that is there); default the backend.
-      norm_method: the way to norms that ``"ghost"`` takes wherever it can; default by cost.
+      microbatch_size: units in a microbatch, over all parts of ``unit_sharding``; default one of
+        each part for ``"scan"``, else all.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, whose speeds and rounding are assumed (no less
+        rounding than that of any device that is attached); default the backend.
+      norm_method: how ``"ghost"`` computes norms wherever it can; default by cost.
       memory_limit: bytes ``"auto"`` lets book-keeping hold on to; default half the device's memory.
       unit_sharding: under automatic sharding of parameters (fully sharded, tensor parallel), how
         the batch's leading axis is split: keeps what is recorded of a unit where the unit is, so
         that no activations are sent for norms and sums. Not needed where only units are split.
-      pieces: cuts one unit that is too large to be processed at once into pieces (a pytree of
+      pieces: cuts one unit that is too large to be processed in one go into pieces (a pytree of
         arrays [pieces, ...]) whose losses add up to the unit's: their gradients are accumulated in
-        float32 before the norm is taken. Units are then formed (``"scan"`` or ``"vmap"``). A
-        dictionary may have an entry ``"there"``, bool [pieces]: where units are taken one at a
-        time, pieces behind the last one that is take no time.
+        float32 before the norm is taken. Units' gradients are then formed (``"scan"`` or
+        ``"vmap"``). A dictionary may have an entry ``"there"``, bool [pieces]: where units are
+        taken one at a time, pieces after the last True take no time.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how the gradient of a unit in pieces is
         split under automatic sharding, where all devices work on one unit.
 
@@ -472,22 +443,13 @@ def clipped_grad(
         raise BadInputError(
             f"clipped_grad: argnums is {argnums!r}, but it must be an int or a tuple of ints"
         ) from error
-    if strategy not in STRATEGIES:
-        raise BadInputError(
-            f"clipped_grad: strategy is {strategy!r}, but it must be one of {STRATEGIES}"
-        )
-    if microbatch_size is not None and microbatch_size < 1:
-        raise BadInputError(
-            f"clipped_grad: microbatch_size is {microbatch_size}, but it must be at least 1"
-        )
+    one_of("clipped_grad: strategy", strategy, STRATEGIES)
+    at_least("clipped_grad: microbatch_size", microbatch_size, 1)
+    at_least("clipped_grad: normalize_by", normalize_by, 1e-30, most=1e30)
     if pieces is not None and (strategy == "ghost" or has_aux):
         raise BadInputError(
             "clipped_grad: units that are formed piece by piece need the strategy scan, vmap or "
             "auto, and a loss without auxiliary output"
-        )
-    if not 1e-30 <= float(normalize_by) <= 1e30:
-        raise BadInputError(
-            f"clipped_grad: normalize_by is {normalize_by}, but it must be between 1e-30 and 1e30"
         )
     if rule is None:
         single = jax.tree_util.all_leaves([clip_norm])
@@ -513,7 +475,7 @@ def clipped_grad(
 def clipped_fun(
     fun: Callable[..., PyTree], *, strategy: Literal["vmap", "scan"] = "vmap", **options: Any
 ) -> Callable[..., ClippedGradResult]:
-    """Bounds what a function returns for each unit, and sums: gradients are one such function.
+    """Clips what a function returns for each unit, and sums: gradients are one such function.
 
     >>> statistics = clipped_fun(lambda params, x: x - params["mean"], clip_norm=1.0)
     >>> statistics(params, batch).sum
@@ -521,7 +483,7 @@ def clipped_fun(
     Args:
       fun: ``(params, *example) -> pytree of floating-point arrays`` for ONE unit; takes ``rng=`` if
         keys are given.
-      strategy: as of ``clipped_grad``: all units at once, or one ``microbatch_size`` at a time.
+      strategy: as of ``clipped_grad``: all units together, or one ``microbatch_size`` at a time.
       **options: of ``clipped_grad`` (``clip_norm`` or ``rule``, ``normalize_by``,
         ``microbatch_size``).
 
@@ -530,8 +492,7 @@ def clipped_fun(
       sum is like what ``fun`` returns, float32, and whose losses are zero. Its method
       ``sensitivity`` is that of ``ClippedGrad``.
     """
-    # Refuses what does not fit together.
-    made = clipped_grad(fun, 0, False, strategy=strategy, **options)
+    template = clipped_grad(fun, 0, False, strategy=strategy, **options)
 
     def clipped(params: PyTree, *batch: PyTree, **given: Any) -> ClippedGradResult:
         def loss(weights: PyTree, *example: PyTree, **key: Any) -> jax.Array:
@@ -550,7 +511,8 @@ def clipped_fun(
                 f"{jax.tree.map(lambda x: str(x.dtype), like)}: convert them (x.astype(float))"
             )
         weights = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        return made.with_loss(loss)(weights, *batch, **given)
+        gradient = dataclasses.replace(template, loss_fn=loss)
+        return gradient(weights, *batch, **given)
 
-    clipped.sensitivity = made.sensitivity  # type: ignore[attr-defined]
+    clipped.sensitivity = template.sensitivity  # type: ignore[attr-defined]
     return clipped

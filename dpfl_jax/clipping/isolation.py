@@ -1,24 +1,24 @@
-"""What a unit's loss may depend on: its parameters and its own data, and nothing of other units.
+"""Refuses losses of a unit that depend on other units: on more than parameters and its own data.
 
-Nothing in the norms could tell: a loss that reads other units through a collective, or data of
-other devices that it has captured, has a gradient that many units move at once.
+Norms would not show it: the gradient of a loss that reads other units through a collective, or
+through data of other devices that it has captured, is moved by many units together.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.extend as jex
 
+from dpfl_jax.clipping.jaxprs import every_program, inner_jaxprs
 from dpfl_jax.clipping.result import axes_of
 from dpfl_jax.errors import BadInputError
 
-# They name an axis and send nothing over it. (`axis_index` is none of them: a unit that leaves
-# moves others to other places, and what they add would change with these.)
+# Primitives that name an axis and send nothing over it. (`axis_index` is not one of them: where a
+# unit is left out, others move to other places, and what they add would change.)
 _SILENT = {"pvary", "pcast"}
 
 
@@ -34,18 +34,18 @@ def check_isolated(
       axes: the mesh axes over which the units vary.
 
     Raises:
-      BadInputError: as of ``refuse_unseeable``; or the loss varies over other mesh axes than the
+      BadInputError: as of ``refuse_opaque``; or the loss varies over other mesh axes than the
         units (it has captured data: its gradient would be summed over those axes before clipping),
         or it, or its gradient, communicates over an axis that is bound outside of it.
     """
     bound = _axes_are_bound()  # inside shard_map, or inside vmap with a named axis
 
-    def one(x: jax.Array) -> Any:  # one that is there, where its axes count
+    def one(x: jax.Array) -> Any:  # a real unit, where its axes matter
         return x[0] if bound else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
     unit = jax.tree.map(one, units)
     value = jax.make_jaxpr(lambda p, u: loss(p, u)[0])(leaves, unit)
-    refuse_unseeable(value, "clipped_grad: the loss")
+    refuse_opaque(value, "clipped_grad: the loss")
     if not bound:
         return
     if captured := axes_of(value.out_avals[0]) - axes:
@@ -53,7 +53,7 @@ def check_isolated(
             f"clipped_grad: the loss of a unit varies over the mesh axes {sorted(captured)}, but "
             "the units passed in do not: the loss uses data from outside; pass them in the batch"
         )
-    # The gradient too: rules of its own (custom_vjp) show only there.
+    # The gradient, too, as custom_vjp rules show only there.
     gradient = jax.make_jaxpr(jax.grad(loss, has_aux=True))(leaves, unit)
     for name, over in _messages(gradient.jaxpr, frozenset()):
         raise BadInputError(
@@ -64,12 +64,12 @@ def check_isolated(
         )
 
 
-def refuse_unseeable(program: Any, what: str) -> None:
-    """Refuses what nobody could bound, or tell from another run's.
+def refuse_opaque(program: Any, what: str) -> None:
+    """Refuses programs with parts that can be neither bounded nor fingerprinted.
 
     Args:
       program: a ClosedJaxpr.
-      what: it is, for the message.
+      what: the program's name in the message.
 
     Raises:
       BadInputError: it calls back into Python or into code outside of JAX, computes something else
@@ -102,7 +102,7 @@ def refuse_unseeable(program: Any, what: str) -> None:
 
 
 def _batched_by_jax(primitive: Any) -> bool:
-    """Whether what ``vmap`` makes of a primitive is in JAX's own code, or in Equinox's."""
+    """Whether the batching rule of a primitive is JAX's, or Equinox's."""
     if primitive.name.startswith("unvmap_"):  # Equinox's: over all units
         return False
     try:  # not public; without it, rules are taken on trust
@@ -111,30 +111,22 @@ def _batched_by_jax(primitive: Any) -> bool:
         tables = (batching.fancy_primitive_batchers, batching.primitive_batchers)
     except (ImportError, AttributeError):
         return True
-    found = [table[primitive] for table in tables if isinstance(table, dict) and primitive in table]
-    while found:
-        rule = found.pop()
+    rules = [table[primitive] for table in tables if isinstance(table, dict) and primitive in table]
+    while rules:
+        rule = rules.pop()
         if isinstance(rule, functools.partial):
-            found.append(rule.func)
+            rules.append(rule.func)
         elif inspect.isroutine(rule):
             if (rule.__module__ or "jax").partition(".")[0] not in ("jax", "jaxlib", "equinox"):
                 return False
             # JAX wraps the rules that it is given.
-            found += [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+            rules += [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     return True
 
 
-def every_program(program: Any) -> Iterator[Any]:
-    """A ClosedJaxpr or Jaxpr, and all that it calls."""
-    yield program
-    for equation in program.eqns:
-        for inner in inner_programs(equation.params.values()):
-            yield from every_program(inner)
-
-
 def _axes_are_bound() -> bool:
-    """Whether a collective could be written here at all."""
-    try:  # not public; without it, everything is looked at
+    """Whether a collective could be used here at all."""
+    try:  # not public; without it, all losses are checked
         from jax._src.core import get_axis_env
 
         return bool(get_axis_env().axis_sizes)
@@ -143,7 +135,7 @@ def _axes_are_bound() -> bool:
 
 
 def _messages(jaxpr: Any, inner: frozenset[Any]) -> Iterator[tuple[str, Any]]:
-    """Primitives that communicate over named axes bound outside, with the axis."""
+    """Yields primitives that communicate over named axes bound outside, with the axis."""
     for eqn in jaxpr.eqns:
         bound = inner
         if eqn.primitive.name == "shard_map":
@@ -165,19 +157,3 @@ def _named_axes(params: dict[str, Any]) -> Iterator[str]:
         for axis in value if isinstance(value, (tuple, list, frozenset, set)) else (value,):
             if isinstance(axis, str):
                 yield axis
-
-
-def inner_jaxprs(values: Any) -> Iterator[Any]:
-    """The programs among the parameters of an equation, without the arrays that they captured."""
-    return (getattr(program, "jaxpr", program) for program in inner_programs(values))
-
-
-def inner_programs(values: Any) -> Iterator[Any]:
-    """The programs among the parameters of an equation: ClosedJaxprs and Jaxprs."""
-    for value in values:
-        if isinstance(value, (jex.core.ClosedJaxpr, jex.core.Jaxpr)):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from inner_programs(value)
-        elif isinstance(value, Mapping):
-            yield from inner_programs(value.values())

@@ -1,8 +1,8 @@
 """The strategies that form each unit's gradient: ``vmap`` (the reference) and ``scan``.
 
-``vmap`` holds n copies of the parameters. ``scan`` holds one microbatch's worth and an
+``vmap`` holds n copies of the parameters. ``scan`` holds those of one microbatch and an
 accumulator; with microbatches of one unit it runs the ordinary gradient of each unit in turn,
-which for units of many tokens is close to the floor.
+which for units of many tokens is close to the cost without privacy.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping import accumulate
-from dpfl_jax.clipping.problem import Problem, Solution
+from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem
 from dpfl_jax.clipping.result import unit_where, vary, varying_axes
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
-# So few gradients are weighted and added up in one loop over entries; of more it is a product.
+# Up to this many gradients are weighted and added up in one loop over entries.
 _ONE_LOOP = 8
 
 
@@ -36,7 +36,7 @@ def squared_norms(gradients: Sequence[jax.Array]) -> list[jax.Array]:
 def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array, parts: int) -> jax.Array:
     """Sum over units of weight times gradient, in float32; units outside ``keep`` add exactly 0.
 
-    ``parts``: into how many the unit axis is split over devices.
+    ``parts``: number of parts in which devices hold the unit axis.
     """
     if parts == 1 and len(gradient) <= _ONE_LOOP:
         terms = [
@@ -47,29 +47,29 @@ def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array, parts
     return unit_where(keep, scale * gradient.astype(jnp.float32)).sum(0)
 
 
-def solve_vmap(problem: Problem) -> Solution:
-    """Per-unit gradients all at once; memory n x parameters."""
+def solve_vmap(problem: ClippingProblem) -> ClippedSums:
+    """Forms the gradients of all units together; memory n x parameters."""
     (losses, aux), gradients = problem.every_gradient()
-    decided = problem.judge(squared_norms(gradients))
-    sums = [weighted_sum(*x, problem.parts) for x in zip(gradients, decided.weights, decided.keeps)]
-    return Solution(
+    units = problem.unit_weights(squared_norms(gradients))
+    sums = [weighted_sum(*x, problem.parts) for x in zip(gradients, units.weights, units.keeps)]
+    return ClippedSums(
         sums=sums,
-        norms=decided.norms,
-        leaf_norms=decided.leaf_norms,
-        weights=decided.reported,
+        norms=units.norms,
+        leaf_norms=units.leaf_norms,
+        weights=units.reported,
         losses=unit_where(problem.real, losses),
-        nonfinite=decided.nonfinite,
+        nonfinite=units.nonfinite,
         aux=aux,
     )
 
 
-def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solution:
+def microbatched(solve: Any, problem: ClippingProblem, microbatch_size: int) -> ClippedSums:
     """Runs a strategy over microbatches in a ``lax.scan``, adding up the sums.
 
     Args:
-      solve: ``Problem -> Solution``.
+      solve: ``ClippingProblem -> ClippedSums``.
       problem: any number of units; the last microbatch is filled with padding.
-      microbatch_size: units at a time, >= 1.
+      microbatch_size: units in each, >= 1.
 
     Raises:
       BadInputError: units are split over devices, and a microbatch cannot be.
@@ -88,8 +88,8 @@ def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solut
     def split(x: jax.Array) -> jax.Array:
         # Padding repeats real units rather than inventing zeros, which a loss may choke on.
         filled = jnp.take(x, jnp.arange(steps * size) % n, axis=0) if steps * size != n else x
-        # Placed at once: left to itself the compiler splits the axis of steps over devices, and its
-        # loop over steps then mixes units.
+        # Left to itself the compiler splits the axis of steps over devices, and its loop over steps
+        # then mixes units.
         return problem.place(filled.reshape(steps, size, *x.shape[1:]), 1)
 
     real = problem.real
@@ -100,10 +100,10 @@ def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solut
         problem.place(real.reshape(steps, size), 1),
     )
 
-    def body(carry: Any, chunk: Any) -> tuple[Any, Solution]:
+    def body(carry: Any, chunk: Any) -> tuple[Any, ClippedSums]:
         (units, weight, bound), chunk_real = chunk
-        own = {"units": units, "real": chunk_real, "weight": weight, "bound": bound}
-        part = solve(dataclasses.replace(problem, **own))
+        some = {"units": units, "real": chunk_real, "weight": weight, "bound": bound}
+        part = solve(dataclasses.replace(problem, **some))
         sums, errors = carry
         return accumulate.add(sums, errors, part.sums), dataclasses.replace(part, sums=[])
 

@@ -1,4 +1,4 @@
-"""The one form in which every strategy sees its work: a unit loss over flat parameter leaves."""
+"""One call of a clipped gradient as every strategy sees it: a unit loss over flat leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping.result import leaf_name, pinned, unit_where, vary, varying_axes
@@ -21,8 +20,8 @@ PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """One call of a bounded gradient, flattened.
+class ClippingProblem:
+    """One call of a clipped gradient, flattened: what a strategy has to solve.
 
     Attributes:
       loss: ``(leaves, unit) -> (float32 scalar, aux)`` for ONE unit.
@@ -30,15 +29,15 @@ class Problem:
       names: their names, e.g. ``"layers/mlp/kernel"``.
       units: pytree of arrays [n, ...].
       real: bool [n]; False for padding.
-      weight: bool, int or float [n], what units' bounded gradients are multiplied by; None: 1.
-      bound: float [n], that units bring to the rule; None of most rules.
+      weight: bool, int or float [n], what units' clipped gradients are multiplied by; None: 1.
+      bound: float [n], the units' own bounds; None for most rules.
       rule: the clip rule.
       sharding: how the unit axis is split under automatic sharding; None: as the compiler likes.
-      pieces: cuts a unit into pieces whose losses add up to its own, see ``clipped_grad``; None:
-        a unit's gradient is formed at once.
+      pieces: cuts a unit into pieces whose losses add up to the unit's, see ``clipped_grad``;
+        None: a unit's gradient is formed in one go.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how a unit's gradient is split over
         devices while it is accumulated; None: as the compiler likes.
-      judged_by: what a check decides units' weights by, of their squared norms; None: the rule.
+      weights_fn: from squared norms to the units' weights, in place of ``unit_weights``.
     """
 
     loss: Callable[[Sequence[jax.Array], PyTree], tuple[jax.Array, PyTree]]
@@ -52,24 +51,24 @@ class Problem:
     sharding: NamedSharding | None = None
     pieces: Callable[[PyTree], PyTree] | None = None
     gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None
-    judged_by: Callable[[Sequence[jax.Array]], Judgement] | None = None
+    weights_fn: Callable[[Sequence[jax.Array]], UnitWeights] | None = None
 
     def every_gradient(self) -> tuple[tuple[jax.Array, PyTree], Sequence[jax.Array]]:
-        """Losses, auxiliary outputs and gradients of all units, formed: leaves [n, ...]."""
+        """Losses, auxiliary outputs and gradients of all units: leaves [n, ...]."""
         whole = jax.value_and_grad(self.loss, has_aux=True)
-        # What a loss places (``models.transformer``) stays on the devices that hold the unit.
+        # Values that a loss places (``models.transformer``) stay on the devices that hold the unit.
         units = functools.partial(jax.vmap, in_axes=(None, 0), spmd_axis_name=self._unit_axes())
         if self.pieces is None:
             values, gradients = units(whole)(self.leaves, self.units)
             return values, [pinned(g) for g in gradients]
         examples, keys = self.units
         pieces = jax.tree.map(self.place, jax.vmap(self.pieces)(examples))
-        turns: Any = jax.tree.leaves(pieces)[0].shape[1]
-        there = pieces.pop("there", None) if isinstance(pieces, dict) else None
-        # Of several units at once all take all: how many pieces one takes must not follow from
-        # another (a loss's own backward pass may give an absent record a gradient).
-        if there is not None and self.num_units == 1:
-            turns = jnp.where(there[0], jnp.arange(turns) + 1, 0).max()
+        count: Any = jax.tree.leaves(pieces)[0].shape[1]
+        exists = pieces.pop("there", None) if isinstance(pieces, dict) else None
+        # Of several units, each takes all pieces: how many one takes must not follow from another
+        # (a custom backward pass of the loss may give an absent record a gradient).
+        if exists is not None and self.num_units == 1:
+            count = jnp.where(exists[0], jnp.arange(count) + 1, 0).max()
 
         def one(leaves: Sequence[jax.Array], unit: PyTree) -> Any:
             pieces, key = unit
@@ -83,7 +82,7 @@ class Problem:
 
             zeros = [jnp.zeros(p.shape, jnp.float32) for p in leaves]
             start = vary((jnp.zeros(()), self._split(zeros)), varying_axes(leaves, pieces))
-            value, gradient = jax.lax.fori_loop(0, turns, body, start)
+            value, gradient = jax.lax.fori_loop(0, count, body, start)
             return (value, None), gradient
 
         return units(one)(self.leaves, (pieces, keys))
@@ -103,7 +102,7 @@ class Problem:
 
     @property
     def parts(self) -> int:
-        """Into how many parts ``sharding`` splits the unit axis."""
+        """Number of parts into which ``sharding`` splits the unit axis."""
         names = self._unit_axes()
         if self.sharding is None or names is None or names is PartitionSpec.UNCONSTRAINED:
             return 1
@@ -112,7 +111,7 @@ class Problem:
 
     @property
     def shards(self) -> int:
-        """Into how many equal parts the unit axis is split under automatic sharding."""
+        """``parts`` if they are equal, else 1."""
         return self.parts if self.num_units % self.parts == 0 else 1
 
     def _unit_axes(self) -> Any:
@@ -121,7 +120,7 @@ class Problem:
         return self.sharding.spec[0]
 
     def place(self, x: jax.Array, axis: int = 0) -> jax.Array:
-        """Keeps what belongs to a unit (``axis`` of ``x``) on the devices that hold the unit."""
+        """``x``, whose ``axis`` is the unit axis, kept on the devices that hold the units."""
         if self.sharding is None:
             return x
         free = PartitionSpec.UNCONSTRAINED
@@ -130,19 +129,19 @@ class Problem:
         spec = PartitionSpec(*axes)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.sharding.mesh, spec))
 
-    def judge(
+    def unit_weights(
         self, squared: Sequence[jax.Array], rounded: Sequence[jax.Array | None] | None = None
-    ) -> Judgement:
-        """Turns squared norms per leaf ([n] each, before masking) into weights.
+    ) -> UnitWeights:
+        """Turns squared norms per leaf into weights.
 
         Args:
-          squared: the leaves' squared norms.
+          squared: the leaves' squared norms, float32 [n] each, before masking.
           rounded: for each leaf, by how much at most (over the weight, [n]) what is summed may
             differ from the gradient whose norm was taken; None for not at all. It is added to the
-            norm before the rule sees it, so that the bound holds for what is summed.
+            norm before the rule is applied, so that the bound holds for what is summed.
         """
-        if self.judged_by is not None:
-            return self.judged_by(squared)
+        if self.weights_fn is not None:
+            return self.weights_fn(squared)
         zeros = jnp.zeros((self.num_units,), jnp.float32)
         total = sum(squared, start=zeros)
         bounds = list(squared)
@@ -153,22 +152,22 @@ class Problem:
         finite = jnp.isfinite(sum(bounds, start=zeros))  # then the total is: no bound is below it
         keep = self.real & finite
         keeps = [keep] * len(bounds)
-        if self.rule.apart:
+        if self.rule.is_per_leaf:
             keeps = [self.real & jnp.isfinite(s) for s in bounds]
         safe = [unit_where(k, s) for k, s in zip(keeps, bounds)]
         reported, weights = self.rule.leaf_weights(safe, self.names, self.bound)
         if self.weight is not None:
-            given = self.weight.astype(jnp.float32)
+            weight = self.weight.astype(jnp.float32)
             # proof: clip-3
-            share = jnp.where(given > 0, jnp.minimum(given, 1.0), 0.0)
+            share = jnp.where(weight > 0, jnp.minimum(weight, 1.0), 0.0)
             weights = [w * share for w in weights]
             reported = reported * share.reshape(-1, *[1] * (reported.ndim - 1))
         weights = [unit_where(k, w.astype(jnp.float32)) for k, w in zip(keeps, weights)]
         reported = unit_where(keep, reported.astype(jnp.float32))
-        return Judgement(
+        return UnitWeights(
             norms=jnp.sqrt(unit_where(keep, total)),
             leaf_norms=[jnp.sqrt(unit_where(k, s)) for k, s in zip(keeps, squared)],
-            reported=jnp.stack(weights, axis=1) if self.rule.apart else reported,
+            reported=jnp.stack(weights, axis=1) if self.rule.is_per_leaf else reported,
             weights=weights,
             keeps=keeps,
             nonfinite=self.real & ~finite,
@@ -177,8 +176,14 @@ class Problem:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Judgement:
-    """What the rule decided for each unit; arrays as in the result, ``keeps`` bool [n] each."""
+class UnitWeights:
+    """What the rule makes of each unit: ``ClippedGradResult``'s fields, and weights per leaf.
+
+    Attributes:
+      reported: the result's ``weights``.
+      weights: float32 [n], one per leaf.
+      keeps: bool [n], one per leaf; False where a unit adds exactly zero.
+    """
 
     norms: jax.Array
     leaf_norms: list[jax.Array]
@@ -190,7 +195,7 @@ class Judgement:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Solution:
+class ClippedSums:
     """What a strategy returns: ``ClippedGradResult`` with flat lists of leaves."""
 
     sums: list[jax.Array]
@@ -200,46 +205,6 @@ class Solution:
     losses: jax.Array
     nonfinite: jax.Array
     aux: PyTree
-
-
-def trainable_mask(params: PyTree, trainable: PyTree | Callable[[str], bool] | None) -> list[bool]:
-    """One bool per leaf of ``params``: floating point, and chosen by ``trainable``.
-
-    Raises:
-      BadInputError: nothing is left to train, or the tree does not fit the parameters.
-    """
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    if trainable is None:
-        chosen = [True] * len(flat)
-    elif callable(trainable):
-        chosen = [bool(trainable(leaf_name(path))) for path, _ in flat]
-    else:
-        try:
-            if not all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(trainable)):
-                raise ValueError("its leaves are no bools")
-            chosen = jax.tree.leaves(
-                jax.tree.map(
-                    lambda flag, sub: jax.tree.map(lambda _: bool(flag), sub), trainable, params
-                )
-            )
-        except ValueError as error:
-            raise BadInputError(
-                "clipped_grad: `trainable` must be a function of a parameter's name or a tree of "
-                f"bools that is a prefix of the parameters ({error})"
-            ) from error
-    for (path, x), keep in zip(flat, chosen):
-        if keep and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
-            raise BadInputError(
-                f"clipped_grad: the parameter {leaf_name(path)!r} is complex: store its real and "
-                "imaginary parts as two parameters"
-            )
-    mask = [
-        keep and jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        for keep, (_, x) in zip(chosen, flat)
-    ]
-    if not any(mask):
-        raise BadInputError("clipped_grad: no floating-point parameter is trainable")
-    return mask
 
 
 def as_arrays(what: str, tree: PyTree) -> PyTree:

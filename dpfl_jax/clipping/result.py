@@ -1,4 +1,4 @@
-"""What a bounded gradient returns, and how arrays are made to vary over devices."""
+"""What a clipped gradient returns, statistics of a step, and helpers for arrays of units."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClippedGradResult:
-    """The sum of bounded unit gradients, and what was seen on the way.
+    """The sum of clipped unit gradients, and what was computed on the way.
 
-    Everything but ``sum`` is of single units and has had no noise added: it is as private as the
+    Everything but ``sum`` is of single units and has had no noise added: it is as secret as the
     data. ``sum`` becomes private only with noise scaled to the rule's sensitivity.
 
     Attributes:
       sum: like the parameters, float32; None where a parameter is not trainable.
-      norms: float32 [n], the gradient's norm before bounding; 0 for padding and non-finite units.
-      weights: float32 [n], what each gradient was multiplied by; [n, groups] for rules that bound
-        groups of parameters apart; 0 for padding and non-finite units.
+      norms: float32 [n], the gradient's norm before clipping; 0 for padding and non-finite units.
+      weights: float32 [n], what each gradient was multiplied by; [n, groups] for rules that clip
+        groups of parameters separately; 0 for padding and non-finite units.
       losses: float32 [n]; 0 for padding.
       nonfinite: bool [n]; the unit's gradient held a NaN or an infinity (or its squared norm
-        overflows float32): it was replaced by zero; where parameters are clipped apart (PerLayer),
-        what is not finite was.
+        overflows float32): it was replaced by zero; where each parameter is clipped separately
+        (PerLayer), only the parameters that are not finite were.
       aux: what the loss returned beside its value, stacked [n, ...]; None without ``has_aux``.
       leaf_norms: like the parameters, float32 [n]: the norms of each parameter's gradients alone;
         None where a parameter is not trainable.
@@ -40,6 +40,70 @@ class ClippedGradResult:
     nonfinite: jax.Array
     aux: PyTree = None
     leaf_norms: PyTree = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepStats:
+    """Sums over the units of one step, computed from private data without noise.
+
+    Attributes (float32 scalars):
+      units: units drawn.
+      loss: sum of unit losses.
+      clipped: units whose gradient norm was above what it was clipped to.
+      norm: sum of unit gradient norms.
+      nonfinite: units whose loss, or gradient, had a NaN or infinity; such a gradient was replaced
+        by zero. They are in no other sum but ``units``.
+      clip_norm: of this step, where it adapts; it follows from releases, and is public.
+    """
+
+    units: jax.Array
+    loss: jax.Array
+    clipped: jax.Array
+    norm: jax.Array
+    nonfinite: jax.Array
+    clip_norm: jax.Array | None = None
+
+    @classmethod
+    def of(cls, result: ClippedGradResult, mask: jax.Array, bound: Any) -> StepStats:
+        """The sums over the units of a result.
+
+        Args:
+          result: of a clipped gradient.
+          mask: bool, int or float [n], the units that count.
+          bound: what they were clipped to.
+        """
+        real = mask.astype(bool)
+        finite = real & ~result.nonfinite & jnp.isfinite(result.losses)
+
+        def total(x: Any) -> jax.Array:
+            return jnp.where(finite, x, 0).astype(jnp.float32).sum()
+
+        return cls(
+            units=real.astype(jnp.float32).sum(),
+            loss=total(result.losses),
+            clipped=total(result.norms > bound),
+            norm=total(result.norms),
+            nonfinite=(real & ~finite).astype(jnp.float32).sum(),
+        )
+
+    @classmethod
+    def zero(cls, *shape: int) -> StepStats:
+        """The sums over no units, each float32 of ``shape``."""
+        return cls(*[jnp.zeros(shape, jnp.float32)] * 5)
+
+    def row(self, private: bool) -> dict[str, Any]:
+        """The entries of a row of metrics."""
+        units, finite = float(self.units), float(self.units - self.nonfinite)
+        adapting = {} if self.clip_norm is None else {"clip_norm": float(self.clip_norm)}
+        return {
+            "units": int(units),
+            "train_loss": float(self.loss) / finite if finite else None,
+            "fraction_clipped": float(self.clipped) / finite if finite and private else None,
+            "mean_norm": float(self.norm) / finite if finite and private else None,
+            "nonfinite_units": int(self.nonfinite),
+            **adapting,
+        }
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -80,11 +144,11 @@ def vary(tree: PyTree, axes: frozenset[str]) -> PyTree:
 
 
 def pinned(x: jax.Array) -> jax.Array:
-    """``x`` so that all who read it read the same numbers, if it has fewer bits than float32.
+    """``x``, made to have the same value in every use if it has fewer bits than float32.
 
-    XLA may leave out a rounding to bfloat16 or float16 for one reader and not for another: the norm
-    would not be that of what is summed. ``reduce_precision`` it never leaves out. What is not
-    bfloat16 becomes float32, for it has too few exponents to be rounded to once more unchanged.
+    XLA may leave out a rounding to bfloat16 or float16 for one use and not for another: the norm
+    would not be that of what is summed. It never leaves out ``reduce_precision``. Types other than
+    bfloat16 become float32: they have too few exponents to be rounded to again unchanged.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x
@@ -93,7 +157,7 @@ def pinned(x: jax.Array) -> jax.Array:
 
 
 def real_units(mask: jax.Array) -> jax.Array:
-    """Bool [n]: the units that a mask (bool, int or float [n]) counts: not those of zero or NaN."""
+    """Bool [n], which units a mask (bool, int or float [n]) counts: those not of zero or NaN."""
     mask = jnp.asarray(mask)
     return (mask != 0) & (mask == mask)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.clipping.result import leaf_name
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, positive
 
 PyTree = Any
 
@@ -29,8 +29,8 @@ SMALLEST_CLIP_NORM = 1e-12
 
 
 def _positive(what: str, value: float) -> float:
-    """``value`` as a float: squares and sums of other kinds of numbers overflow or round."""
-    if isinstance(value, jax.core.Tracer):  # known only on the device: see ``_trusted``
+    """``value`` as a float, as squares and sums of other kinds of numbers overflow or round."""
+    if isinstance(value, jax.core.Tracer):  # known only on the device: see ``_zero_unless_valid``
         return value
     kind = np.asarray(value).dtype
     if np.shape(value) != () or not any(
@@ -38,10 +38,9 @@ def _positive(what: str, value: float) -> float:
     ):
         raise BadInputError(
             f"{what} must be one number, but it is a {type(value).__name__} (the rule "
-            "PerGroup bounds groups of parameters apart)"
+            "PerGroup clips groups of parameters separately)"
         )
-    if not (math.isfinite(value) and value > 0):
-        raise BadInputError(f"{what} is {value}, but it must be finite and above 0")
+    positive(what, value)
     if value < SMALLEST_CLIP_NORM:
         raise BadInputError(
             f"{what} is {value}, but float32 loses the squares of norms below "
@@ -51,43 +50,40 @@ def _positive(what: str, value: float) -> float:
 
 
 def check_floats(clip: Any) -> None:
-    """Raises BadInputError unless the fields that are floats are above 0; makes them floats."""
+    """Makes the float fields Python floats; raises BadInputError if one is not above 0."""
     for field in dataclasses.fields(clip):
         if field.type in (float, "float"):
             value = _positive(f"{type(clip).__name__}: {field.name}", getattr(clip, field.name))
             object.__setattr__(clip, field.name, value)
 
 
-def _trusted(weights: jax.Array, *values: jax.Array | float) -> jax.Array:
-    """``weights``, or zero where a number that they rest on is not finite, or too small."""
-    for value in values:
-        good = jnp.isfinite(value) & (value >= SMALLEST_CLIP_NORM)
-        weights = jnp.where(good, weights, 0.0)
-    return weights
+def _zero_unless_valid(weights: jax.Array, value: jax.Array | float) -> jax.Array:
+    """``weights``, or zero where the number that they follow from is not finite, or too small."""
+    good = jnp.isfinite(value) & (value >= SMALLEST_CLIP_NORM)
+    return jnp.where(good, weights, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule(abc.ABC):
-    """What all clip rules share. Fields that are floats must be above 0.
+    """The base of all clip rules. Fields that are floats must be above 0.
 
     Attributes:
       kind: its name in a configuration; rules that mechanisms make have none.
-      apart: whether what a leaf is multiplied by follows from its own norm alone.
+      is_per_leaf: whether the weight of a leaf follows from the norm of that leaf alone.
       compensated: whether rounding errors of sums are always added up beside them.
     """
 
     kind: ClassVar[str]
-    apart: ClassVar[bool] = False
+    is_per_leaf: ClassVar[bool] = False
     compensated: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         check_floats(self)
 
     @property
     @abc.abstractmethod
     def sensitivity(self) -> float:
-        """Largest norm of one privacy unit's contribution (adjacency: add or remove it)."""
+        """Largest norm of one privacy unit's contribution, under add-or-remove adjacency."""
 
     @property
     def threshold(self) -> float | None:
@@ -95,12 +91,11 @@ class Rule(abc.ABC):
         return self.sensitivity
 
     def of_units(self, batch: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """What the loss takes of a batch; and ``bound``, of rules that units bring one to."""
+        """The batch as the loss takes it; and the units' own ``bound``, for rules that need one."""
         return batch, None
 
     def partition(self, names: Sequence[str]) -> list[int] | None:
         """The group of parameters each leaf belongs to, or None: all leaves are one group."""
-        del names
         return None
 
     @abc.abstractmethod
@@ -112,7 +107,7 @@ class Rule(abc.ABC):
         Args:
           squared: one float32 [n] per leaf, finite.
           names: the leaves' names.
-          bound: float [n], that each unit brings (``of_units``); None of most rules.
+          bound: float [n], each unit's own (``of_units``); None for most rules.
 
         Returns:
           The weights as reported ([n], or [n, groups] for rules with groups of parameters), and
@@ -122,7 +117,7 @@ class Rule(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class WholeGradientRule(Rule):
-    """A rule that has one weight for a whole gradient."""
+    """A rule with one weight for a unit's whole gradient."""
 
     @abc.abstractmethod
     def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
@@ -139,15 +134,13 @@ class WholeGradientRule(Rule):
     def leaf_weights(
         self, squared: Sequence[jax.Array], names: Sequence[str], bound: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """See ``Rule.leaf_weights``."""
-        del names
         weights = self.weights(jnp.sqrt(sum(squared, start=jnp.zeros(()))), bound)
         return weights, [weights] * len(squared)
 
 
 @dataclasses.dataclass(frozen=True)
 class NoClip(WholeGradientRule):
-    """Gradients as they are, which have no bound: for baselines without privacy."""
+    """Leaves gradients as they are, without a bound: for baselines without privacy."""
 
     kind: ClassVar[str] = "none"
 
@@ -172,15 +165,12 @@ class Flat(WholeGradientRule):
     clip_norm: float
 
     def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
-        """See ``WholeGradientRule.weights``."""
-        del bound
         # proof: clip-1
         weights = jnp.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
-        return _trusted(weights, self.clip_norm)
+        return _zero_unless_valid(weights, self.clip_norm)
 
     @property
     def sensitivity(self) -> float:
-        """C."""
         return self.clip_norm
 
 
@@ -199,24 +189,20 @@ class Normalized(WholeGradientRule):
     clip_norm: float
 
     def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
-        """See ``WholeGradientRule.weights``."""
-        del bound
-        return _trusted(1.0 / jnp.maximum(norms, self.clip_norm), self.clip_norm)
+        return _zero_unless_valid(1.0 / jnp.maximum(norms, self.clip_norm), self.clip_norm)
 
     @property
     def sensitivity(self) -> float:
-        """1."""
         return 1.0
 
     @property
     def threshold(self) -> float:
-        """C."""
         return self.clip_norm
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnBound(WholeGradientRule):
-    """min(1, b/n), where each unit brings its own b <= C as ``"bound"``.
+    """min(1, b/n), where each unit has its own b <= C, as the batch's entry ``"bound"``.
 
     Attributes:
       clip_norm: C > 0.
@@ -228,7 +214,6 @@ class OwnBound(WholeGradientRule):
     compensated: ClassVar[bool] = True  # b may be as small as what rounding moves a sum by
 
     def of_units(self, batch: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """Takes the bound off a unit."""
         if not isinstance(batch, dict) or "bound" not in batch:
             return batch, None
         return {name: x for name, x in batch.items() if name != "bound"}, batch["bound"]
@@ -237,21 +222,19 @@ class OwnBound(WholeGradientRule):
         """See ``WholeGradientRule.weights``; ``bound``: float [n], b of each unit."""
         if bound is None:
             raise BadInputError(
-                'OwnBound: units bring no bound of their own: give each its "bound", as fit does'
+                'OwnBound: the units have no bounds: give the batch an entry "bound", as fit does'
             )
-        own = jnp.minimum(bound, self.clip_norm)
+        bound = jnp.minimum(bound, self.clip_norm)
         # proof: individual-sensitivity-1
-        weights = jnp.where(norms > own, own / norms, 1.0)
-        return _trusted(weights / (self.clip_norm if self.normalized else 1.0), own)
+        weights = jnp.where(norms > bound, bound / norms, 1.0)
+        return _zero_unless_valid(weights / (self.clip_norm if self.normalized else 1.0), bound)
 
     @property
     def sensitivity(self) -> float:
-        """C, or 1."""
         return 1.0 if self.normalized else self.clip_norm
 
     @property
     def threshold(self) -> float:
-        """C."""
         return self.clip_norm
 
 
@@ -268,30 +251,27 @@ class Automatic(WholeGradientRule):
     gamma: float = 0.01
 
     def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
-        """See ``WholeGradientRule.weights``."""
-        del bound
         # proof: clip-5
-        return _trusted(1.0 / (norms + self.gamma), self.gamma)
+        return _zero_unless_valid(1.0 / (norms + self.gamma), self.gamma)
 
     @property
     def sensitivity(self) -> float:
-        """1: contributions have norm below it."""
         return 1.0
 
     @property
     def threshold(self) -> None:
-        """None: every gradient is scaled, to nearly the same norm."""
+        return None  # every gradient is scaled, to nearly the same norm
 
 
 @dataclasses.dataclass(frozen=True)
 class PerGroup(Rule):
-    """Clips groups of parameters apart: group k to C_k (McMahan et al. 2018, per-layer clipping).
+    """Clips groups of parameters separately: group k to C_k (McMahan et al. 2018).
 
     Attributes:
       clip_norms: C_k by pattern (``{"embed": 0.1, "*": 1.0}``), or pairs of both; a parameter
         belongs to the first shell pattern (``"layers/*/kernel"``) that matches its name or that of
-        a tree it lies in; a pattern that matches none costs nothing but its share of the
-        sensitivity. Kept as pairs: files need not keep the order of a mapping.
+        a tree it lies in; a pattern that matches no parameter still adds to the sensitivity.
+        Stored as pairs: files need not keep the order of a mapping.
     """
 
     kind: ClassVar[str] = "per_group"
@@ -299,7 +279,6 @@ class PerGroup(Rule):
     clip_norms: Mapping[str, float] | tuple[tuple[str, float], ...]
 
     def __post_init__(self) -> None:
-        """Checks the norms, and makes a mapping of them pairs."""
         given = self.clip_norms
         pairs = tuple(given.items() if isinstance(given, Mapping) else given)
         if not pairs:
@@ -342,8 +321,6 @@ class PerGroup(Rule):
     def leaf_weights(
         self, squared: Sequence[jax.Array], names: Sequence[str], bound: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """See ``Rule.leaf_weights``."""
-        del bound
         # proof: clip-6
         groups = self.partition(names)
         columns = []
@@ -354,35 +331,31 @@ class PerGroup(Rule):
 
     @property
     def sensitivity(self) -> float:
-        """The root of the sum of squares of all C_k."""
         return math.sqrt(sum(c * c for _, c in self._pairs))
 
 
 @dataclasses.dataclass(frozen=True)
 class PerLayer(Rule):
-    """Clips every parameter leaf apart, each to C / sqrt(number of leaves) (McMahan et al. 2018).
+    """Clips every parameter leaf separately, to C / sqrt(number of leaves) (McMahan et al. 2018).
 
-    No leaf waits for the norms of the others: gradients that are formed for their norms are summed
-    at once, where that is estimated to be faster than other ways to the norm.
+    No leaf waits for the norms of the others: gradients that are formed for their norms are added
+    up right away, where that is estimated to be faster than other ways to the norm.
 
     Attributes:
       clip_norm: C > 0, the norm of the whole contribution.
     """
 
     kind: ClassVar[str] = "per_layer"
-    apart: ClassVar[bool] = True
+    is_per_leaf: ClassVar[bool] = True
 
     clip_norm: float
 
     def partition(self, names: Sequence[str]) -> list[int]:
-        """Every leaf is its own group."""
         return list(range(len(names)))
 
     def leaf_weights(
         self, squared: Sequence[jax.Array], names: Sequence[str], bound: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """See ``Rule.leaf_weights``."""
-        del names, bound
         # proof: clip-4
         share = Flat(self.clip_norm / math.sqrt(len(squared)))
         columns = [share.weights(jnp.sqrt(s)) for s in squared]
@@ -390,5 +363,4 @@ class PerLayer(Rule):
 
     @property
     def sensitivity(self) -> float:
-        """C."""
         return self.clip_norm

@@ -1,4 +1,4 @@
-"""Parameters that are trained and parameters that are frozen, as two trees with holes.
+"""Which parameters are trained, and trained and frozen parameters as two trees with holes.
 
 Both have the structure of the whole tree, with None where the other has a leaf: None is an empty
 pytree, so gradients, optimiser states, noise and checkpoints of the trained part hold nothing else.
@@ -10,11 +10,54 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from dpfl_jax.clipping.problem import trainable_mask
+from dpfl_jax.clipping.result import leaf_name
+from dpfl_jax.errors import BadInputError
 
 PyTree = Any
 Trainable = PyTree | Callable[[str], bool] | None
+
+
+def trainable_mask(params: PyTree, trainable: Trainable) -> list[bool]:
+    """One bool per leaf of ``params``: floating point, and chosen by ``trainable``.
+
+    Raises:
+      BadInputError: nothing is left to train, or the tree does not fit the parameters.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    if trainable is None:
+        chosen = [True] * len(flat)
+    elif callable(trainable):
+        chosen = [bool(trainable(leaf_name(path))) for path, _ in flat]
+    else:
+        try:
+            if not all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(trainable)):
+                raise ValueError("its leaves are no bools")
+            chosen = jax.tree.leaves(
+                jax.tree.map(
+                    lambda flag, sub: jax.tree.map(lambda _: bool(flag), sub), trainable, params
+                )
+            )
+        except ValueError as error:
+            raise BadInputError(
+                "clipped_grad: `trainable` must be a function of a parameter's name or a tree of "
+                f"bools that is a prefix of the parameters ({error})"
+            ) from error
+    for (path, x), keep in zip(flat, chosen):
+        if keep and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
+            raise BadInputError(
+                f"clipped_grad: the parameter {leaf_name(path)!r} is complex: store its real and "
+                "imaginary parts as two parameters"
+            )
+    mask = [
+        keep and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        for keep, (_, x) in zip(chosen, flat)
+    ]
+    if not any(mask):
+        raise BadInputError("clipped_grad: no floating-point parameter is trainable")
+    return mask
 
 
 def split(params: PyTree, trainable: Trainable = None) -> tuple[PyTree, PyTree]:
@@ -37,7 +80,7 @@ def split(params: PyTree, trainable: Trainable = None) -> tuple[PyTree, PyTree]:
 
 
 def join(trained: PyTree, frozen: PyTree) -> PyTree:
-    """The whole tree again; ``frozen`` may be None for nothing."""
+    """The inverse of ``split``; ``frozen`` may be None for nothing."""
     if frozen is None:
         return trained
     return jax.tree.map(

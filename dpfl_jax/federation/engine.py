@@ -23,8 +23,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from dpfl_jax.clipping import accumulate
-from dpfl_jax.clipping.result import vary, varying_axes
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats, vary, varying_axes
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.mesh import DATA_AXIS
 from dpfl_jax.noise import compiler_options

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import SelfCheckError, clipped_grad, self_check
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, keyed, with_any_key
 from dpfl_jax.errors import BadInputError

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from dpfl_jax.accounting import Guarantee, NoiseLaw, events
 from dpfl_jax.accounting.rates import TwoStage
-from dpfl_jax.accounting.statement import Statement, whole
+from dpfl_jax.accounting.statement import Statement, whole_number
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import worst_cases
 from dpfl_jax.federation.federation import Cohort, Federation, SiloPlan
@@ -77,14 +77,14 @@ def _row(plan: SiloPlan, common: dict[str, Any]) -> dict[str, Any]:
 def _federated(basis: dict[str, Any]) -> Statement:
     def plan(row: dict[str, Any]) -> SiloPlan:
         mechanism, sigma = parse_known({**basis["mechanism"], **row.get("mechanism", {})})
-        facts = SiloFacts(whole(row, "num_records"), whole(row, "num_subjects"))
+        facts = SiloFacts(whole_number(row, "num_records"), whole_number(row, "num_subjects"))
         subjects, cap = facts.num_subjects, mechanism.participation.max_items_per_subject
         if not subjects <= facts.num_records <= cap * subjects:
             raise BadInputError(
                 f"a silo of {subjects} subjects has {subjects} to {cap * subjects} records under "
                 f"max_items_per_subject={cap}, but the file says {facts.num_records}"
             )
-        steps = whole(row, "local_steps", 1)
+        steps = whole_number(row, "local_steps", 1)
         return SiloPlan(mechanism, facts, steps, noise_multiplier=sigma)
 
     silos = tuple(plan(row) for row in basis["silos"])
@@ -93,10 +93,10 @@ def _federated(basis: dict[str, Any]) -> Statement:
         cohort = FixedSize(basis["silos_per_round"])
     elif basis["participation_prob"] is not None:
         cohort = Poisson(basis["participation_prob"])
-    rounds, delta = whole(basis, "rounds"), basis["delta"]
-    reach = whole(basis, "max_silos_per_subject", 1)
+    rounds, delta = whole_number(basis, "rounds"), basis["delta"]
+    reach = whole_number(basis, "max_silos_per_subject", 1)
     federation = Federation(silos, rounds, reach, cohort)
-    subjects = whole(basis, "num_subjects", federation.least_subjects)
+    subjects = whole_number(basis, "num_subjects", federation.least_subjects)
     guarantee = federated_guarantee(federation, delta, rounds, num_subjects=subjects)
     known = of_the_mechanism(federation.mechanism.bounds, f"{len(silos)} silos")
     guarantee = dataclasses.replace(guarantee, public_inputs=known)
@@ -144,11 +144,11 @@ def _personal(basis: dict[str, Any]) -> Statement:
     public = Published(
         setting,
         basis["policy"],
-        whole(basis, "num_records", 1),
+        whole_number(basis, "num_records", 1),
         tuple((float(b), rate, stay) for b, rate, stay in basis["groups_budget_rate_rounds"]),
         mechanism.noise.arithmetic,
     )
-    rounds = whole(basis, "rounds", most=setting.rounds)
+    rounds = whole_number(basis, "rounds", most=setting.rounds)
     if not all(0 <= rate <= 1 and 0 <= stay <= rounds for _, rate, stay in public.groups):
         raise BadInputError(
             "a rate of groups_budget_rate_rounds is no probability, or stays longer"
@@ -181,7 +181,7 @@ def _isrl(basis: dict[str, Any]) -> Statement:
     for given in basis["kinds_of_silos"]:
         earlier.append({k: v for k, v in given.items() if v in _ONCE_OF_MESSAGES.get(k, ())})
         kind = {k: v for k, v in given.items() if k not in earlier[-1]}
-        size, _ = whole(kind, "silo_size", 1), whole(kind, "rounds", 1)
+        size, _ = whole_number(kind, "silo_size", 1), whole_number(kind, "rounds", 1)
         if not 0 < kind["batch"] <= size or kind["noise_multiplier"] <= 0:
             raise BadInputError(f"no silo has this batch and noise: {kind}")
         if unknown := kind.keys() - {field.name for field in dataclasses.fields(SiloNoise)}:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dpfl_jax.accounting import Guarantee
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config import RunConfig
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.federation.accountant import dominating_event, federated_epsilon, subject_epsilon

@@ -3,19 +3,19 @@
 Nothing here needs JAX: ``noise`` has the transformations that add such noise.
 """
 
-from dpfl_jax.matrices.banded import best_banded, prefix_error, strategy
-from dpfl_jax.matrices.banded_inverse import (
-    best_banded_inverse,
-    inverse_column,
-    inverse_error,
-    inverse_strategy,
-)
-from dpfl_jax.matrices.buffered import (
+from dpfl_jax.matrices.strategies import (
     Buffers,
+    best_banded,
+    best_banded_inverse,
     best_buffered,
     buffered_column,
     buffered_error,
     buffered_strategy,
+    inverse_column,
+    inverse_error,
+    inverse_strategy,
+    prefix_error,
+    strategy,
 )
 from dpfl_jax.matrices.workload import PREFIX_SUMS, Workload
 

@@ -1,4 +1,4 @@
-"""What an optimiser makes of noise: the linear map from gradients to the way of the parameters.
+"""Workloads: the linear map from an optimiser's gradients to its parameters after each step.
 
 Source: Denisov, McMahan, Rush, Smith and Thakurta 2022 (arXiv 2202.08312), sections 2 and 5:
 momentum and a schedule of learning rates are factors of the workload A, and a strategy K is as good
@@ -8,12 +8,12 @@ as A K^-1 is small. Optax's SGD moves parameters in step t by
 
 (memory 1, beta, beta^2, ... with momentum beta). A adds these up over the steps; with one rate and
 no momentum it makes prefix sums. What noise adds to the parameters, root mean square over the
-steps, is the error. Decay of weights is left out: it is no part of how gradients are added up.
+steps, is the error. Weight decay is left out: it is no part of how gradients are added up.
 
 With r the first column of memory times K^-1, column i of A K^-1 is the running sum of
-rate_i r_0, rate_{i+1} r_1, ... Where rates are alike all columns are parts of the first. Else a
-search takes 128 of them, each for its neighbours, as rates change slowly: in O(128 steps) a look.
-An error that is stated is that of 8,192 columns at most.
+rate_i r_0, rate_{i+1} r_1, ... Where all rates are the same, all columns are parts of the first.
+Otherwise a search takes 128 of them, each for its neighbours, as rates change slowly: an evaluation
+takes O(128 steps). An error that is stated is that of 8,192 columns at most.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ import numpy as np
 
 from dpfl_jax.errors import BadInputError
 
-_SEARCHED, _MEASURED, _AT_ONCE = 128, 8192, 64
+_SEARCHED, _MEASURED, _CHUNK = 128, 8192, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is to be noised little: parameters on their way; the default is prefix sums.
+    """How gradients add up to parameters, over the steps of a run; the default is prefix sums.
 
     Attributes:
-      memory: with which gradients of a step and of those before it move parameters, the first of
-        them 1; what is not there is 0.
-      rates: of the steps, the largest 1; None: alike.
+      memory: factors with which the gradient of a step, and those before it, move parameters; the
+        first is 1, and those that are not given are 0.
+      rates: learning rates of the steps, the largest 1; None: all the same.
     """
 
     memory: tuple[float, ...] = (1.0,)
     rates: tuple[float, ...] | None = None
 
     def response(self, steps: int) -> np.ndarray:
-        """What to divide by K: [steps]; of rates that are alike, summed up over the steps."""
+        """What is divided by K: the memory [steps], summed up over the steps without ``rates``."""
         given = np.zeros(steps)
         given[: len(self.memory)] = self.memory[:steps]
         return np.cumsum(given) if self.rates is None else given
 
     def columns(self, steps: int) -> Columns:
-        """What a search makes small."""
+        """The columns whose mean square a search minimises."""
         return next(self._columns(steps, _SEARCHED, _SEARCHED))
 
     def error(self, divided: np.ndarray) -> float:
-        """Root mean square of the noise in parameters on their way, over independent noise's.
+        """Root mean square of the noise in parameters over the steps, over independent noise's.
 
         Both for noise of standard deviation 1 in K G (independent: in G).
 
@@ -64,13 +64,13 @@ class Workload:
         if self.rates is None:
             return math.sqrt(np.cumsum(divided**2).mean() / np.cumsum(given**2).mean())
         noise, independent = 0.0, 0.0
-        for some in self._columns(len(divided), _MEASURED, _AT_ONCE):
+        for some in self._columns(len(divided), _MEASURED, _CHUNK):
             noise += (some.weights * some.moved(divided) ** 2).sum()
             independent += (some.weights * some.moved(given) ** 2).sum()
         return math.sqrt(noise / independent)
 
-    def _columns(self, steps: int, most: int, at_once: int) -> Iterator[Columns]:
-        """At most so many columns, evenly spread, some at a time."""
+    def _columns(self, steps: int, most: int, chunk: int) -> Iterator[Columns]:
+        """At most ``most`` columns, evenly spread, ``chunk`` at a time."""
         if self.rates is None:
             yield Columns(np.arange(steps, 0.0, -1.0))
             return
@@ -84,26 +84,26 @@ class Workload:
         middles, lengths = (edges[:-1] + edges[1:] - 1) // 2, np.diff(edges)
         padded = np.r_[self.rates, np.zeros(steps)]
         rates = np.lib.stride_tricks.sliding_window_view(padded, steps)
-        for first in range(0, len(middles), at_once):
-            some = middles[first : first + at_once]
-            there = np.arange(steps) < steps - some[:, None]
-            yield Columns(there * lengths[first : first + at_once, None].astype(float), rates[some])
+        for first in range(0, len(middles), chunk):
+            some = middles[first : first + chunk]
+            exists = np.arange(steps) < steps - some[:, None]
+            yield Columns(exists * lengths[first : first + chunk, None].astype(float), rates[some])
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Squares of which an error is made, as a function of a response that was divided by K.
+    """Columns of A K^-1: the error is the weighted sum of the squares of ``moved(response / K)``.
 
     Attributes:
-      weights: of what is squared; [T], or [columns, T] where rates differ.
-      rates: in the shape of the weights; None: alike.
+      weights: of the squares; [T], or [columns, T] where rates differ.
+      rates: in the shape of the weights; None: all the same.
     """
 
     weights: np.ndarray
     rates: np.ndarray | None = None
 
     def moved(self, divided: np.ndarray) -> np.ndarray:
-        """What is squared: linear in ``divided`` [T]."""
+        """What is squared, in the shape of the weights; linear in ``divided`` [T]."""
         return divided if self.rates is None else np.cumsum(self.rates * divided, axis=1)
 
     def pulled(self, weighted: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero, has_low
+from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, keyed, with_keys
 from dpfl_jax.data.packing import SAMPLE_UNITS, Shape, choose_shapes, pack_units

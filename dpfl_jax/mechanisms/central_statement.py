@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from dpfl_jax.accounting.statement import Statement, whole
+from dpfl_jax.accounting.statement import Statement, whole_number
 from dpfl_jax.config.kinds import CENTRAL
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, probability
 from dpfl_jax.mechanisms.calibrated import Calibrated
 from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.run.public_inputs import of_the_mechanism
-from dpfl_jax.sampling import check_probability
 
 
 def is_earlier(section: dict[str, Any]) -> bool:
@@ -54,7 +53,8 @@ def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
         if kind in ("allocation", "blt", "banded_inverse"):
             prob = section.pop("sampling_prob", None)
             if prob is not None:
-                section["period"] = round(1.0 / check_probability(prob, "sampling_prob"))
+                probability("sampling_prob", prob, zero=False)
+                section["period"] = round(1.0 / prob)
     noise_multiplier = section.pop("noise_multiplier", None)
     mechanism: Mechanism = CENTRAL.parse_known(section)
     population = Population(**stated["population"])
@@ -62,7 +62,7 @@ def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
     if mechanism.private and not isinstance(noise_multiplier, int | float):
         raise BadInputError("the section mechanism has no noise_multiplier: it guarantees nothing")
     sigma = float(noise_multiplier) if mechanism.private else 0.0
-    return Calibrated(mechanism, sigma, population, whole(stated, "steps"), delta)
+    return Calibrated(mechanism, sigma, population, whole_number(stated, "steps"), delta)
 
 
 def restate(basis: dict[str, Any]) -> Statement:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from dpfl_jax.accounting.cells import Contribution
-from dpfl_jax.accounting.statement import whole
+from dpfl_jax.accounting.statement import whole_number
 from dpfl_jax.config.kinds import PARTICIPATIONS, SCHEMES, Named
 from dpfl_jax.data.owners import BoundedStore, grouped_by_owner_set, shared_store
 from dpfl_jax.data.store import Readable
@@ -145,10 +145,10 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
     def check_population(self, population: Population) -> None:
         """Raises BadInputError unless there can be data with these numbers."""
         numbers = dataclasses.asdict(population)
-        examples = whole(numbers, "num_examples", 1)
+        examples = whole_number(numbers, "num_examples", 1)
         # Records with several owners may be fewer than these.
-        users = whole(numbers, "num_users", 1, None if population.shared else examples)
-        units = whole(numbers, "num_units", 1)
+        users = whole_number(numbers, "num_users", 1, None if population.shared else examples)
+        units = whole_number(numbers, "num_units", 1)
         least, most = self.unit_bounds(population)
         if not least <= units <= most:
             raise BadInputError(

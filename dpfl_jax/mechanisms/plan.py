@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from dpfl_jax import accounting
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping import Adaptive, Trainable, self_check, split
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import code_outside
 from dpfl_jax.data.example_keys import key_argument, with_any_key
@@ -46,7 +46,7 @@ from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches, in_pieces
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
-from dpfl_jax.noise.reuse import ONE_RELEASE, once
+from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.public_inputs import about, public_inputs
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, training_digest
@@ -326,10 +326,10 @@ class Plan:
 
         Returns:
           ``init(params) -> state`` and ``update(sum, state, params=None, *, noise_key) ->
-          (gradient, state)``, with the batch's own ``noise_key`` (``noise.once``).
+          (gradient, state)``, with the batch's own ``noise_key`` (``noise.refuse_key_reuse``).
         """
         noise = self.calibrated.noise_transform()
-        return once(noise) if self.mechanism.private else noise
+        return refuse_key_reuse(noise) if self.mechanism.private else noise
 
     def sampler(self, key: RootKey) -> Sampler:
         """Which units each step has, under the key of a run."""

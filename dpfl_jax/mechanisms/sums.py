@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dpfl_jax.clipping import Flat, accumulate, join
 from dpfl_jax.clipping.adaptive import CountedSum
 from dpfl_jax.clipping.convolutions import kernels
-from dpfl_jax.clipping.result import leaf_name
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats, leaf_name
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import (
     DATA_AXIS,

@@ -1,16 +1,21 @@
-"""Noise that is added to clipped sums."""
+"""Gaussian noise for clipped sums: exact or in float32, independent or correlated over steps."""
 
-from dpfl_jax.noise.banded import banded
-from dpfl_jax.noise.banded_inverse import banded_inverse, redrawn, redrawn_rows
-from dpfl_jax.noise.buffered import buffered
+from dpfl_jax.noise.correlated import banded, banded_inverse, buffered, redrawn, redrawn_rows
 from dpfl_jax.noise.exact import compiler_options
 from dpfl_jax.noise.gaussian import GaussianNoise
-from dpfl_jax.noise.reuse import once
-from dpfl_jax.noise.transform import MOST_NOISE, Noise, NoiseState, transformation
+from dpfl_jax.noise.transform import (
+    MOST_NOISE,
+    ONE_RELEASE,
+    Noise,
+    NoiseState,
+    refuse_key_reuse,
+    transformation,
+)
 from dpfl_jax.noise.workload import workload_of
 
 __all__ = [
     "MOST_NOISE",
+    "ONE_RELEASE",
     "GaussianNoise",
     "Noise",
     "NoiseState",
@@ -18,9 +23,9 @@ __all__ = [
     "banded_inverse",
     "buffered",
     "compiler_options",
-    "once",
     "redrawn",
     "redrawn_rows",
+    "refuse_key_reuse",
     "transformation",
     "workload_of",
 ]

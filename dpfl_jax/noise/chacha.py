@@ -42,7 +42,9 @@ def block(key: jax.Array, place: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def uniform(key: jax.Array, count: int) -> jax.Array:
-    """float32 [count], multiples of 2^-23 from 0 to below 1: the first word of places of their own.
+    """float32 [count], uniform multiples of 2^-23 from 0 to below 1.
+
+    Each is the first word of a place that ``block`` has for nothing else.
 
     Args:
       key: uint32 [8].
@@ -54,7 +56,7 @@ def uniform(key: jax.Array, count: int) -> jax.Array:
 
 
 def subkey(key: jax.Array, words: jax.Array) -> jax.Array:
-    """HChaCha20 (Arciszewski, draft-irtf-cfrg-xchacha): a key of its own for each use of a key.
+    """HChaCha20 (Arciszewski, draft-irtf-cfrg-xchacha): another key for each use of a key.
 
     Args:
       key: uint32 [8], used for nothing but subkeys.
@@ -86,6 +88,6 @@ def _two_rounds(words: list[jax.Array]) -> list[jax.Array]:
     for a, b, c, d in _QUARTERS:
         for x, y, z, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
             words[x] = words[x] + words[y]
-            turned = words[z] ^ words[x]
-            words[z] = (turned << by) | (turned >> (32 - by))
+            mixed = words[z] ^ words[x]
+            words[z] = (mixed << by) | (mixed >> (32 - by))
     return words

@@ -59,12 +59,13 @@ def add_exact(
       tree: pytree of float32 arrays.
       stddev: of the noise, above 0; a number or a scalar array.
       sensitivity: by which norm two neighbours' sums may differ; likewise.
-      rows: sums, noised one after the other, that ``sensitivity`` is about: each is cut off. Noise
-        is at most a million over its root times the sensitivity.
+      rows: sums, noised one after the other, that ``sensitivity`` is about: each is cut off. The
+        standard deviation is at most 10^6 / sqrt(rows) times the sensitivity.
       rest: to be added to the tree, likewise; where there is one, every sum counts as four rows, as
         it is cut off twice.
-      earlier: noise that is taken back: keys, uint32 [n, 8], and of the noise of each of them the
-        part, in 2^-16, uint32 [n]; in all 1 at most. The whole of it is rounded down to the grid.
+      earlier: noise that is subtracted: keys, uint32 [n, 8], and the part of each one's noise in
+        units of 2^-16, uint32 [n], which add up to 1 at most. Their sum is rounded down to the
+        grid.
 
     Raises:
       BadInputError: more coordinates than are accounted for.
@@ -77,7 +78,7 @@ def add_exact(
             f"to {MOST_COORDINATES:,}: train fewer parameters, or set mechanism.arithmetic=float"
         )
     scale = grid(stddev, sensitivity, rows * coordinates)
-    left = [None] * len(leaves) if rest is None else jax.tree.leaves(rest)
+    remainders = [None] * len(leaves) if rest is None else jax.tree.leaves(rest)
     if longest := max((n for leaf in leaves for n in leaf.shape if n > 1 << 32), default=0):
         raise BadInputError(
             f"an array of the sum has an axis of {longest:,}, but places of exact noise are "
@@ -93,8 +94,8 @@ def add_exact(
         # Not as one constant: that of a loop differs over devices as soon as the loop is mapped.
         each = [jnp.full((1,), n, jnp.uint32) for n in (numbers if shape else [2**32 - 1])]
         names = jnp.concatenate(each)
-        small = None if rest is None else _together([left[n] for n in numbers], shape)
-        noised: Any = _noised(key, _together(parts, shape), names, scale, small, earlier)
+        small = None if rest is None else _joined([remainders[n] for n in numbers], shape)
+        noised: Any = _noised(key, _joined(parts, shape), names, scale, small, earlier)
         if not shape:
             noised = jnp.split(noised[0], np.cumsum([x.size for x in parts])[:-1])
         for n, x, part in zip(numbers, noised, parts, strict=True):
@@ -102,12 +103,16 @@ def add_exact(
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _together(parts: list[Any], shape: tuple[int, ...]) -> jax.Array:
+def _joined(parts: list[Any], shape: tuple[int, ...]) -> jax.Array:
     return jnp.stack(parts) if shape else jnp.concatenate([x.ravel() for x in parts])[None]
 
 
 def grid(stddev: Any, sensitivity: Any, coordinates: int) -> jax.Array:
-    """Steps of the grid in 1, float32: noise of their STDDEV hides sensitivity and cutting off."""
+    """Steps of the grid in 1, float32.
+
+    Noise with a standard deviation of ``STDDEV`` steps hides the sensitivity, and what cutting off
+    adds to it.
+    """
     stddev = jnp.asarray(stddev, jnp.float32)
     cut_off = math.sqrt(coordinates) / STDDEV * (stddev / sensitivity)
     # Noise multipliers are at most a million (``transform``): then half of it is left.
@@ -124,17 +129,16 @@ def _noised(
 ) -> jax.Array:
     places = _places(x.shape, numbers)
 
-    def once(_: jax.Array, before: jax.Array) -> jax.Array:
-        del before
+    def body(_: jax.Array, before: jax.Array) -> jax.Array:
         high, low = noised_integers(key, x, places, scale, rest, earlier)
         # From here on everything is a function of the noised integers.
         value = high.astype(jnp.int32).astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)
         return value / scale
 
-    # A loop that is run once, which no compiler can know: it would draw the same noise again for
-    # each of its uses (moments of an optimiser, parts of an array).
+    # A loop of one turn, of which no compiler can know that it is one: it would draw the same noise
+    # again for each of its uses (moments of an optimiser, parts of an array).
     times = 1 + (key == 0).all().astype(jnp.int32)
-    return jax.lax.fori_loop(0, times, once, x + 0 * key[0].astype(jnp.float32))
+    return jax.lax.fori_loop(0, times, body, x + 0 * key[0].astype(jnp.float32))
 
 
 def noised_integers(
@@ -155,15 +159,15 @@ def noised_integers(
     high, low = _plus(high + more_high, low, more_low)
     if earlier is None:
         return high, low
-    back_high, back_low = _taken_back(*earlier, places)
-    high, low = _plus(high + ~back_high, low, ~back_low)
-    return _plus(high, low, jnp.uint32(1))  # minus it: its complement, and 1
+    other_high, other_low = _weighted_noise(*earlier, places)
+    high, low = _plus(high + ~other_high, low, ~other_low)
+    return _plus(high, low, jnp.uint32(1))  # to subtract is to add the complement, and 1
 
 
-def _taken_back(
+def _weighted_noise(
     keys: jax.Array, parts: jax.Array, places: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Of the noise of some keys these parts, rounded down: as (high, low); one draw at a time."""
+    """The sum of parts of the noise of some keys, rounded down, as (high, low)."""
 
     def more(i: jax.Array, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         # Noise has 44 bits and parts 16: nothing overflows. Of the product 64 bits are kept.
@@ -174,7 +178,7 @@ def _taken_back(
         return _plus(total[0] + top, total[1], bottom)
 
     nothing = jnp.zeros_like(places[0]) + 0 * keys[0, 0]
-    # As in ``_noised``: of one turn, which a compiler would know, it would draw again and again.
+    # Of one key the loop has one turn: hidden from the compiler as in ``_noised``.
     turns = len(keys) + (keys == 0).all().astype(jnp.int32)
     high, low = jax.lax.fori_loop(0, turns, more, (nothing, nothing))
     below = (low >> 16) | (high << 16)
@@ -182,24 +186,24 @@ def _taken_back(
 
 
 def _within(x: jax.Array, rest: jax.Array, most: jax.Array) -> jax.Array:
-    """What of ``rest`` (at most half a unit in the last place of x) the clamped x + rest has.
+    """``rest`` (at most half a unit in the last place of x), as far as x + rest is not clamped.
 
-    At the edge itself the part that points inwards: else two sums that differ by nearly nothing
-    would be half a unit apart.
+    At the edge itself that is a rest that points inwards: else two sums that differ by nearly
+    nothing would be half a unit apart.
     """
     inwards = jnp.where(x > 0, jnp.minimum(rest, 0.0), jnp.maximum(rest, 0.0))
     return jnp.where(jnp.abs(x) < most, rest, jnp.where(jnp.abs(x) == most, inwards, 0.0))
 
 
-def whole_number(key: np.ndarray) -> int:
-    """One number of the noise: an integer, of standard deviation ``table.STDDEV``.
+def draw_integer(key: np.ndarray) -> int:
+    """One draw of the noise: an integer, of standard deviation ``table.STDDEV``.
 
     Args:
       key: uint32 [8], of this number alone.
     """
     high, low = _one(jnp.asarray(key))
-    found = (int(high) << 32) | int(low)
-    return found - (1 << 64) if found >> 63 else found
+    number = (int(high) << 32) | int(low)
+    return number - (1 << 64) if number >> 63 else number
 
 
 @jax.jit
@@ -226,7 +230,7 @@ def draw(words: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 def integers(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """X * scale without its fraction, exactly: 64-bit integers, as (high, low) uint32.
+    """x * scale without its fraction, exactly: 64-bit integers, as (high, low) uint32.
 
     Args:
       x: float32 array.
@@ -270,12 +274,12 @@ def _plus(high: jax.Array, low: jax.Array, word: jax.Array) -> tuple[jax.Array, 
 
 
 def _places(shape: tuple[int, ...], numbers: jax.Array) -> list[jax.Array]:
-    """Of every entry of [arrays, ...]: its index within its array (two words), the array, 0.
+    """For every entry of [arrays, ...]: its index in its array (two words), the array, 0.
 
-    Words that are the same everywhere are told apart from constants by a zero that XLA does not
-    see: it would compute what follows from them alone as single numbers, which share with the rest
-    the numbers of bits that are turned. Those are then variables, and LLVM sees no rotations: a
-    number would take a third more time.
+    A zero that XLA does not recognise is added to words that are the same everywhere. Otherwise XLA
+    computes what follows from them alone as scalars, and shares the rotation counts between these
+    and the rest: they become variables, LLVM sees no rotations, and a number takes a third more
+    time.
     """
     words, strides = [jnp.zeros(shape, jnp.uint32)] * 2, [1, 1]
     for axis in range(len(shape) - 1, 0, -1):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import require
 
 PyTree = Any
 
@@ -35,7 +35,7 @@ _WRITTEN_OUT = 1 << 17
 
 @dataclasses.dataclass(frozen=True)
 class GaussianNoise:
-    """Independent N(0, stddev^2) noise on every coordinate of the bounded sum.
+    """Independent N(0, stddev^2) noise on every coordinate of the clipped sum.
 
     Attributes:
       stddev: standard deviation of the noise on the *sum* (noise multiplier x sensitivity).
@@ -44,11 +44,8 @@ class GaussianNoise:
     stddev: float
 
     def __post_init__(self) -> None:
-        """Validates the standard deviation."""
-        if not (math.isfinite(self.stddev) and self.stddev >= 0):
-            raise BadInputError(
-                f"the noise standard deviation is {self.stddev}, but it must be finite and >= 0"
-            )
+        good = math.isfinite(self.stddev) and self.stddev >= 0
+        require(good, "the noise standard deviation", self.stddev, "finite and >= 0")
 
     def sample(self, key: jax.Array, like: PyTree) -> PyTree:
         """Draws noise of the shapes of ``like``.
@@ -70,7 +67,7 @@ class GaussianNoise:
 
 
 def _of_variance_half(words: jax.Array) -> jax.Array:
-    """N(0, 1/2) from 23 bits of each word."""
+    """Float32 draws of N(0, 1/2), made of 23 bits of each word."""
     uniform = (words >> 9).astype(jnp.float32) * 2.0**-22 - (1 - 2.0**-23)
     return jax.lax.erf_inv(uniform)
 

@@ -1,10 +1,10 @@
-"""The law of exact noise: a table of 2,048 columns, computed in exact arithmetic.
+"""The distribution of exact noise: a table of 2,048 columns, computed in exact arithmetic.
 
 Noise is Z = V 2^32 + U - 11 (2^31 - 1/2) - 1/2, where U is the sum of eleven uniform 32-bit words,
 and V, one of +-1/2, +-3/2, ..., is drawn from the table: a spline of degree 10 with 2^32 integers
 between its knots. The weights of V are those with which that spline is Gaussian;
-docs/internals/noise.md says how far from it. Everything here is Python's integers and decimals, on
-any machine the same.
+docs/internals/noise.md says how far from it. Everything here is Python's integers and decimals, so
+that it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def weights(count: int = COLUMNS) -> list[decimal.Decimal]:
             log_terms.append(WORDS * fractions.Fraction(number) / divisor)
         terms = [fractions.Fraction(1)]
         for n in range(1, len(log_terms)):
-            found = sum(j * log_terms[j] * terms[n - j] for j in range(1, n + 1))
-            terms.append(fractions.Fraction(found) / n)
+            weighted = sum(j * log_terms[j] * terms[n - j] for j in range(1, n + 1))
+            terms.append(fractions.Fraction(weighted) / n)
 
         def exactly(x: fractions.Fraction) -> decimal.Decimal:
             return context.divide(decimal.Decimal(x.numerator), decimal.Decimal(x.denominator))
@@ -58,10 +58,9 @@ def weights(count: int = COLUMNS) -> list[decimal.Decimal]:
             return total * (-square / 2).exp()
 
         # Over all half-integers they add up to sqrt(2 pi v), to far more digits than are kept.
-        reach = max(count, COLUMNS + 200)
-        every = [one(i) for i in range(reach)]
-        whole = sum(every, decimal.Decimal(0))
-        return [w / whole for w in every[:count]]
+        densities = [one(i) for i in range(max(count, COLUMNS + 200))]
+        whole = sum(densities, decimal.Decimal(0))
+        return [w / whole for w in densities[:count]]
 
 
 def counts() -> list[int]:
@@ -69,9 +68,9 @@ def counts() -> list[int]:
     with decimal.localcontext(decimal.Context(prec=90)):
         drawn = weights()
         scale = 2 ** (THRESHOLD_BITS + 11) / sum(drawn, decimal.Decimal(0))
-        found = [int((w * scale).to_integral_value()) for w in drawn]
-    found[0] += (COLUMNS << THRESHOLD_BITS) - sum(found)
-    return found
+        rounded = [int((w * scale).to_integral_value()) for w in drawn]
+    rounded[0] += (COLUMNS << THRESHOLD_BITS) - sum(rounded)
+    return rounded
 
 
 @functools.cache

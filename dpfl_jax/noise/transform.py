@@ -1,17 +1,18 @@
-"""Noise as an Optax transformation: adds it to a clipped sum, and divides by the expected size.
+"""Noise as Optax transformations: adds it to a clipped sum, and divides by the expected size.
 
     noise = transformation(Noise(stddev, sensitivity), divisor)
     state = noise.init(params)
     gradient, state = noise.update(total, state, params, noise_key=key)
 
 The key of a step is an argument, used once: so it is in no state that could be kept, and no
-constant of a compiled program. Noise that is drawn afresh at every step counts its steps alone;
-noise that is correlated between steps keeps what it needs in ``memory``.
+constant of a compiled program. Independent noise counts its steps and keeps nothing else; noise
+that is correlated over steps keeps what it needs in ``memory``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any, NamedTuple
 
 import chex
@@ -35,8 +36,8 @@ class NoiseState(NamedTuple):
 
     Attributes:
       step: int32 scalar, steps noised so far.
-      memory: pytree of arrays, in checkpoints. What is secret in it is so like the root key, from
-        which past noise can be drawn again: the guarantee must say so
+      memory: pytree of arrays, in checkpoints. What is secret in it is as secret as the root key,
+        from which past noise can be drawn again: the guarantee must say so
         (``mechanisms/noise_strategies.py``).
     """
 
@@ -44,24 +45,29 @@ class NoiseState(NamedTuple):
     memory: PyTree = ()
 
 
-def goes_on(step: jax.Array, known: jax.Array, told: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether a state goes on as the run that it began with; and that run.
+def continues_same_run(
+    step: jax.Array, saved_run: jax.Array, key_tail: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Whether a noise key is that of the state's next step, in the run that the state began with.
 
     Another run (of the same code on another machine, even) draws users and noise anew, so that
     what correlated noise assumes of both does not hold.
 
     Args:
       step: int32, steps that the state has seen.
-      known: uint32 [2], the run that it knows; of any value before the first step.
-      told: uint32 [3], at the end of a ``noise_key``: its step, and two words of its run.
+      saved_run: uint32 [2], the run of the state; any value before its first step.
+      key_tail: uint32 [3], the end of the noise key: its step, and two words of its run.
+
+    Returns:
+      A bool scalar, and the run, uint32 [2].
     """
-    known = jnp.where(step == 0, told[1:], known)
-    return (told[0] == step.astype(jnp.uint32)) & (known == told[1:]).all(), known
+    run = jnp.where(step == 0, key_tail[1:], saved_run)
+    return (key_tail[0] == step.astype(jnp.uint32)) & (run == key_tail[1:]).all(), run
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Independent Gaussian noise on every coordinate of a bounded sum: every system's.
+    """Independent Gaussian noise on every coordinate of a clipped sum: central, silo and ISRL.
 
     Attributes:
       stddev: of the noise on the sum (noise multiplier x sensitivity); a number, or an array known
@@ -89,13 +95,14 @@ class Noise:
         Args:
           key: uint32 [8] (``RootKey.words``), of this sum alone.
           tree: pytree of float32 arrays.
-          rest: what is left of the sum where float32 has no room for it; likewise.
-          earlier: noise that is drawn again, and parts of it that are taken back (``add_exact``).
+          rest: the part of the sum that float32 has no room for; likewise.
+          earlier: keys of noise that is drawn again, and the part of each that is subtracted
+            (``add_exact``).
         """
         # In lower precision noise would be rounded away with the sum.
         chex.assert_type(jax.tree.leaves(tree), jnp.float32)
         chex.assert_shape(key, (8,))
-        chex.assert_type(key, jnp.uint32)  # another key would be another law of noise
+        chex.assert_type(key, jnp.uint32)  # another key would be another distribution
         known = isinstance(self.stddev, float | int | np.floating)
         if not known:
             return jax.lax.cond(  # where there is none, none is drawn
@@ -127,8 +134,8 @@ class Noise:
             return add_exact(key, tree, self.stddev, self.sensitivity, self.rows, rest, earlier)
         drawn = _drawn(key, tree)
         for again, part in () if earlier is None else zip(*earlier, strict=True):
-            taken = part.astype(jnp.float32) * 2.0**-16
-            drawn = jax.tree.map(lambda z, y, f=taken: z - f * y, drawn, _drawn(again, tree))
+            share = part.astype(jnp.float32) * 2.0**-16
+            drawn = jax.tree.map(lambda z, y, f=share: z - f * y, drawn, _drawn(again, tree))
         tree = tree if rest is None else jax.tree.map(jnp.add, tree, rest)
         return jax.tree.map(lambda x, z: x + self.stddev * z, tree, drawn)
 
@@ -150,11 +157,10 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
       (gradient, state)``, to be chained with any optimiser, and compiled with it or alone. The sum
       is float32; the gradient has the dtypes of ``params`` if they are given; noise_key is uint32
       [8] or more, for this step alone (``Plan.noise_key``). Where ``refused``, a bool scalar, the
-      gradient is NaN (``once``).
+      gradient is NaN (``refuse_key_reuse``).
     """
 
     def init(params: PyTree) -> NoiseState:
-        del params
         return NoiseState(jnp.zeros((), jnp.int32))
 
     def update(
@@ -166,7 +172,6 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
         refused: jax.Array | None = None,
         **others: Any,
     ) -> tuple[PyTree, NoiseState]:
-        del others
         noised = noise.add(noise_key[:8], total)
         if refused is not None:
             noised = jax.tree.map(lambda x: jnp.where(refused, jnp.nan, x), noised)
@@ -183,3 +188,85 @@ def divided(noised: PyTree, divisor: float, params: PyTree | None) -> PyTree:
         noised if params is None else params,
         is_leaf=lambda x: x is None,  # parameters that are not trained have no sum
     )
+
+
+# The difference of two releases under one noise key has no noise: it is that of their clipped sums.
+ONE_RELEASE = (
+    "it is for one release, and the difference of two would show the sums without noise: add the "
+    "losses up to one, or make a plan of a step for each release and take a batch for each"
+)
+
+
+class KeyReuseState(NamedTuple):
+    """What ``refuse_key_reuse`` knows between steps.
+
+    Attributes:
+      noise: the state of the noise itself.
+      next: uint32 scalar, the step after the last one that was released.
+      run: uint32 [2], the run of that step.
+    """
+
+    noise: PyTree
+    next: jax.Array | np.ndarray
+    run: jax.Array | np.ndarray
+
+
+# Keys that were used for a release, by identity: tracers have no value to compare, and one array
+# may be given to two transformations.
+_used: dict[int, weakref.ref[Any]] = {}
+
+
+def refuse_key_reuse(
+    noise: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Adds noise as ``noise`` does, and refuses a noise key that it is given again.
+
+    In a run of ``fit`` each step has one release. A training loop of one's own may have two losses
+    (a GAN) or take a second gradient at another point (SAM), and then use the key of its batch
+    twice.
+
+    Args:
+      noise: whose ``noise_key`` ends with its step and two words of its run (``Plan.noise_key``),
+        and whose gradient is NaN where ``refused``.
+
+    Returns:
+      As ``noise``, with ``KeyReuseState``. If the state has released this step, or a later one, of
+      the same run, the gradient is NaN under ``jit``, and BadInputError is raised outside. It is
+      raised if one array is given twice, also one of a function that is traced, and outside ``jit``
+      if two arrays hold the same words. With a state from before the first release, a key is not
+      seen that is given twice to a compiled function, by ``vmap``, ``scan`` or ``lax.map``, or as
+      copies that a compiled function makes.
+    """
+    words: set[int] = set()  # of this transformation: under a public seed a loop may run again
+
+    def init(params: PyTree) -> KeyReuseState:
+        return KeyReuseState(noise.init(params), np.zeros((), np.uint32), np.zeros(2, np.uint32))
+
+    def update(
+        total: PyTree,
+        state: KeyReuseState,
+        params: PyTree | None = None,
+        *,
+        noise_key: jax.Array,
+        **others: Any,
+    ) -> tuple[PyTree, KeyReuseState]:
+        step, run = noise_key[-3], noise_key[-2:]
+        again = (step < state.next) & (run == state.run).all()
+        known = not isinstance(again, jax.core.Tracer)
+        value = None
+        if not isinstance(noise_key, jax.core.Tracer):
+            value = hash(np.asarray(noise_key).tobytes())
+        used = _used.get(id(noise_key))
+        same = (used is not None and used() is noise_key) or value in words
+        if same or (known and bool(again)):
+            which = "a noise key" if isinstance(step, jax.core.Tracer) else f"that of step {step}"
+            raise BadInputError(f"noise.update: {which} is given a second time, but {ONE_RELEASE}")
+        others = {**others, "noise_key": noise_key, "refused": again}
+        gradient, inner = noise.update(total, state.noise, params, **others)
+        if value is not None:
+            words.add(value)
+        name = id(noise_key)
+        _used[name] = weakref.ref(noise_key, lambda _: _used.pop(name, None))
+        return gradient, KeyReuseState(inner, step + np.uint32(1), run)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,4 +1,4 @@
-"""What an optimiser makes of noise, found by trying it."""
+"""The workload of an optimiser: how it turns gradients into updates, measured by running it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpfl_jax.matrices import PREFIX_SUMS, Workload
 
 
 def workload_of(optimizer: optax.GradientTransformation | None, steps: int) -> Workload:
-    """What an optimiser makes of gradients, found by trying it on one number.
+    """The linear map from gradients to updates of an optimiser, measured on one parameter.
 
     Args:
       optimizer: any of Optax; None: prefix sums.
@@ -22,7 +22,7 @@ def workload_of(optimizer: optax.GradientTransformation | None, steps: int) -> W
 
     Returns:
       Its workload if it is SGD with any schedule and any momentum; prefix sums if it is not linear
-      in gradients (Adam), or forgets in another way than by one memory for all steps.
+      in gradients (Adam), or if its momentum is not the same at all steps.
 
     Raises:
       BadInputError: it cannot be tried on one number.
@@ -39,14 +39,13 @@ def workload_of(optimizer: optax.GradientTransformation | None, steps: int) -> W
             update, state = optimizer.update(gradient[None], state, zero)
             return state, -update[0]
 
-        def at_once(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
-            """Of a gradient, if there was none before."""
+        def after_zeros(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
             return move(state, 0 * gradient)[0], move(state, gradient)[1]
 
         def run(one: Any, gradients: np.ndarray) -> np.ndarray:
             return np.asarray(jax.lax.scan(one, state, jnp.asarray(gradients))[1], float)
 
-        rates = run(at_once, np.ones(steps, np.float32))
+        rates = run(after_zeros, np.ones(steps, np.float32))
         if not (np.isfinite(rates).all() and rates.any()):
             return PREFIX_SUMS
         first = int(np.flatnonzero(rates)[0])

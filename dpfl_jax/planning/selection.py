@@ -35,13 +35,13 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting.event_types import OneOfDpEvent
 from dpfl_jax.accounting.leaves import AllocatedLeaf, flatten
 from dpfl_jax.accounting.renyi import renyi_divergences
-from dpfl_jax.accounting.statement import Statement, whole
+from dpfl_jax.accounting.statement import Statement, whole_number
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.calibrated import COMMON_ASSUMPTIONS, Calibrated
 from dpfl_jax.mechanisms.candidates import RENYI_KINDS
 from dpfl_jax.mechanisms.central_statement import is_earlier, parse_calibrated
 from dpfl_jax.mechanisms.participation import require_positive
-from dpfl_jax.noise.exact import whole_number
+from dpfl_jax.noise.exact import draw_integer
 from dpfl_jax.noise.table import STDDEV
 from dpfl_jax.randomness import RootKey
 
@@ -267,7 +267,7 @@ class Selection:
           key: of the run.
         """
         # proof: selection-score-2
-        total = sum(self.shares(losses, user_offsets)) + whole_number(key.words("selection:score"))
+        total = sum(self.shares(losses, user_offsets)) + draw_integer(key.words("selection:score"))
         return (0.5 + 0.5 * total / self._steps / self.held_out) * self.bound
 
     @property
@@ -402,13 +402,13 @@ class Selection:
             made = parse_calibrated(cell, values["delta"])
             if made.population.shared:
                 raise BadInputError("records with several owners have no private sweep")
-            whole(cell, "steps", 1)
+            whole_number(cell, "steps", 1)
             cells.append(made)
         return cls(
             tuple(cells),
             RunCount(values["expected_runs"], values["shape"]),
             values["bound"],
-            whole(values, "held_out", 1),
+            whole_number(values, "held_out", 1),
             values["delta"],
             values["score_noise"],
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from dpfl_jax.audit.kept import RunAudit
+from dpfl_jax.audit.run_audit import RunAudit
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.choice import Best
 from dpfl_jax.run.directory import RunDirectory

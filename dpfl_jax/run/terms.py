@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.clipping import join
-from dpfl_jax.clipping.isolation import every_program, refuse_unseeable
+from dpfl_jax.clipping.isolation import refuse_opaque
+from dpfl_jax.clipping.jaxprs import every_program
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.content import content_digest
@@ -218,13 +219,13 @@ def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[An
     """What a function traces to: its operations as text, and the arrays it has captured.
 
     Raises:
-      BadInputError: as of ``clipping.isolation.refuse_unseeable``.
+      BadInputError: as of ``clipping.isolation.refuse_opaque``.
     """
     traced = jax.make_jaxpr(function)(*jax.tree.map(shape_of, args))
     # Without where functions lie, and without the colours of terminals and notebooks.
     text = re.sub(r" at 0x[0-9a-f]+", "", traced.jaxpr.pretty_print(use_color=False))
     programs = list(every_program(traced))
-    refuse_unseeable(traced, "the loss (or the optimiser)")
+    refuse_opaque(traced, "the loss (or the optimiser)")
     return text, [constant for program in programs for constant in getattr(program, "consts", ())]
 
 

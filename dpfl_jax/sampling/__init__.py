@@ -3,18 +3,24 @@
 Everything here is NumPy. What a sampler draws is what the mechanism that owns it accounts for.
 """
 
-from dpfl_jax.sampling.base import Draw, Sampler, check_probability
 from dpfl_jax.sampling.contribution import (
     choose_within_users,
     limit_contributions,
     limited_size,
 )
-from dpfl_jax.sampling.hosts import Share, share_of
-from dpfl_jax.sampling.personalized import PersonalizedPoisson
+from dpfl_jax.sampling.samplers import (
+    Draw,
+    ExampleSampler,
+    Sampler,
+    Share,
+    UserSampler,
+    share_of,
+)
 from dpfl_jax.sampling.schemes import (
     Cyclic,
     CyclicPoisson,
     FixedSize,
+    PersonalizedPoisson,
     Poisson,
     PoissonWithDropout,
     RandomAllocation,
@@ -22,7 +28,6 @@ from dpfl_jax.sampling.schemes import (
     TruncatedPoisson,
     poisson_indices,
 )
-from dpfl_jax.sampling.units import ExampleSampler, UserSampler
 
 __all__ = [
     "Cyclic",
@@ -39,7 +44,6 @@ __all__ = [
     "Share",
     "TruncatedPoisson",
     "UserSampler",
-    "check_probability",
     "choose_within_users",
     "limit_contributions",
     "limited_size",

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import at_least
 
 
 def check_group_size(group_size: int) -> int:
-    """Returns ``group_size`` if it is a positive integer, else raises BadInputError."""
-    if group_size < 1:
-        raise BadInputError(f"group_size is {group_size}, but a user needs at least 1 example")
+    """Returns ``group_size`` as an int, or raises BadInputError if it is below 1."""
+    at_least("group_size", group_size, 1)
     return int(group_size)
 
 
@@ -58,13 +57,13 @@ def limit_shared(
     owners: Sequence[tuple[int, ...]],
     limit: int,
 ) -> np.ndarray:
-    """Keeps units such that nobody owns more than ``limit`` of those kept, greedily.
+    """Keeps units such that no one owns more than ``limit`` of those kept, greedily.
 
-    First come units whose owners have least beyond the limit, added up; equals in random order. One
-    is kept unless an owner of it has ``limit`` already. Nothing can be added to what is kept, so
-    that it has at least a share of 1 / (most owners of a unit) of the most that is possible; on
-    graphs like those of e-mails about 0.99. Source: Ganesh et al. 2025 (arXiv 2503.03622), section
-    4, whose choices with duplicates are not made here.
+    Units are sorted by how far their owners are beyond the limit, added up, and ties are broken at
+    random. In this order each is kept unless one of its owners has ``limit`` already. Nothing can
+    be added to what is kept, so that it is at least 1 / (most owners of a unit) of the most that is
+    possible; on graphs like those of e-mails it is about 0.99. Source: Ganesh et al. 2025 (arXiv
+    2503.03622), section 4, without its choices with duplicates.
 
     Args:
       rng: generator for the order.
@@ -93,7 +92,7 @@ def limit_shared(
             kept.append(unit)
             for user in members:
                 left[user] -= 1
-        else:  # what is used up stays so
+        else:  # an owner who has reached the limit stays there
             usable[some] = ()
     return np.sort(np.array(kept, np.int64))
 

@@ -1,7 +1,7 @@
 """Sampling schemes: which of n units take part in each step, for units of any kind.
 
 A scheme is numbers alone: it draws indices from a root key, a step and the number of units.
-``units`` turns indices into store positions. Amplification differs from scheme to scheme, and so
+``samplers`` turns indices into store positions. Amplification differs from scheme to scheme, and so
 does the adjacency it is proved for: the class says which; a mechanism accounts for the scheme it
 runs.
 """
@@ -15,16 +15,17 @@ import math
 from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
+from scipy import stats
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, probability, require
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling.base import binomial_bound, check_probability
 
 T = TypeVar("T")
 Self = TypeVar("Self", bound="SamplingScheme")
 SelfPoisson = TypeVar("SelfPoisson", bound="_Poisson")
-SelfOnce = TypeVar("SelfOnce", bound="_OncePerPeriod")
+SelfPeriodic = TypeVar("SelfPeriodic", bound="_OncePerPeriod")
 _LEAST_RATE = 1e-12
+_MOST_PERIOD = 2**62 - 1
 
 
 class Scheme(Protocol):
@@ -47,11 +48,11 @@ def check_population(population: int) -> None:
 
 
 def _rate(size: float, population: int, what: str) -> float:
-    return check_probability(
-        size / max(population, 1),
-        f"{what}: {size:g} expected of {population}",
-        f"set {what} to at most {population}, or use more data",
-    )
+    rate = size / max(population, 1)
+    name = f"the sampling probability ({what}: {size:g} expected of {population})"
+    advice = f"set {what} to at most {population}, or use more data"
+    require(0.0 < rate <= 1.0, name, rate, "above 0 and at most 1", advice)
+    return rate
 
 
 def _known(number: T | None, scheme: SamplingScheme) -> T:
@@ -61,6 +62,13 @@ def _known(number: T | None, scheme: SamplingScheme) -> T:
             "makes it from the expected number of units in a draw"
         )
     return number
+
+
+def binomial_bound(population: int, prob: float, tail: float) -> int:
+    """Smallest k with P(Binomial(population, prob) > k) <= tail."""
+    if population == 0:
+        return 0
+    return int(stats.binom.isf(tail, population, prob))
 
 
 def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> np.ndarray:
@@ -101,7 +109,7 @@ class SamplingScheme(abc.ABC):
     @property
     @abc.abstractmethod
     def rate(self) -> float:
-        """Probability of a unit at a step, of which nothing else is known.
+        """Probability that a unit of which nothing else is known takes part in a step.
 
         Raises:
           BadInputError: of a scheme without its rate.
@@ -109,7 +117,7 @@ class SamplingScheme(abc.ABC):
 
     @property
     def sampling_prob(self) -> float:
-        """Probability of a unit at a step at which it may be drawn."""
+        """Probability that a unit takes part in a step in which it may."""
         return self.rate
 
     @abc.abstractmethod
@@ -134,13 +142,13 @@ class SamplingScheme(abc.ABC):
         return binomial_bound(population, self.rate, tail)
 
     @abc.abstractmethod
-    def describe(self, counted: str, unit: str, taken: str = "") -> str:
+    def describe(self, counted: str, unit: str, contribution: str = "") -> str:
         """The sampling in words, for a guarantee.
 
         Args:
           counted: what is drawn from, as "90 users".
           unit: one of these.
-          taken: what a unit that is drawn contributes; "": all it has.
+          contribution: what a unit that is drawn contributes; "": all it has.
         """
 
     @abc.abstractmethod
@@ -150,14 +158,14 @@ class SamplingScheme(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class _Poisson(SamplingScheme, abc.ABC):
-    """Schemes that draw by coins."""
+    """Schemes that toss a coin for each unit."""
 
     prob: float | None = None
 
     def __post_init__(self) -> None:
+        probability("the sampling probability", self.prob, zero=False)
         if self.prob is not None:
-            prob = check_probability(self.prob, f"given to {type(self).__name__}")
-            object.__setattr__(self, "prob", prob)
+            object.__setattr__(self, "prob", float(self.prob))
 
     @property
     def rate(self) -> float:
@@ -172,9 +180,9 @@ class _Poisson(SamplingScheme, abc.ABC):
             return self
         return dataclasses.replace(self, prob=_rate(size, population, what))
 
-    def describe(self, counted: str, unit: str, taken: str = "") -> str:
-        told = f"Poisson over {counted}, probability {self.sampling_prob:.6g} each"
-        return f"{told}, {taken} of a sampled {unit} per step" if taken else told
+    def describe(self, counted: str, unit: str, contribution: str = "") -> str:
+        text = f"Poisson over {counted}, probability {self.sampling_prob:.6g} each"
+        return f"{text}, {contribution} of a sampled {unit} per step" if contribution else text
 
     def _drawn(self, key: RootKey, step: int, population: int) -> np.ndarray:
         return poisson_indices(key.numpy("sampling", step), population, self.sampling_prob)
@@ -207,7 +215,7 @@ class PoissonWithDropout(_Poisson):
     is_stateful = True
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        """Everybody's coins are tossed: nobody's depend on who stays."""
+        # Coins are tossed for everybody, so that no one's depend on who has left.
         drawn = self._drawn(key, step, population)
         # proof: individual-sampling-2
         return drawn[step < self.until[drawn]]
@@ -228,10 +236,7 @@ class TruncatedPoisson(_Poisson):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cap is not None and (type(self.cap) is not int or self.cap < 1):
-            raise BadInputError(
-                f"the cap of a draw is {self.cap}, but it must be a whole number, at least 1"
-            )
+        at_least("the cap of a draw", self.cap, 1, whole=True)
 
     def of_size(self, size: float, population: int, what: str) -> TruncatedPoisson:
         cap = math.ceil(size + 4.0 * math.sqrt(size)) if self.cap is None else self.cap
@@ -243,11 +248,10 @@ class TruncatedPoisson(_Poisson):
         return dataclasses.replace(super().of_size(size, population, what), cap=cap)
 
     def size_bound(self, population: int, tail: float = 1e-15) -> int:
-        """The cap, or less."""
         return min(_known(self.cap, self), super().size_bound(population, tail))
 
-    def describe(self, counted: str, unit: str, taken: str = "") -> str:
-        return f"{super().describe(counted, unit, taken)}, of at most {self.cap} {unit}s"
+    def describe(self, counted: str, unit: str, contribution: str = "") -> str:
+        return f"{super().describe(counted, unit, contribution)}, of at most {self.cap} {unit}s"
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         drawn, cap = self._drawn(key, step, population), _known(self.cap, self)
@@ -268,11 +272,11 @@ def _groups(key: RootKey, population: int, groups: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CyclicPoisson(_Poisson):
-    """Poisson within one of several groups of units, each of which has its turn (add-or-remove).
+    """Poisson within one of several groups of units, which take turns (add-or-remove).
 
-    A unit's group is a uniform draw of its own, for the whole run, so that who else is there has no
-    part in it; groups are of unequal size, which nobody need know. At step t it is the turn of
-    group t modulo ``period``.
+    The group of a unit is a uniform draw of its own, for the whole run, and depends on no other
+    unit; groups are of unequal size, which need not be known. In step t group t modulo ``period``
+    has its turn.
 
     Attributes:
       prob: of each unit of the group whose turn it is; None: not given yet.
@@ -289,26 +293,23 @@ class CyclicPoisson(_Poisson):
 
     @property
     def rate(self) -> float:
-        """Of a unit whose group is not known."""
-        return self.sampling_prob / self.period
+        return self.sampling_prob / self.period  # the group of the unit is not known
 
     def of_size(self, size: float, population: int, what: str) -> CyclicPoisson:
-        """Of the group whose turn it is."""
-        turns = what if self.period == 1 else f"{self.period} (the period) times {what}"
-        return super().of_size(self.period * size, population, turns)
+        # A draw is from the group whose turn it is.
+        what = what if self.period == 1 else f"{self.period} (the period) times {what}"
+        return super().of_size(self.period * size, population, what)
 
     @property
     def separation(self) -> int:
-        """The period."""
         return self.period
 
     @property
     def is_stateful(self) -> bool:
-        """Groups are drawn once."""
-        return self.period > 1
+        return self.period > 1  # groups are drawn once
 
-    def describe(self, counted: str, unit: str, taken: str = "") -> str:
-        of_a_group = super().describe(counted, unit, taken)
+    def describe(self, counted: str, unit: str, contribution: str = "") -> str:
+        of_a_group = super().describe(counted, unit, contribution)
         if self.period == 1:
             return of_a_group
         groups = f"{self.period} groups of {unit}s, drawn {unit} by {unit}, in turns"
@@ -327,18 +328,16 @@ class CyclicPoisson(_Poisson):
         return members[poisson_indices(rng, len(members), self.sampling_prob)]
 
 
-def _check_period(period: int) -> None:
-    if type(period) is not int or not 1 <= period < 2**62:
-        raise BadInputError(
-            f"the period is {period}, but it must be a whole number of steps, at least 1"
-        )
+def _check_period(period: int | None) -> None:
+    good = period is None or (type(period) is int and 1 <= period <= _MOST_PERIOD)
+    require(good, "the period", period, "a whole number of steps, at least 1")
 
 
 @functools.lru_cache(maxsize=2)
 def _stretch(
     key: RootKey, stretch: int, population: int, period: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Units by their step, and these steps."""
+    """Units in the order of the step that each draws, and these steps."""
     # proof: allocation-1
     drawn = key.numpy("allocation", stretch).integers(period, size=population)
     order = np.argsort(drawn, kind="stable")
@@ -354,22 +353,25 @@ class _OncePerPeriod(SamplingScheme, abc.ABC):
     is_stateful = True
 
     def __post_init__(self) -> None:
-        if self.period is not None:
-            _check_period(self.period)
+        _check_period(self.period)
 
     @property
     def steps(self) -> int:
-        """The period, which is known."""
+        """The period.
+
+        Raises:
+          BadInputError: it is not given yet.
+        """
         return int(_known(self.period, self))
 
     @property
     def rate(self) -> float:
         return 1.0 / self.steps
 
-    def of_size(self: SelfOnce, size: float, population: int, what: str) -> SelfOnce:
-        """With the period that is nearest to the number of units over ``size``."""
+    def of_size(self: SelfPeriodic, size: float, population: int, what: str) -> SelfPeriodic:
         if self.period is not None:
             return self
+        # The nearest whole number to the number of units over ``size``.
         rate = max(_rate(size, population, what), _LEAST_RATE)
         return dataclasses.replace(self, period=max(1, round(1.0 / rate)))
 
@@ -378,8 +380,8 @@ class _OncePerPeriod(SamplingScheme, abc.ABC):
 class RandomAllocation(_OncePerPeriod):
     """Each unit in exactly one of every ``period`` steps (add-or-remove adjacency).
 
-    Which step it is is a uniform draw of the unit's own, afresh for each stretch of ``period``
-    steps; who else is there has no part in it.
+    Which step that is is a uniform draw of the unit's own, afresh for each stretch of ``period``
+    steps, and depends on no other unit.
 
     Attributes:
       period: t; None: not given yet.
@@ -387,12 +389,12 @@ class RandomAllocation(_OncePerPeriod):
 
     kind: ClassVar[str] = "random_allocation"
 
-    def describe(self, counted: str, unit: str, taken: str = "") -> str:
-        told = (
+    def describe(self, counted: str, unit: str, contribution: str = "") -> str:
+        text = (
             f"each of {counted} in exactly one of every {self.steps} steps, drawn uniformly and "
             "independently"
         )
-        return f"{told}, {taken} of a {unit} who takes part" if taken else told
+        return f"{text}, {contribution} of a {unit} who takes part" if contribution else text
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         stretch, turn = divmod(step, self.steps)
@@ -403,9 +405,9 @@ class RandomAllocation(_OncePerPeriod):
 
 @dataclasses.dataclass(frozen=True)
 class Cyclic(_OncePerPeriod):
-    """Each unit at every ``period``-th step, from one of the first ``period`` on.
+    """Each unit in every ``period``-th step, from one of the first ``period`` on.
 
-    Which of these it is is a uniform draw of the unit's own, once for the run. So two steps of a
+    Which of these that is is a uniform draw of the unit's own, once for the run. So two steps of a
     unit are ``period`` apart, and it has no more of them than fit (add-or-remove).
 
     Attributes:
@@ -416,16 +418,15 @@ class Cyclic(_OncePerPeriod):
 
     @property
     def separation(self) -> int:
-        """The period."""
         return self.steps
 
-    def describe(self, counted: str, unit: str, taken: str = "") -> str:
-        told = (
+    def describe(self, counted: str, unit: str, contribution: str = "") -> str:
+        text = (
             f"each of {counted} at every {self.steps}-th step, from one of the first {self.steps} "
             "on that is drawn uniformly and independently (no amplification by sampling is counted "
             "on)"
         )
-        return f"{told}, {taken} of a {unit} who takes part" if taken else told
+        return f"{text}, {contribution} of a {unit} who takes part" if contribution else text
 
     def turn_of(self, key: RootKey, population: int) -> np.ndarray:
         """int64 [population], the first step of each unit under the key of a run."""
@@ -435,14 +436,14 @@ class Cyclic(_OncePerPeriod):
         return turns
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        # One stretch of random allocation, again and again.
+        # The first stretch of random allocation, again and again.
         # proof: turns-1
         return RandomAllocation(self.steps).indices(key, step % self.steps, population)
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedSize:
-    """A uniform subset of exactly ``size`` units, afresh at each step (replace-one adjacency)."""
+    """A uniform subset of exactly ``size`` units, afresh in each step (replace-one adjacency)."""
 
     size: int
 
@@ -454,23 +455,70 @@ class FixedSize:
         """The size.
 
         Raises:
-          BadInputError: there are not so many units.
+          BadInputError: there are fewer units.
         """
-        del tail
-        if not 1 <= self.size <= population:
-            raise BadInputError(
-                f"the batch size is {self.size}, but it must be at least 1 and at most the "
-                f"{population} units there are"
-            )
+        wanted = f"at least 1 and at most the {population} units there are"
+        require(1 <= self.size <= population, "the batch size", self.size, wanted)
         return self.size
 
-    def describe(self, counted: str, unit: str, taken: str = "") -> str:
+    def describe(self, counted: str, unit: str, contribution: str = "") -> str:
         """As ``SamplingScheme.describe``."""
-        del unit, taken
         return f"exactly {self.size} of {counted} per step, without replacement"
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        """Returns the indices of ``step``."""
+        """Returns the distinct indices of ``step``, sorted, int64 [size]."""
         size, rng = self.size_bound(population), key.numpy("sampling", step)
         chosen = rng.choice(population, size, replace=False, shuffle=False)
         return np.sort(chosen.astype(np.int64, copy=False))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PersonalizedPoisson:
+    """Each unit independently with its own probability (personalised budgets; Liu et al. 2024).
+
+    Attributes:
+      probs: float64 [population], in [0, 1]; 0 leaves a unit out.
+    """
+
+    probs: np.ndarray
+
+    def __post_init__(self) -> None:
+        probs = np.asarray(self.probs, dtype=np.float64)
+        check_population(len(probs))
+        if probs.ndim != 1 or not ((probs >= 0) & (probs <= 1)).all():
+            raise BadInputError("every sampling probability must be a number in [0, 1]")
+        object.__setattr__(self, "probs", probs)
+
+    def expected_size(self, population: int) -> float:
+        """The sum of the probabilities."""
+        return float(self.probs.sum())
+
+    def size_bound(self, population: int, tail: float = 1e-15) -> int:
+        """A size that a draw exceeds with probability at most ``tail``, by Bernstein's bound."""
+        log = -np.log(tail)
+        variance = float((self.probs * (1 - self.probs)).sum())
+        slack = log / 3 + np.sqrt(log * log / 9 + 2 * variance * log)
+        return min(
+            int(np.count_nonzero(self.probs)), int(np.ceil(self.expected_size(population) + slack))
+        )
+
+    def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
+        """Returns the distinct indices of ``step``, sorted, int64 [n].
+
+        By thinning: coins of the largest probability for all, then a second coin for those drawn.
+        That has the distribution of one coin each, at a cost that follows the draw.
+
+        Raises:
+          BadInputError: there are more or fewer units than probabilities.
+        """
+        if population != len(self.probs):
+            raise BadInputError(
+                f"there are {len(self.probs)} sampling probabilities, but {population} units"
+            )
+        rng = key.numpy("sampling", step)
+        most = float(self.probs.max())
+        if most == 0.0:
+            return np.zeros(0, np.int64)
+        # proof: rpdp-sampling-1
+        drawn = poisson_indices(rng, population, most)
+        return drawn[rng.random(len(drawn)) * most < self.probs[drawn]]

@@ -11,7 +11,7 @@ import optax
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, convolutions, join, split
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.mechanisms import Mechanism, NoNoise, non_private

@@ -161,7 +161,7 @@ class Step:
 
     def flops(self, units: Units) -> float:
         """Operations of one microbatch on one device, counted before the compiler sees them."""
-        from dpfl_jax.clipping.flops import count_flops
+        from dpfl_jax.clipping.jaxprs import count_flops
         from dpfl_jax.mesh import splits_parameters
 
         step, arguments = self._lowerable(units)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.mechanisms import Calibrated
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import parameter_shardings

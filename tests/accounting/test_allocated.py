@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_jax.accounting import REPLACE, allocation, delta, epsilon, events, serialize
+from dpfl_jax.accounting import REPLACE, allocation, delta, epsilon, event_types, events
 from dpfl_jax.accounting.allocation import allocated
 from dpfl_jax.accounting.event_types import AllocatedDpEvent
 from dpfl_jax.errors import BadInputError
@@ -62,10 +62,10 @@ ELSEWHERE = [  # sigma, once in, steps; lower and upper bound
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sigma", "once_in", "steps", "low", "high"), ELSEWHERE)
-def test_epsilon_between_the_bounds_of_its_authors(sigma, once_in, steps, low, high):
+@pytest.mark.parametrize(("sigma", "period", "steps", "low", "high"), ELSEWHERE)
+def test_epsilon_between_the_bounds_of_its_authors(sigma, period, steps, low, high):
     """Printed by ``gaussian_allocation_epsilon_range`` of PLD_accounting 2.0, at delta 1e-6."""
-    assert low <= epsilon(events.allocated(sigma, once_in, steps), 1e-6) <= high
+    assert low <= epsilon(events.allocated(sigma, period, steps), 1e-6) <= high
 
 
 MONTE_CARLO = [  # sigma, once in, steps, epsilon; delta of 1e-3 to 1e-1
@@ -82,42 +82,42 @@ MONTE_CARLO = [  # sigma, once in, steps, epsilon; delta of 1e-3 to 1e-1
 
 @pytest.mark.slow
 @pytest.mark.nightly("50", "60", "100")
-@pytest.mark.parametrize(("sigma", "once_in", "steps", "eps"), MONTE_CARLO)
-def test_delta_against_monte_carlo(sigma, once_in, steps, eps):
+@pytest.mark.parametrize(("sigma", "period", "steps", "eps"), MONTE_CARLO)
+def test_delta_against_monte_carlo(sigma, period, steps, eps):
     """10^6 runs a direction: not below by 3 standard errors, not above by 3 % and these."""
     rng, s, trials = np.random.default_rng(0), 1 / sigma, 10**6
-    ends = [*range(once_in, steps + 1, once_in)] + [steps] * bool(steps % once_in)
+    ends = [*range(period, steps + 1, period)] + [steps] * bool(steps % period)
     both = np.zeros((2, 2))  # remove, add; sum and sum of squares
     for _ in range(trials // 10_000):
         for way in range(2):
             loss, first = np.zeros(10_000), 0
             for end in ends:
                 y = rng.normal(size=(10_000, end - first))
-                mine = rng.integers(once_in, size=10_000)
+                mine = rng.integers(period, size=10_000)
                 inside = (mine < end - first) & (way == 0)
                 y[inside, mine[inside]] += s
-                unseen = once_in - (end - first)
-                loss += np.log((np.exp(s * y - s * s / 2).sum(axis=1) + unseen) / once_in)
+                unseen = period - (end - first)
+                loss += np.log((np.exp(s * y - s * s / 2).sum(axis=1) + unseen) / period)
                 first = end
             value = np.maximum(0.0, -np.expm1(eps - (loss if way == 0 else -loss)))
             both[way] += value.sum(), (value**2).sum()
     mean = both[:, 0] / trials
     error = np.sqrt((both[:, 1] / trials - mean**2) / trials)
     k = int(mean.argmax())
-    found = delta(events.allocated(sigma, once_in, steps), eps)
+    found = delta(events.allocated(sigma, period, steps), eps)
     assert mean[k] - 3 * error[k] <= found <= 1.03 * mean[k] + 3 * error[k]
 
 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
-    sigma=st.floats(0.3, 5.0), once_in=st.integers(2, 300), part=st.floats(0, 1),
+    sigma=st.floats(0.3, 5.0), period=st.integers(2, 300), part=st.floats(0, 1),
     spacing=st.floats(0.1, 0.4),
 )  # fmt: skip
-def test_a_law_of_cells(sigma, once_in, part, spacing):
+def test_a_law_of_cells(sigma, period, part, spacing):
     """Probabilities and both means are whole; finer cells cost no more."""
-    taken = max(1, round(part * once_in))
-    law, finer = (allocated(sigma, taken, once_in, s, -50.0) for s in (spacing, spacing / 4))
+    taken = max(1, round(part * period))
+    law, finer = (allocated(sigma, taken, period, s, -50.0) for s in (spacing, spacing / 4))
     for way in (law.remove, law.add):
         assert way.probs.min() >= 0
         assert way.probs.sum() + way.infinity == pytest.approx(1, abs=1e-9)
@@ -142,14 +142,14 @@ def test_little_noise_costs_what_it_costs_who_knows_the_step():
 
 def test_an_allocation_is_stored_and_read():
     event = events.allocated(1.5, 10, 25)
-    assert serialize.from_json(serialize.to_json(event)) == event
+    assert event_types.from_json(event_types.to_json(event)) == event
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: epsilon(events.allocated(1.0, 5, 5), 1e-6, relation=REPLACE), "add-or-remove"),
-        (lambda: events.allocated(1.0, 0, 5), "allocation is 0"),
+        (lambda: events.allocated(1.0, 0, 5), "period is 0"),
         (lambda: events.allocated(-1.0, 2, 5), "noise multiplier is -1"),
         (
             lambda: epsilon(AllocatedDpEvent(events.gaussian(1.0, 1).event, 3, 4), 1e-6),

@@ -128,7 +128,7 @@ def test_no_guarantee_and_odd_questions_are_one_sentence():
     with pytest.raises(BadInputError, match="no guarantee at all"):
         accounting.meaning(events.gaussian(0.0, 1), 1e-6)
     found = accounting.meaning(events.gaussian(3.0, 1), 1e-6)
-    with pytest.raises(BadInputError, match="2 or more"):
+    with pytest.raises(BadInputError, match="at least 2"):
         found.guessing(1)
     with pytest.raises(BadInputError, match="rate of false alarms"):
         found.true_positive_rate(1.5)

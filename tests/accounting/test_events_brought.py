@@ -18,8 +18,8 @@ from dp_accounting import (
 from scipy import stats
 
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, epsilon, events
+from dpfl_jax.accounting.event_types import from_json, to_json
 from dpfl_jax.accounting.renyi import ORDERS, renyi_divergences
-from dpfl_jax.accounting.serialize import from_json, to_json
 from dpfl_jax.errors import BadInputError
 
 DELTA = 1e-5
@@ -118,7 +118,7 @@ def test_the_best_of_several_runs_by_renyi(shape):
         epsilon(one, DELTA, accountant="zcdp")
     nothing = dp_event.RepeatAndSelectDpEvent(GaussianDpEvent(0.0), 10.0, shape)
     assert epsilon(nothing, DELTA, accountant="rdp") == math.inf
-    with pytest.raises(BadInputError, match="mean number of them of 1 or more"):
+    with pytest.raises(BadInputError, match="mean number of runs of which the best is chosen is"):
         epsilon(dp_event.RepeatAndSelectDpEvent(inner, 0.5, shape), DELTA, accountant="rdp")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import events, serialize
+from dpfl_jax.accounting import event_types, events
 from dpfl_jax.accounting.renyi import ORDERS
 from dpfl_jax.accounting.renyi_filter import (
     LEVELS,
@@ -266,7 +266,7 @@ def test_the_event_is_of_the_budget_and_until_then_of_the_steps():
     assert order in ORDERS
     event = events.filtered(sigma, prob, least, order, 200)
     assert events.filtered(sigma, prob, least, order, 30) == events.uls(sigma, prob, 30)
-    assert serialize.from_json(serialize.to_json(event)) == event
+    assert event_types.from_json(event_types.to_json(event)) == event
     told = accounting.epsilon(event, delta, accountant=accounting.accountant_of(event))
     every_order = accounting.epsilon(events.uls(sigma, prob, least), delta, accountant="rdp")
     assert told == pytest.approx(every_order, rel=1e-9)
@@ -302,7 +302,7 @@ def test_of_several_examples_it_is_that_of_a_whole_group():
     assert (costs >= squares - 1e-14).all()
     np.testing.assert_allclose(costs, squares, rtol=1e-3, atol=1e-8)
     event = events.filtered(2.0, 0.1, 30, 7.0, 200, group_size=3)
-    assert serialize.from_json(serialize.to_json(event)) == event
+    assert event_types.from_json(event_types.to_json(event)) == event
     assert events.filtered(2.0, 0.1, 30, 7.0, 30, group_size=3) == events.els(2.0, 0.1, 3, 30)
     told = accounting.epsilon(event, 1e-5, accountant=accounting.accountant_of(event))
     found = RenyiFilter.of(2.0, 0.1, 30, 7.0, 3)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import Account, BudgetExceededError, Guarantee, Ledger, events, serialize
+from dpfl_jax.accounting import Account, BudgetExceededError, Guarantee, Ledger, event_types, events
 from dpfl_jax.accounting.privacy_filter import filtered_epsilon
 from dpfl_jax.errors import BadInputError
 
@@ -35,11 +35,11 @@ def test_events_survive_json():
         dp_accounting.NoOpDpEvent(),
     ]
     for event in samples:
-        assert serialize.from_json(serialize.to_json(event)) == event
+        assert event_types.from_json(event_types.to_json(event)) == event
     with pytest.raises(BadInputError):
-        serialize.from_json({"type": "os.system", "command": "true"})
+        event_types.from_json({"type": "os.system", "command": "true"})
     with pytest.raises(BadInputError):
-        serialize.to_json(dp_accounting.UnsupportedDpEvent())
+        event_types.to_json(dp_accounting.UnsupportedDpEvent())
 
 
 def test_runs_cost_less_than_their_epsilons_and_more_than_one_run(tmp_path):
@@ -105,7 +105,7 @@ def old(path, *records):
     previous, account = "", {"dataset": USERS.dataset, "unit": "user"}
     account["adjacency"] = USERS.adjacency
     for kind, run, event in records:
-        record = {"kind": kind, "run": run, "event": serialize.to_json(event), "time": 0.0}
+        record = {"kind": kind, "run": run, "event": event_types.to_json(event), "time": 0.0}
         record |= {"account": account, "previous": previous}
         line = json.dumps(record, sort_keys=True).encode() + b"\n"
         with path.open("ab") as file:

@@ -68,6 +68,8 @@ def test_members_of_a_federation_are_known_without_noise_and_not_with_it(tmp_pat
     (tmp_path / "table.csv").write_text("\n".join(lines))
     (tmp_path / "overfit.yaml").write_text(OVERFIT.format(path=tmp_path / "table.csv"))
     config = load_config(tmp_path / "overfit.yaml", [])
-    told, (audit,) = participation(config, RootKey.from_seed(3), Console(quiet=True), own=True)
+    told, (audit,) = participation(
+        config, RootKey.from_seed(3), Console(quiet=True), membership=True
+    )
     assert not audit.exceeds
     assert told["auc"]["without_privacy"] > 0.8 > told["auc"]["with_privacy"]

@@ -11,7 +11,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.audit import Trials, audit
 from dpfl_jax.audit.proof import guessed, one_run_bound, plot_audits
-from dpfl_jax.audit.trials import laws, log_likelihood_ratio, scaled
+from dpfl_jax.audit.trials import log_likelihood_ratio, scaled, step_shifts
 from dpfl_jax.errors import BadInputError
 
 DELTA = 1e-5
@@ -21,7 +21,7 @@ def drawn(event, rng, n, shift=1.0, relation=accounting.ADD_OR_REMOVE):
     """Trials of the mechanism that the event tells of, its unit moving the sum ``shift`` times."""
     inside = rng.random(n) < 0.5
     columns = []
-    for law in laws(event):
+    for law in step_shifts(event):
         shifts, weights = law.shifts, law.weights
         moved = shift * rng.choice(shifts, n, p=weights)
         sign = np.where(inside, 1.0, -1.0 if relation == REPLACE else 0.0)
@@ -145,7 +145,7 @@ def test_what_cannot_be_audited_is_said():
     with pytest.raises(BadInputError, match="confidence"):
         audit(drawn(events.gaussian(1.0, 1), rng, 4000), 1.0)
     with pytest.raises(BadInputError, match="no audit knows"):
-        list(laws(events.fixed_size(1.0, 10, 2, 1)))
+        list(step_shifts(events.fixed_size(1.0, 10, 2, 1)))
 
 
 @pytest.mark.parametrize("sigma", [2.0, 0.25])

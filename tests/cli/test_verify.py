@@ -588,7 +588,7 @@ def test_nothing_about_records_with_budgets_is_told():
 def test_a_group_costs_what_is_told():
     made = personal()
     for group in made.groups:
-        event = statement.serialize.from_json(group.event)
+        event = statement.event_types.from_json(group.event)
         assert group.epsilon == epsilon(event, 1e-4)
     assert made.groups[0].epsilon < made.groups[1].epsilon < made.privacy.epsilon
 

@@ -114,7 +114,7 @@ def test_the_clip_norm_never_leaves_what_float32_holds():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"quantile": 1.0}, "quantile is 1.0, but it must lie between 0 and 1"),
+        ({"quantile": 1.0}, "quantile is 1.0, but it must be above 0 and below 1"),
         ({"quantile": 0.0}, "quantile is 0.0, but it must be finite and above 0"),
         ({"count_weight": -1.0}, "count_weight is -1.0"),
         ({"clip_norm": math.inf}, "clip_norm is inf"),

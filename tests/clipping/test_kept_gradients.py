@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import accumulate, clipped_grad, cost
-from dpfl_jax.clipping.peak import peak_bytes
+from dpfl_jax.clipping.jaxprs import peak_bytes
 from dpfl_jax.clipping.rules import Flat, PerLayer
 
 KEY, UNITS = jax.random.key(11), 16

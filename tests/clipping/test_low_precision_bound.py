@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dpfl_jax.clipping import clipped_grad
-from dpfl_jax.clipping.peak import peak_bytes
+from dpfl_jax.clipping.jaxprs import peak_bytes
 from dpfl_jax.clipping.result import pinned
 
 

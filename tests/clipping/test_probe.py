@@ -6,7 +6,7 @@ import pytest
 from zoo import ZOO, transformer_loss, transformer_params
 
 from dpfl_jax.clipping import clipped_grad
-from dpfl_jax.clipping.probe import probe
+from dpfl_jax.clipping.preflight import probe
 from dpfl_jax.errors import BadInputError
 
 
@@ -19,14 +19,14 @@ def test_less_memory_means_smaller_microbatches():
     assert free.tried == (("ghost", None, free.temp_bytes),)
     tight = probe(f, params, batch, memory_limit=free.temp_bytes - 1)
     assert tight.temp_bytes < free.temp_bytes
-    assert tight.bounded.microbatch_size is not None
-    assert tight.bounded.microbatch_size < units
+    assert tight.gradient.microbatch_size is not None
+    assert tight.gradient.microbatch_size < units
     assert len(str(tight).splitlines()) == len(tight.tried) >= 2
     # Shapes are enough, and the original is not changed.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
     assert probe(f, *shapes, memory_limit=1e12).temp_bytes == free.temp_bytes
     assert f.microbatch_size is None
-    want, got = jax.jit(f)(params, batch), jax.jit(tight.bounded)(params, batch)
+    want, got = jax.jit(f)(params, batch), jax.jit(tight.gradient)(params, batch)
     np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
 
 

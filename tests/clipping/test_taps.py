@@ -7,7 +7,7 @@ import pytest
 from zoo import ZOO
 
 from dpfl_jax.clipping import Flat, clipped_grad
-from dpfl_jax.clipping.isolation import every_program
+from dpfl_jax.clipping.jaxprs import every_program
 from dpfl_jax.clipping.taps.evaluate import _BY_VALUE, _by_value
 from dpfl_jax.errors import BadInputError
 

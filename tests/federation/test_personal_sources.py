@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dpfl_jax.audit.attacks.configured import trials_of
+from dpfl_jax.audit.attacks.simulate import trials_of
 from dpfl_jax.config.schema import BudgetConfig, RunConfig
 from dpfl_jax.data import ArrayStore, DataConfig
 from dpfl_jax.errors import BadInputError

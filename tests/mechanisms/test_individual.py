@@ -96,7 +96,7 @@ def test_a_loop_of_ones_own_is_refused():
         plan.clipped_grad(loss_fn)
     # What it is made of: nobody is drawn, and nobody is summed without a bound.
     assert [plan.sampler(key).draw(step).size for step in range(6)] == [0] * 6
-    with pytest.raises(BadInputError, match="units bring no bound of their own"):
+    with pytest.raises(BadInputError, match="the units have no bounds"):
         mechanism.rule.weights(jnp.ones(3))
 
 

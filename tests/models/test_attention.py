@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpfl_jax.clipping import clipped_grad
-from dpfl_jax.clipping.isolation import every_program
+from dpfl_jax.clipping.jaxprs import every_program
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention, transformer
 from dpfl_jax.models.attention import attend
 

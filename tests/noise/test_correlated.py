@@ -15,8 +15,7 @@ from noising import (
 
 from dpfl_jax.matrices import buffered_error, inverse_error, prefix_error
 from dpfl_jax.mesh import make_mesh, parameter_shardings, state_shardings
-from dpfl_jax.noise import Noise, banded, banded_inverse, buffered
-from dpfl_jax.noise.banded_inverse import redrawn
+from dpfl_jax.noise import Noise, banded, banded_inverse, buffered, redrawn
 
 COLUMN = (0.75, 0.5, 0.4375)  # exact in float32
 BUFFERS = ((0.75, 0.25), (0.5, 0.125))

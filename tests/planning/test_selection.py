@@ -20,12 +20,11 @@ from dpfl_jax.accounting import (
     events,
     statement,
 )
-from dpfl_jax.accounting.event_types import ApproximateDpEvent, OneOfDpEvent
+from dpfl_jax.accounting.event_types import ApproximateDpEvent, OneOfDpEvent, from_json, to_json
 from dpfl_jax.accounting.renyi import ORDERS, renyi_divergences
-from dpfl_jax.accounting.serialize import from_json, to_json
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Independent, Population, allocation, bandmf, els, uls
-from dpfl_jax.noise.exact import whole_number
+from dpfl_jax.noise.exact import draw_integer
 from dpfl_jax.noise.table import STDDEV
 from dpfl_jax.planning.selection import RunCount, Selection, restate
 from dpfl_jax.randomness import RootKey
@@ -287,14 +286,14 @@ def test_a_person_moves_the_sum_by_half_the_bound_at_most():
 def test_the_noise_of_a_score_is_that_of_its_event():
     """Kolmogorov-Smirnov over 300 keys (a right sampler fails 1 seed in 10,000), and its place."""
     made, root = selection(held_out=4), RootKey.from_seed(0)
-    drawn = [whole_number(root.words("n", i)) / STDDEV for i in range(300)]
+    drawn = [draw_integer(root.words("n", i)) / STDDEV for i in range(300)]
     assert stats.kstest(drawn, "norm").pvalue > 1e-4
     assert len(set(drawn)) == 300
     losses, offsets = np.full(4, 0.75), np.arange(5)
     most = math.floor(STDDEV / made.score_noise)
     for i in range(5):
         key = root.child("run", i)
-        noise = whole_number(key.words("selection:score"))
+        noise = draw_integer(key.words("selection:score"))
         expected = 0.75 + noise / most * made.bound / 2 / 4
         assert made.score(losses, offsets, key) == pytest.approx(expected, rel=1e-9)
     assert made.score_stddev == pytest.approx(made.score_noise * made.bound / 2 / 4, rel=1e-9)

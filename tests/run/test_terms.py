@@ -14,7 +14,7 @@ from fitting import fit_given as fit
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from dpfl_jax.clipping.isolation import refuse_unseeable
+from dpfl_jax.clipping.isolation import refuse_opaque
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, non_private, uls
@@ -333,8 +333,8 @@ def test_losses_with_a_primitive_of_another_rule_for_vmap_are_refused():
     for function, what in ((mixing.bind, "vmap (mixing)"), (of_a_kernel, "JAX (ffi_call)")):
         program = jax.make_jaxpr(lambda x, f=function: jax.jit(f)(x).sum())(jnp.ones(3))
         with pytest.raises(BadInputError, match=re.escape(what)):
-            refuse_unseeable(program, "the loss")
-    refuse_unseeable(jax.make_jaxpr(lambda x: jnp.sort(jnp.linalg.inv(x)))(jnp.eye(3)), "the loss")
+            refuse_opaque(program, "the loss")
+    refuse_opaque(jax.make_jaxpr(lambda x: jnp.sort(jnp.linalg.inv(x)))(jnp.eye(3)), "the loss")
 
 
 @pytest.mark.slow

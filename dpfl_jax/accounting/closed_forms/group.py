@@ -7,7 +7,7 @@ example-level deltas far below what a floating-point number holds.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import dp_accounting
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from dpfl_jax.accounting import accountant as tight
 from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.accountant import check_delta
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import at_least, one_of
 
 Form = Literal["geometric", "marathe", "vadhan"]
 
@@ -30,14 +30,12 @@ def log_delta_factor(epsilon: Any, size: int, form: Form = "geometric") -> Any:
         appendix; the tightest); "marathe" G e^((G-1) eps) (their Theorem 3.2); "vadhan"
         G e^(G eps) (Vadhan 2017, Lemma 2.2). Each is at least the one before.
     """
-    if size < 1:
-        raise BadInputError(f"the group size is {size}, but it must be 1 or more")
+    at_least("the group size", size, 1)
+    one_of("form", form, get_args(Form))
     if form == "marathe":
         return math.log(size) + (size - 1) * epsilon
     if form == "vadhan":
         return math.log(size) + size * epsilon
-    if form != "geometric":
-        raise BadInputError(f"unknown form {form!r}: choose geometric, marathe or vadhan")
     value = np.asarray(epsilon, dtype=float)
     safe = np.maximum(value, 1e-12)
     # log((e^(Ge) - 1) / (e^e - 1)) = (G-1) e + log((1 - e^(-Ge)) / (1 - e^(-e)))
@@ -82,8 +80,8 @@ def black_box_epsilon(
             return math.inf
 
         def log_deltas(points: np.ndarray) -> np.ndarray:
-            found = [tight.delta(example_event, float(e)) for e in points]
-            return np.log(np.maximum(found, 1e-320))
+            deltas = [tight.delta(example_event, float(e)) for e in points]
+            return np.log(np.maximum(deltas, 1e-320))
 
         # The Renyi answer is an upper end; the example's own epsilon a lower one.
         bound = black_box_epsilon(example_event, group_size, delta, form=form) / group_size

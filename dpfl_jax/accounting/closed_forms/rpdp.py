@@ -102,7 +102,7 @@ def epsilon_two_stage(
 
 @functools.lru_cache(maxsize=1 << 16)
 def _epsilon_of(*setting: Any) -> float:
-    """The searches of many budgets halve the same intervals."""
+    # Cached, as the searches of many budgets halve the same intervals.
     return epsilon_two_stage(*setting)[0]
 
 
@@ -200,7 +200,7 @@ def fit_curve(
         return np.exp(np.clip(a * q + b, -700, 700)) + c
 
     try:
-        with warnings.catch_warnings():  # of deviations that nobody asks for
+        with warnings.catch_warnings():  # about the covariance, which is unused
             warnings.simplefilter("ignore", optimize.OptimizeWarning)
             (a, b, c), _ = optimize.curve_fit(model, points, values, maxfev=5000)
     except RuntimeError:

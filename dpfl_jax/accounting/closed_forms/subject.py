@@ -12,7 +12,7 @@ from typing import Literal
 
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.calibrate import calibrate_noise_multiplier
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import at_least
 
 
 def item_budget_of_group(
@@ -23,8 +23,7 @@ def item_budget_of_group(
     A, Definition 3.3: eps = E / g, delta = D / (g e^((g-1) E / g)); the printed delta misses D.
     ``tight``: A's appendix, delta = D (e^(E/g) - 1) / (e^E - 1).
     """
-    if size < 1:
-        raise BadInputError(f"the group size is {size}, but it must be 1 or more")
+    at_least("the group size", size, 1)
     item = epsilon / size
     if tight:
         return item, delta * math.expm1(item) / math.expm1(epsilon)

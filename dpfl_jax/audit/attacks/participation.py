@@ -1,6 +1,7 @@
-"""Who took part? An attacker who has the model alone, and some records, ranks people by its losses.
+"""Membership and user inference: an attacker with the final model and some records ranks people.
 
-Nothing that is trained here is kept or released: the runs are the attack's own.
+The score is by how much training lowered the loss. The runs are for the attack alone: nothing that
+is trained here is saved or released.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _FEWEST = 40
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What an audit of the final model is held against."""
+    """The claim that an audit of the final model tests."""
 
     event: Any
     delta: float
@@ -59,15 +60,15 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Attacked:
-    """A configuration whose people take part by coins.
+    """A configuration of which a coin for each person says who takes part.
 
     Attributes:
-      units: how many may take part.
+      units: number of people who may take part.
       word: what they are called.
       train: ``(inside, private, key) -> (gains, claim)``: trains with those that are in (bool [n]),
-        and says by how much training lowered the loss on what the attacker holds of each (float
-        [n]). Without privacy there is no claim; silos then add no noise, but clip as before, as
-        their learning rates are made for that.
+        and returns by how much training lowered the loss on the attacker's records of each person
+        (float [n]). Without privacy there is no claim; silos then add no noise, but clip as before,
+        as their learning rates are made for that.
     """
 
     units: int
@@ -76,20 +77,20 @@ class Attacked:
 
 
 def participation(
-    config: Any, key: RootKey, console: Console, *, own: bool, confidence: float = 0.95
+    config: Any, key: RootKey, console: Console, *, membership: bool, confidence: float = 0.95
 ) -> tuple[dict[str, Any], list[Audit]]:
     """Trains with half of the people, by fair coins, with privacy and without, and ranks all.
 
-    With ``own`` the attacker holds the very records that may have been trained on (membership
-    inference): then the coins prove an epsilon, by the bound for any mechanism. Otherwise the
-    attacker holds other records of the same people (Kandpal et al. 2024, "User inference attacks on
-    large language models"), and half of each one's records takes part.
+    With ``membership`` the attacker holds the very records that may have been trained on
+    (membership inference): then the coins prove an epsilon, by the bound for any mechanism.
+    Otherwise the attacker holds other records of the same people (Kandpal et al. 2024, "User
+    inference attacks on large language models"), and half of each person's records take part.
 
     Args:
       config: of any system.
-      key: of coins, sampling and noise; no run's.
-      console: for people.
-      own: which records the attacker holds.
+      key: of coins, sampling and noise; not that of a run.
+      console: for messages.
+      membership: whether the attacker holds the records that are trained on, or others.
       confidence: of what is proved.
 
     Returns:
@@ -98,14 +99,14 @@ def participation(
     Raises:
       BadInputError: too few people.
     """
-    attacked = _attacked(config, own, console)
+    attacked = _attacked(config, membership, console)
     if attacked.units < _FEWEST:
         raise BadInputError(
             f"{attacked.units} {attacked.word} may take part, but fewer than {_FEWEST} cannot be "
-            "ranked: take more data" + ("" if own else ", or attack with --membership")
+            "ranked: take more data" + ("" if membership else ", or attack with --membership")
         )
     inside = key.numpy("audit-coins").random(attacked.units) < 0.5
-    found, audits = {}, []
+    aucs, audits = {}, []
     for name in ("with_privacy", "without_privacy"):
         console.print(f"training {name.replace('_', ' ')}", highlight=False)
         gain, claim = attacked.train(inside, name == "with_privacy", key.child(name))
@@ -115,27 +116,27 @@ def participation(
                 "learning rate"
             )
         rank = stats.mannwhitneyu(gain[inside], gain[~inside])
-        found[name] = float(rank.statistic / (inside.sum() * (~inside).sum()))
-        if own and claim is not None and math.isfinite(claim.epsilon):
+        aucs[name] = float(rank.statistic / (inside.sum() * (~inside).sum()))
+        if membership and claim is not None and math.isfinite(claim.epsilon):
             how = f"{len(inside)} {attacked.word}, {inside.sum()} of them in"
             given = (gain, inside, claim.event, claim.delta, confidence)
             audit = guessed(*given, relation=claim.relation, name="the final model", how=how)
             audits.append(dataclasses.replace(audit, claimed=claim.epsilon))
     sizes = (int(inside.sum()), int((~inside).sum()))
-    # Standard deviation of the area where nothing can be told (Mann and Whitney 1947).
+    # Standard deviation of the area under a useless attack (Mann and Whitney 1947).
     chance = float(np.sqrt((sum(sizes) + 1) / (12.0 * sizes[0] * sizes[1])))
-    told = {"auc": found, "users_in": sizes[0], "users_out": sizes[1], "chance_deviation": chance}
-    return told, audits
+    summary = {"auc": aucs, "users_in": sizes[0], "users_out": sizes[1], "chance_deviation": chance}
+    return summary, audits
 
 
-def _attacked(config: Any, own: bool, console: Console) -> Attacked:
+def _attacked(config: Any, membership: bool, console: Console) -> Attacked:
     attack = {"central": _central, "silos": _federated, "isrl": _silos}[config.variant]
-    return attack(config, own, console)
+    return attack(config, membership, console)
 
 
-def _parts(store: Store, own: bool) -> tuple[Store, Callable[[np.ndarray], Store]]:
-    """What the attacker holds of all people, and what some of them train with."""
-    counts, step = np.diff(store.user_offsets), 1 if own else 2
+def _parts(store: Store, membership: bool) -> tuple[Store, Callable[[np.ndarray], Store]]:
+    """The attacker's records of all people, and a function for the records that some train with."""
+    counts, step = np.diff(store.user_offsets), 1 if membership else 2
     people = np.flatnonzero(counts >= step)
 
     def trains(inside: np.ndarray) -> Store:
@@ -155,7 +156,7 @@ def _finished(result: _Result) -> _Result:
     return result
 
 
-def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
+def _central(config: RunConfig, membership: bool, console: Console) -> Attacked:
     if not config.mechanism.private:
         raise BadInputError("mechanism.kind=none is not private: there is nothing to audit")
     ready, mesh = prepare(config, console), make_mesh(**config.execution.mesh.axes)
@@ -165,7 +166,7 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
             "people who take part or do not are attacked, but records of the data have several "
             "owners: attack the mechanism instead (dpfl audit --simulate)"
         )
-    held, trains = _parts(ready.train, own)
+    held, trains = _parts(ready.train, membership)
     assert ready.data is not None
     params, _ = starting_params(config, ready.data, ready.model, mesh, console)
     trainable = trained_by_name(config.model, ready.model)
@@ -200,13 +201,13 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
     return Attacked(held.num_users, "users", trained)
 
 
-def _federated(config: RunConfig, own: bool, console: Console) -> Attacked:
+def _federated(config: RunConfig, membership: bool, console: Console) -> Attacked:
     if not config.mechanism.private:
         raise BadInputError(
             f"mechanism.kind={config.mechanism.kind} is not private: there is nothing to audit"
         )
     subjects = federated_run.read_subjects(config)
-    held, trains = _parts(subjects.train, own)
+    held, trains = _parts(subjects.train, membership)
 
     def trained(inside: np.ndarray, private: bool, key: RootKey) -> Any:
         some = dataclasses.replace(subjects, train=trains(inside))
@@ -230,9 +231,9 @@ def _federated(config: RunConfig, own: bool, console: Console) -> Attacked:
     return Attacked(held.num_users, "subjects", trained)
 
 
-def _silos(config: RunConfig, own: bool, console: Console) -> Attacked:
-    """Pairs of a training record and a held-out one of the same silo, of which one takes part."""
-    if not own:
+def _silos(config: RunConfig, membership: bool, console: Console) -> Attacked:
+    """Attacks pairs of a training and a held-out record of one silo, of which one takes part."""
+    if not membership:
         raise BadInputError(
             "an ISRL-DP guarantee is for each record: attack it with --membership, which holds "
             "the records themselves"

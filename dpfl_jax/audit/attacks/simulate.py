@@ -1,12 +1,12 @@
-"""A mechanism's own release on designed gradients alone: no training, many trials in one run.
+"""Trials of a mechanism on designed gradients: no training, and many trials in one simulated run.
 
-Sampler, clipping, noise, divisor and keys are those that train: nothing here is written again. The
-loss is linear, so that each unit's gradient is what is designed: long enough to be clipped, and,
-one unit each, along a direction that no other unit has. So every unit is a trial of its own.
+Sampler, clipping, noise, divisor and keys are the code that trains: nothing is implemented again.
+The loss is linear, so that the gradient of each unit is what was designed: long enough to be
+clipped, and in a direction that no other unit has. So every unit is a trial.
 
-Parameters move from one release to the next, and every gradient turns round with them. What was
-released is turned back, so that a unit's shift is the same in all steps. Noise that is added twice
-then has two signs, and is gone from the sum of the two.
+Parameters move from one release to the next, and every gradient changes its sign with them. The
+sign of what was released is changed back, so that a unit's shift is the same in all steps. Noise
+that is added twice then has two signs, and is gone from the sum of the two.
 
 Adjacency is what the event says: units that are out are not in the data. Rates of sampling stay
 those of the plan, which are public constants.
@@ -24,14 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from rich.console import Console
 
 from dpfl_jax.accounting import REPLACE, cells, events
 from dpfl_jax.audit.trials import LONG, Trials
 from dpfl_jax.clipping import Adaptive
+from dpfl_jax.config import RunConfig
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federation import Federation, SiloPlan
@@ -45,40 +47,41 @@ from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.pipeline import prepare
 
 PyTree = Any
 _MOST_DIRECTIONS = 2000
-_BESIDE = 16  # steps of correlated noise that are looked at one by one
+_BESIDE = 16  # steps of correlated noise that the attacker sees one by one, too
+_NOTHING = "this configuration promises nothing, so that there is nothing to audit: choose a "
 
 
 def _start(directions: int, turn: float = 1.0) -> PyTree:
-    """Parameters: two leaves, as what is not clipped is often the second; and ``turn``, 1 or -1."""
+    """Parameters: two leaves, as a bug may leave the second unclipped; and ``turn``, 1 or -1."""
     return {"weight": jnp.zeros(directions), "bias": jnp.zeros(directions), "turn": jnp.array(turn)}
 
 
 def _loss(params: PyTree, example: PyTree) -> jax.Array:
-    """Linear; its gradient is ``size`` along a direction, half of it (squared) in each leaf.
+    """A linear loss: its gradient is ``size`` along a direction, half of it (squared) in each leaf.
 
-    It turns round with ``turn``, which is not trained.
+    Its sign is that of ``turn``, which is not trained.
     """
     both = (params["weight"] + params["bias"]) / math.sqrt(2.0)
-    along = both @ jax.nn.one_hot(example["direction"], both.shape[0])
-    return jax.lax.stop_gradient(params["turn"]) * example["size"] * along
+    component = both @ jax.nn.one_hot(example["direction"], both.shape[0])
+    return jax.lax.stop_gradient(params["turn"]) * example["size"] * component
 
 
-def _along(tree: PyTree) -> jax.Array:
-    """What a gradient (or sum) has along each direction."""
+def _components(tree: PyTree) -> jax.Array:
+    """The components of a gradient (or sum) along all directions."""
     return (tree["weight"] + tree["bias"]) / math.sqrt(2.0)
 
 
 def _runs(trials: int, each: int) -> int:
-    if trials < 200:
-        raise BadInputError(f"{trials} trials are asked for, but an audit needs 200 or more")
+    at_least("the number of trials", trials, 200)
     return math.ceil(trials / each)
 
 
 def refuse_filtered(mechanism: Mechanism) -> None:
-    """Raises BadInputError if users have budgets of their own, of which no loss is known."""
+    """Raises BadInputError for clip norms that adapt and budgets of users: no loss is known."""
     if isinstance(mechanism.clip, Adaptive):
         raise BadInputError(
             "mechanism.clip is adaptive, which clips to another norm at each step: audit the "
@@ -88,7 +91,89 @@ def refuse_filtered(mechanism: Mechanism) -> None:
         raise BadInputError(
             f"of mechanism.kind={mechanism.kind} a Renyi divergence is known, and no loss that an "
             "attack could be held against: audit the same without mechanism.budget at as much "
-            "noise, for the least_steps steps that everybody takes part in"
+            "noise, for the least_steps steps that all users take part in"
+        )
+
+
+# ---- configurations ----------------------------------------------------------------------------
+
+
+def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[Trials]:
+    """Simulates the mechanism of a configuration, whose data are read for their public numbers.
+
+    Args:
+      config: of any kind.
+      key: of the audit alone.
+      console: for people.
+      trials: of each claim, at least; a tenth of it where a trial takes a whole silo.
+
+    Returns:
+      One entry; with personal budgets one of the smallest, one of the largest.
+
+    Raises:
+      BadInputError: it has no guarantee, or one that no audit knows.
+    """
+    if config.variant == "isrl":
+        return [_trials_of_messages(config, key, console, trials)]
+    if config.variant == "silos":
+        return _trials_of_silos(config, key, console, trials)
+    if not config.mechanism.private:
+        raise BadInputError(_NOTHING + "private mechanism.kind")
+    ready: Any = prepare(config, console)
+    with console.status("attacking"):
+        return [central(ready.calibrated, key, trials=trials)]
+
+
+def _trials_of_silos(
+    config: RunConfig, key: RootKey, console: Console, trials: int
+) -> list[Trials]:
+    ready: Any = prepare(config, console)
+    federation = ready.federation
+    if not federation.mechanism.private:
+        raise BadInputError(_NOTHING + "private mechanism.kind")
+    reach = 1
+    if federation.mechanism.privacy_unit != "record":
+        reach = min(federation.max_silos_per_subject, federation.silos_per_round)
+    # Those that cost most, as in federation.accountant.worst_cases.
+    members = sorted(
+        (federation.silos[i] for i in federation.participants.tolist()),
+        key=lambda p: (
+            -p.mechanism.participation.sampling_prob_of(p.facts),
+            p.sigma,
+            -p.local_steps,
+        ),
+    )[:reach]
+    rates: list[tuple[float | None, float | None]] = [(None, None)]
+    if ready.personal is not None:
+        ready.personal.check_rates(ready.data)
+        drawn = ready.personal.assignment.rates
+        ends = float(drawn[drawn > 0].min()), float(drawn.max())
+        rates = [ends, ends[::-1]]
+    if federation.mechanism.participation.one_unit:
+        trials = max(200, trials // 10)
+    trials_by_rate = []
+    with console.status("attacking"):
+        for rate, other in rates:
+            given = (members, federation.rounds, ready.delta, key.child(f"rate {rate}"))
+            cohort = federation.cohort if rate is not None else None
+            trials_by_rate.append(
+                silos(*given, trials=trials, rate=rate, other=other, cohort=cohort)
+            )
+    return trials_by_rate
+
+
+def _trials_of_messages(config: RunConfig, key: RootKey, console: Console, trials: int) -> Trials:
+    ready: Any = prepare(config, console)
+    parameters = ready.parameters
+    if not parameters.noise:
+        raise BadInputError(_NOTHING + "budget")
+    worst = int(np.argmax([z.epsilon for z in parameters.noise]))
+    with console.status("attacking"):
+        return messages(
+            parameters.noise[worst],
+            key,
+            clip_norm=float(parameters.clip_norms[worst]),
+            trials=trials,
         )
 
 
@@ -111,7 +196,7 @@ def central(
       calibrated: the mechanism with its noise, at the rates of its population.
       key: of coins, sampling and noise; no run's.
       trials: units that are in or out, at least.
-      directions: units of one run; default some that sampling can tell from each other.
+      directions: units of one run; default by the sampling rate.
       others: units of every run that are always in the data, all along one more direction.
       mesh: default: one device.
       execution: how steps are computed.
@@ -130,7 +215,7 @@ def central(
     def store(inside: np.ndarray) -> ArrayStore:
         who = np.concatenate([np.flatnonzero(inside), np.full(others, units)]).astype(np.int32)
         if not len(who):
-            who = np.array([-1], np.int32)  # somebody without a gradient
+            who = np.array([-1], np.int32)  # a user without a gradient
         rows = np.repeat(who, examples)
         made = {"direction": rows, "size": np.full(len(rows), size)}
         offsets = np.arange(len(who) + 1) * examples
@@ -145,34 +230,36 @@ def central(
     noise = calibrated.noise_transform()
     unit = calibrated.noise_stddev / mechanism.participation.divisor
 
-    # Correlated noise is for units whose gradients all point one way, their worst case. They sit
-    # out steps, though: noise that is added twice is seen in the first few as they are.
+    # The worst case of correlated noise are units whose gradients all point the same way. They sit
+    # out steps, though: noise that is added twice shows in the first few as they are.
     alone = mechanism.noise.keys_per_step == 1 and not jax.tree.leaves(noise.init(params).memory)
 
     @jax.jit
     def released(total: PyTree, state: Any, noise_key: Any) -> tuple[jax.Array, Any]:
         gradient, state = noise.update(total, state, noise_key=noise_key)
-        return _along(gradient) / unit, state
+        return _components(gradient) / unit, state
 
     coins, seen, beside = [], [], []
     for run in range(_runs(trials, units)):
         inside = key.numpy("audit-coins", run).random(units) < 0.5
         plan = Plan(calibrated, store(inside), execution, mesh)
-        own, state, rows = key.child("audit-run", run), noise.init(params), []
-        for batch in plan.pipeline(plan.sampler(own)).iterate(0, steps):
+        run_key, state, rows = key.child("audit-run", run), noise.init(params), []
+        for batch in plan.pipeline(plan.sampler(run_key)).iterate(0, steps):
             turn = (-1.0) ** batch.step if alone else 1.0
             now = params | {"turn": jnp.array(turn)}
             total, _ = summed(now, *step_arguments(mechanism, batch), None)
-            row, state = released(total, state, plan.noise_key(own, batch.step))
+            row, state = released(total, state, plan.noise_key(run_key, batch.step))
             rows.append(turn * row)
-        found = np.asarray(jnp.stack(rows, axis=1))
+        components = np.asarray(jnp.stack(rows, axis=1))
         coins.append(inside)
         seen.append(
-            cells.audit_statistic(calibrated.matrix, found[:units], inside, plan.sampler(own))
+            cells.audit_statistic(
+                calibrated.matrix, components[:units], inside, plan.sampler(run_key)
+            )
         )
-        more = [np.broadcast_to(found[units:], (units, steps))] if others else []
+        more = [np.broadcast_to(components[units:], (units, steps))] if others else []
         if not alone:
-            more.append(found[:units, :_BESIDE])
+            more.append(components[:units, :_BESIDE])
         if more:
             beside.append(np.hstack(more))
     return Trials(
@@ -204,21 +291,21 @@ def silos(
     """Trials of what silos release, every local step of theirs.
 
     Args:
-      plans: the silos that hold one unit, with their noise.
+      plans: the silos that hold records of a unit, with their noise.
       rounds: R.
       delta: of the claim.
       key: of coins, sampling and noise; no run's.
       trials: units that are in or out, at least.
-      rate: of the records, where they have rates of their own (rPDP).
+      rate: sampling rate of the records, where each has its own (rPDP).
       other: rate of every second record, which is no trial: it must not become its neighbour's.
-      cohort: law by which one silo takes part in a round; None: in all.
+      cohort: scheme by which a silo takes part in a round; None: in all.
       against: records of others in every silo, whose gradients are opposite to the unit's, all of
-        them drawn at every step; it is then the only trial of its silos.
+        them drawn in every step; the unit is then the only trial of its silos.
 
     Beside the silos that hold the units there is one that holds none: what it sends must not help.
     """
     first = plans[0].mechanism
-    if first.participation.one_unit:  # one gradient of all records, which the unit's turns round
+    if first.participation.one_unit:  # one gradient of all records, whose sign the unit decides
         against = 1
     prob = (
         1.0 if against else max(p.mechanism.participation.sampling_prob_of(p.facts) for p in plans)
@@ -235,16 +322,16 @@ def silos(
     start = recorder.init(_start(units))
     coins, seen, beside = [], [], []
     for run in range(_runs(trials, units // every * groups)):
-        own = key.child("audit-run", run)
+        run_key = key.child("audit-run", run)
         inside = key.numpy("audit-coins", run).random((groups, units)) < 0.5
         data = _records(made, inside, size, against)
         if rate is not None:
             rates = np.where(data.subjects % 2 == 0, rate, rate if other is None else other)
             data = data.with_rates(rates)
         all_plans = tuple(made * groups)
-        law = None if cohort is None else dataclasses.replace(cohort, population=len(all_plans))
-        federation = Federation(all_plans, rounds, len(plans), law)
-        builder = RoundBuilder(federation, data, own, mesh, microbatch_size=64)
+        drawn = None if cohort is None else dataclasses.replace(cohort, population=len(all_plans))
+        federation = Federation(all_plans, rounds, len(plans), drawn)
+        builder = RoundBuilder(federation, data, run_key, mesh, microbatch_size=64)
         sent = np.full((groups * each, rounds, steps, units), np.nan, np.float32)
         for r, pieces in builder.prefetch(0, rounds):
             params = _start(units, (-1.0) ** r)
@@ -255,15 +342,15 @@ def silos(
                 )
                 _, states, _ = release(params, states, piece.chunk)
                 sent[piece.silos, r] = np.asarray(states["seen"])[: len(piece.silos)]
-        found = sent.reshape(groups, each, rounds, steps, units).transpose(0, 4, 1, 2, 3)[
+        components = sent.reshape(groups, each, rounds, steps, units).transpose(0, 4, 1, 2, 3)[
             :, ::every
         ]
         inside = inside[:, ::every].ravel()
         columns = []
         for i, plan in enumerate(made):
-            drawn = plan.mechanism.participation
-            unit = plan.noise_stddev / drawn.divisor(plan.facts)
-            mine = found[:, :, i, :, : plan.local_steps].reshape(len(inside), -1) / unit
+            participation = plan.mechanism.participation
+            unit = plan.noise_stddev / participation.divisor(plan.facts)
+            mine = components[:, :, i, :, : plan.local_steps].reshape(len(inside), -1) / unit
             columns.append(against / plan.sigma - mine if against else mine)
         coins.append(inside)
         seen.append(np.hstack(columns[:-1]))
@@ -283,10 +370,9 @@ def silos(
 
 def _designed(plan: SiloPlan, against: int) -> SiloPlan:
     """The silo with its public rate as a constant, whatever it holds now."""
-    own = plan.mechanism
-    prob = 1.0 if against else own.participation.sampling_prob_of(plan.facts)
-    fixed = own.participation.at_sampling_prob(prob)
-    return dataclasses.replace(plan, mechanism=dataclasses.replace(own, participation=fixed))
+    mechanism, drawn = plan.mechanism, plan.mechanism.participation
+    fixed = drawn.at_sampling_prob(1.0 if against else drawn.sampling_prob_of(plan.facts))
+    return dataclasses.replace(plan, mechanism=dataclasses.replace(mechanism, participation=fixed))
 
 
 def _event(plan: SiloPlan, rounds: int, rate: float | None) -> Any:
@@ -299,13 +385,13 @@ def _event(plan: SiloPlan, rounds: int, rate: float | None) -> Any:
 def _records(
     plans: Sequence[SiloPlan], inside: np.ndarray, size: float, against: int
 ) -> FederatedData:
-    """Of each group's units that are in, all records that they may have, in every silo but one."""
+    """All records that the units that are in may have, in every silo of their group but one."""
     owner, silo, direction, length = [], [], [], []
     groups, units = inside.shape
     for g in range(groups):
         for i, plan in enumerate(plans):
-            own = plan.mechanism
-            many = 1 if own.privacy_unit == "record" else own.participation.max_items_per_subject
+            drawn = plan.mechanism.participation
+            many = 1 if plan.mechanism.privacy_unit == "record" else drawn.max_items_per_subject
             who = np.flatnonzero(inside[g]) if i < len(plans) - 1 else np.zeros(0, np.int64)
             rows = np.repeat(who, many)
             owner.append(g * (units + against) + rows)
@@ -327,14 +413,13 @@ def _records(
 
 
 def _recorder(units: int, steps: int) -> optax.GradientTransformation:
-    """A local optimiser that keeps what it is given, turned back, and turns all gradients round."""
+    """A local optimiser that records gradients, their signs changed back, and flips ``turn``."""
 
     def init(params: PyTree) -> PyTree:
-        del params
         return {"step": jnp.zeros((), jnp.int32), "seen": jnp.zeros((steps, units))}
 
     def update(gradient: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        seen = state["seen"].at[state["step"]].set(params["turn"] * _along(gradient))
+        seen = state["seen"].at[state["step"]].set(params["turn"] * _components(gradient))
         moved = jax.tree.map(jnp.zeros_like, gradient) | {"turn": -2.0 * params["turn"]}
         return moved, {"step": state["step"] + 1, "seen": seen}
 
@@ -391,19 +476,19 @@ def messages(
             key.child("audit-run", run), rounds, np.array([size] * 2), one_pass_batch=one_pass
         )
         y = sent(jnp.where(inside, 1.0, -1.0), schedule.rows(), schedule.rank)
-        own, other = np.asarray(y, np.float64)
+        mine, other = np.asarray(y, np.float64)
         if noise.sampling == "disjoint":  # a record's one message, whose number says nothing of it
             turn = np.asarray(schedule.rank)[0] // take
-            last = own.shape[1] - 1
+            last = mine.shape[1] - 1
 
             def of(y: np.ndarray, turn: np.ndarray) -> np.ndarray:
                 return np.take_along_axis(y, np.minimum(turn, last)[:, None], axis=1)  # noqa: B023
 
             # The message before or after it has nothing of the record, and the other sign.
-            other = np.hstack([of(own, turn ^ 1), of(other, turn)])
-            own = np.where(turn[:, None] <= last, of(own, turn), 0.0)
+            other = np.hstack([of(mine, turn ^ 1), of(other, turn)])
+            mine = np.where(turn[:, None] <= last, of(mine, turn), 0.0)
         coins.append(inside)
-        seen.append(own)
+        seen.append(mine)
         beside.append(other)
     return Trials(
         inside=np.concatenate(coins),

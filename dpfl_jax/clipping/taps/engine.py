@@ -1,7 +1,8 @@
 """The strategy ``ghost``: one forward and one backward pass, no per-unit gradients.
 
-Forward with taps and records; one backward pass to the taps only (no weight gradient is formed);
-norms from records and taps; then the weighted sum, one ordinary product for each use.
+The forward pass records the operands of every site. The backward pass goes to the taps alone: it
+gives the gradients of the sites' outputs, and forms no gradient of a parameter. From both come the
+norms; then the weighted sum, one ordinary product for each use.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping.cost import Machine
-from dpfl_jax.clipping.isolation import every_program
+from dpfl_jax.clipping.jaxprs import every_program
 from dpfl_jax.clipping.per_unit import squared_norms, weighted_sum
-from dpfl_jax.clipping.problem import Problem, Solution
+from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem
 from dpfl_jax.clipping.result import axes_of, pinned, unit_where, vary
-from dpfl_jax.clipping.taps import kept, leaves
-from dpfl_jax.clipping.taps.evaluate import Records, Tokens, evaluate
+from dpfl_jax.clipping.taps import leaves
+from dpfl_jax.clipping.taps.evaluate import Recorded, Tokens, evaluate
 from dpfl_jax.clipping.taps.factors import Pair, factorise, formed, merge, same_form
+from dpfl_jax.clipping.taps.formed import clip_and_sum, microbatch_size
 from dpfl_jax.clipping.taps.trace import Analysis, Site, analyse
 
 COPIES = "per-unit copies"
@@ -30,15 +32,15 @@ MIXED = "a convolution's kernel is computed, or has groups: XLA may mix units th
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """How one parameter's gradient was bounded.
+    """How the norm of one parameter's gradients is computed.
 
     Attributes:
       name: of the parameter.
       shape: of the parameter.
       method: ``gram``, ``direct``, ``keep`` (see ``leaves``) or ``per-unit copies``.
-      uses: number of equations in which it meets data; 0 for copies.
-      reason: why.
-      seconds: estimated for one unit, beyond what training without privacy takes.
+      uses: number of equations in which the parameter meets data; 0 for copies.
+      reason: why this method.
+      seconds: estimated for one unit, beyond the time of training without privacy.
       recorded: bytes held for one unit: factors, and per-unit gradients that are kept.
     """
 
@@ -51,9 +53,9 @@ class LeafReport:
     recorded: float
 
 
-def trace_loss(problem: Problem) -> tuple[Any, Any]:
+def trace_loss(problem: ClippingProblem) -> tuple[Any, Any]:
     """The closed jaxpr of the one-unit loss, and the tree of its outputs."""
-    # One real unit, not its shape: the jaxpr must know over which mesh axes it varies.
+    # A real unit, not its shape: the jaxpr must know over which mesh axes it varies.
     unit = jax.tree.map(lambda x: x[0], problem.units)
     tree: list[Any] = []
 
@@ -65,42 +67,44 @@ def trace_loss(problem: Problem) -> tuple[Any, Any]:
     return jax.make_jaxpr(flat_loss)(problem.leaves, unit), tree[-1]
 
 
-def mixed_by_convolutions(problem: Problem, ghost: bool) -> bool:
-    """Whether units must be taken one by one lest one that is not finite take others with it.
+def mixed_by_convolutions(problem: ClippingProblem, ghost: bool) -> bool:
+    """Whether microbatches must be of one unit, as one that is not finite would spoil others.
 
-    A convolution whose kernel is another for each unit (it, or its gradient, is computed) is one
-    with a group for each. XLA computes some of these on a CPU as one of all groups with all, times
-    zero, and zero times NaN is NaN: one unit would then remove all others from the sum.
+    Where the kernel of a convolution differs from unit to unit (it, or its gradient, is computed),
+    ``vmap`` makes one convolution with a group for each unit. XLA computes some of these on a CPU
+    as every group with every other, times zero, and zero times NaN is NaN: one unit would then
+    remove all others from the sum.
 
     Args:
-      problem: whose loss is looked at.
+      problem: the call.
       ghost: whether gradients of kernels that are parameters are formed by book-keeping.
     """
     jaxpr = trace_loss(problem)[0].jaxpr
     name = jax.lax.conv_general_dilated_p.name
-    found = [e for p in every_program(jaxpr) for e in p.eqns if e.primitive.name == name]
-    if not found:
+    convolutions = [e for p in every_program(jaxpr) for e in p.eqns if e.primitive.name == name]
+    if not convolutions:
         return False
     sites = analyse(jaxpr, len(problem.leaves)).plan.all_sites()
     grouped = any(
-        e.params["feature_group_count"] * e.params["batch_group_count"] > 1 for e in found
+        e.params["feature_group_count"] * e.params["batch_group_count"] > 1 for e in convolutions
     )
-    return sum(s.primitive.name == name for s in sites) < len(found) or (grouped and not ghost)
+    at_sites = sum(s.primitive.name == name for s in sites)
+    return at_sites < len(convolutions) or (grouped and not ghost)
 
 
 def solve_ghost(
-    problem: Problem,
+    problem: ClippingProblem,
     machine: Machine,
     force: str | None = None,
     report: Callable[[LeafReport], None] | None = None,
-) -> Solution:
-    """Bounded sums by book-keeping.
+) -> ClippedSums:
+    """Clipped sums by book-keeping.
 
     Args:
-      problem: what to solve.
-      machine: by whose speeds ways are chosen.
+      problem: the call.
+      machine: whose speeds methods are chosen by.
       force: a method to use for every leaf that allows it.
-      report: called with what was chosen for each leaf, while tracing.
+      report: called for each leaf with the method that is used, while tracing.
     """
     closed, out_tree = trace_loss(problem)
     analysis = analyse(closed.jaxpr, len(problem.leaves))
@@ -113,25 +117,25 @@ def solve_ghost(
     n = problem.num_units
     squared: dict[int, jax.Array] = {}
     rounded: list[jax.Array | None] = [None] * len(problem.leaves)
-    finish: dict[int, Callable[[jax.Array, jax.Array], jax.Array]] = {}
+    summed: dict[int, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     formed: dict[int, list[Pair]] = {}
     entries: dict[int, LeafReport] = {}
     for i, (name, leaf) in enumerate(zip(problem.names, problem.leaves)):
         shape, uses = tuple(leaf.shape), sites.get(i, [])
         if i in analysis.copied:
             squared[i] = squared_norms([copies[i]])[0]
-            finish[i] = functools.partial(weighted_sum, copies[i], parts=problem.parts)
+            summed[i] = functools.partial(weighted_sum, copies[i], parts=problem.parts)
             seconds = machine.seconds(0.0, 12.0 * leaf.size)
             entry = LeafReport(name, shape, COPIES, 0, analysis.copied[i], seconds, 4.0 * leaf.size)
         elif not uses:
             axes = axes_of(jax.typeof(leaf))
             squared[i] = vary(jnp.zeros((n,), jnp.float32), axes)
-            nothing = vary(jnp.zeros(shape, jnp.float32), axes)
-            finish[i] = functools.partial(_nothing, nothing)
+            zeros = vary(jnp.zeros(shape, jnp.float32), axes)
+            summed[i] = functools.partial(lambda zeros, weights, keep: zeros, zeros)
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
             pairs = _pairs(uses, records, gradients, lazy=problem.parts == 1)
-            choice = leaves.choose(pairs, leaf.size, machine, force, problem.rule.apart)
+            choice = leaves.choose(pairs, leaf.size, machine, force, problem.rule.is_per_leaf)
             if choice.method == "keep":
                 formed[i] = pairs
             else:
@@ -139,7 +143,7 @@ def solve_ghost(
                     pairs, shape, choice.method, n, machine, problem.shards
                 )
                 rounded[i] = leaves.rounding(pairs, machine)
-                finish[i] = functools.partial(leaves.summed_gradient, pairs, shape)
+                summed[i] = functools.partial(leaves.summed_gradient, pairs, shape)
             seconds = choice.costs.get(choice.method, 0.0)
             entry = LeafReport(
                 name, shape, choice.method, len(uses), choice.reason, seconds, choice.recorded
@@ -147,36 +151,35 @@ def solve_ghost(
         entries[i] = entry
 
     per_part = n // problem.shards
-    at_once = per_part  # split over devices, their sums meet once
+    size = per_part  # split over devices, sums are added over them once
     if problem.parts == 1:
-        at_once = kept.units_at_once(list(formed.values()), n, machine)
+        size = microbatch_size(list(formed.values()), n, machine)
     if report is not None:
         for i, entry in entries.items():
-            more = 4.0 * problem.leaves[i].size * at_once / per_part if i in formed else 0.0
+            more = 4.0 * problem.leaves[i].size * size / per_part if i in formed else 0.0
             report(dataclasses.replace(entry, recorded=entry.recorded + more))
 
-    decided, sums = kept.bounded(problem, squared, rounded, formed, at_once)
-    sums |= {i: f(decided.weights[i], decided.keeps[i]) for i, f in finish.items()}
-    return Solution(
+    units, sums = clip_and_sum(problem, squared, rounded, formed, size)
+    sums |= {i: f(units.weights[i], units.keeps[i]) for i, f in summed.items()}
+    return ClippedSums(
         sums=[sums[i] for i in range(len(problem.leaves))],
-        norms=decided.norms,
-        leaf_norms=decided.leaf_norms,
-        weights=decided.reported,
+        norms=units.norms,
+        leaf_norms=units.leaf_norms,
+        weights=units.reported,
         losses=unit_where(problem.real, losses),
-        nonfinite=decided.nonfinite,
+        nonfinite=units.nonfinite,
         aux=aux,
     )
 
 
-def _nothing(zero: jax.Array, weights: jax.Array, keep: jax.Array) -> jax.Array:
-    del weights, keep
-    return zero
-
-
 def _passes(
-    problem: Problem, closed: Any, out_tree: Any, analysis: Analysis
+    problem: ClippingProblem, closed: Any, out_tree: Any, analysis: Analysis
 ) -> tuple[jax.Array, Any, dict[int, jax.Array], dict[Any, jax.Array], Tokens]:
-    """One pass forward and one back: losses, aux, copied leaves' gradients, records, taps'."""
+    """Runs the forward and the backward pass.
+
+    Returns:
+      Losses, auxiliary outputs, gradients of copied leaves, records, gradients at the taps.
+    """
     n, plan = problem.num_units, analysis.plan
     tokens: Tokens = {}
     depth_of: dict[int, int] = {}
@@ -192,7 +195,7 @@ def _passes(
 
     def single(
         copied: dict[int, jax.Array], tokens: Tokens, unit: Any
-    ) -> tuple[jax.Array, tuple[Any, Records]]:
+    ) -> tuple[jax.Array, tuple[Any, Recorded]]:
         parameters = [copied.get(i, p) for i, p in enumerate(problem.leaves)]
         inputs = [*parameters, *jax.tree.leaves(unit)]
         outs, records = evaluate(plan, closed.jaxpr, closed.consts, inputs, tokens)
@@ -222,7 +225,7 @@ def _passes(
 def _pairs(
     sites: list[Site], records: dict[Any, jax.Array], gradients: Tokens, lazy: bool
 ) -> list[Pair]:
-    """The factors of all uses of one leaf, like uses joined.
+    """The factors of all uses of one leaf; uses of the same form are merged.
 
     Unless ``lazy``, windows are formed for all units: where XLA splits units over devices, it
     counts some gradients of grouped convolutions several times (and on one device is slow at them).

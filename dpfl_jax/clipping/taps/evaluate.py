@@ -1,7 +1,7 @@
-"""Runs the jaxpr of a one-unit loss with a tap wherever a parameter meets data.
+"""Runs the jaxpr of a one-unit loss with a tap at every site.
 
-The interpreter knows nothing of units: it is mapped over them with ``jax.vmap``, parameters
-unmapped, so that every equation is batched by JAX's own rules.
+The interpreter works on one unit. It is mapped over units with ``jax.vmap``, parameters unmapped,
+so that every equation is batched by JAX's own rules.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from dpfl_jax.clipping.taps.trace import REMAT, Plan, inner_jaxpr, scan_counts
+from dpfl_jax.clipping.taps.trace import REMAT, TapPlan, inner_jaxpr, scan_counts
 
 Tokens = dict[int, jax.Array]
-# Grouped by the number of scans around them, because that is where the unit axis goes.
-Records = dict[int, dict[Hashable, jax.Array]]
+# By the number of scans around them: the unit axis comes after the axes of these.
+Recorded = dict[int, dict[Hashable, jax.Array]]
 
 
 @jax.custom_jvp
@@ -26,27 +26,27 @@ def tap(y: jax.Array, token: jax.Array) -> jax.Array:
 
     Adding an array of zeros would do the same, but inside loops it would be stored and read.
     """
-    return _of_each_unit(y, token)
+    return _batched_like(y, token)
 
 
 @tap.defjvp
 def _tap_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _of_each_unit(*primals), tangents[0] + tangents[1]
+    return _batched_like(*primals), tangents[0] + tangents[1]
 
 
-def _of_each_unit(y: jax.Array, token: jax.Array) -> jax.Array:
-    """``y``, mapped over whatever the token is mapped over.
+def _batched_like(y: jax.Array, token: jax.Array) -> jax.Array:
+    """``y``, with the batch axes of ``token``.
 
-    What follows from parameters alone has no axis of units, but its gradient has one: of a
+    Values that follow from parameters alone have no unit axis, but their gradients have one: for a
     ``custom_jvp`` whose output has none, JAX adds up the tangents of all units in scans and
-    checkpoints. A choice that is never made costs nothing: compilers see that it is not.
+    checkpoints. The select is never taken, and compilers remove it.
     """
     return jax.lax.select(jax.numpy.zeros((), bool), token, y)
 
 
 def evaluate(
-    plan: Plan, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], tokens: Tokens
-) -> tuple[list[Any], Records]:
+    plan: TapPlan, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], tokens: Tokens
+) -> tuple[list[Any], Recorded]:
     """Evaluates a jaxpr with taps.
 
     Args:
@@ -60,7 +60,7 @@ def evaluate(
       The outputs, and the records, each with one leading axis per scan entered from here.
     """
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
-    records: Records = {}
+    records: Recorded = {}
 
     def read(v: Any) -> Any:
         return v.val if isinstance(v, Literal) else values[v]
@@ -72,15 +72,15 @@ def evaluate(
             if inner is not None:
                 taps = {s.index: tokens[s.index] for s in inner.all_sites()}
                 outs, below = _enter(inner, eqn, args, taps)
-                for depth, found in below.items():
-                    records.setdefault(depth, {}).update(found)
+                for depth, values_there in below.items():
+                    records.setdefault(depth, {}).update(values_there)
             else:
                 # JAX up to 0.10.1 returns the functions to call apart from the parameters.
                 params = eqn.primitive.get_bind_params(eqn.params)
                 functions, params = params if isinstance(params, tuple) else ((), params)
                 run = functools.partial(eqn.primitive.bind, *functions, **params)
-                as_usual = params.get("accuracy") is None  # of the highest JAX's rule is another
-                if plan.depth and eqn.primitive in _BY_VALUE and as_usual:
+                default = params.get("accuracy") is None  # JAX has another rule for the highest
+                if plan.depth and eqn.primitive in _BY_VALUE and default:
                     run = _by_value(run, _BY_VALUE[eqn.primitive])
                 outs = run(*args)
                 outs = list(outs) if eqn.primitive.multiple_results else [outs]
@@ -88,13 +88,13 @@ def evaluate(
             outs = [tap(outs[0], tokens[plan.sites[position].index])]
         values.update(zip(eqn.outvars, outs))
     if plan.records:
-        mine = {key: jax.numpy.asarray(read(v)) for key, v in plan.records.items()}
-        records.setdefault(plan.depth, {}).update(mine)
+        here = {key: jax.numpy.asarray(read(v)) for key, v in plan.records.items()}
+        records.setdefault(plan.depth, {}).update(here)
     return [read(v) for v in jaxpr.outvars], records
 
 
-# Gradients by values ``y``, in JAX's own order of operations (that of tanh before 0.11 lost digits
-# where y is near -1).
+# Gradients as functions of the output ``y``, in JAX's own order of operations (that of tanh before
+# 0.11 lost digits where y is near -1).
 _BY_VALUE = {
     jax.lax.tanh_p: lambda y, g: g * ((1 + y) * (1 - y)),
     jax.lax.logistic_p: lambda y, g: g * (y * (1 - y)),
@@ -102,13 +102,13 @@ _BY_VALUE = {
 
 
 def _by_value(function: Any, gradient: Any) -> Any:
-    """The same function, of which loops store ``y`` alone and not ``1 - y`` beside it."""
+    """The same function, for which loops store ``y`` alone and not ``1 - y`` beside it."""
     value = jax.custom_vjp(function)
     value.defvjp(lambda x: (function(x),) * 2, lambda y, g: (gradient(y, g),))
     return value
 
 
-def _enter(plan: Plan, eqn: Any, args: list[Any], tokens: Tokens) -> tuple[list[Any], Records]:
+def _enter(plan: TapPlan, eqn: Any, args: list[Any], tokens: Tokens) -> tuple[list[Any], Recorded]:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return _scan(plan, params, args, tokens)
@@ -118,16 +118,16 @@ def _enter(plan: Plan, eqn: Any, args: list[Any], tokens: Tokens) -> tuple[list[
     if name not in REMAT:
         return evaluate(plan, body, consts, args, tokens)
 
-    def run(args: list[Any], tokens: Tokens) -> tuple[list[Any], Records]:
+    def run(args: list[Any], tokens: Tokens) -> tuple[list[Any], Recorded]:
         return evaluate(plan, body, consts, args, tokens)
 
-    again = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    return again(args, tokens)
+    run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    return run(args, tokens)
 
 
 def _scan(
-    plan: Plan, params: dict[str, Any], args: list[Any], tokens: Tokens
-) -> tuple[list[Any], Records]:
+    plan: TapPlan, params: dict[str, Any], args: list[Any], tokens: Tokens
+) -> tuple[list[Any], Recorded]:
     held, carried = scan_counts(params)
     consts, start, sliced = args[:held], args[held : held + carried], args[held + carried :]
     closed = params["jaxpr"]

@@ -1,10 +1,11 @@
 """The gradient of one use of a parameter, as a sum over positions of products of two factors.
 
 Where a parameter W meets data, its gradient for one unit is ``g[a, b] = sum_k L[k, a] R[k, b]``:
-positions k (tokens, pixels, time steps), one factor from the data that came in, one from the
-gradient that came back. A dense layer has L = x and R = d; a lookup has L = one-hot(index); a
-convolution has L = patches of x. Axes are known by labels, so that any layout, stacked layers and
-weight sharing over time are one case, and so that two uses of one parameter can be compared.
+positions k (tokens, pixels, time steps), a left factor L from the data that came in, and a right
+factor R from the gradient d that came back. A dense layer has L = x and R = d; a lookup has L =
+one-hot(index); a convolution has L = windows (patches) of x. Axes have labels, so that any layout,
+stacked layers and weight sharing over time are one case, and so that two uses of one parameter can
+be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping.result import unit_where
 from dpfl_jax.clipping.taps.trace import Site, embedding_axis
-from dpfl_jax.clipping.taps.views import View
 
 Label = Hashable
 UNIT: Label = "unit"
@@ -38,7 +38,7 @@ class Dense:
 
     @property
     def bits(self) -> int:
-        """Width of an entry."""
+        """Bits of an entry."""
         return 8 * self.array.dtype.itemsize
 
     def squares(self) -> jax.Array:
@@ -60,7 +60,7 @@ class Dense:
         if self.array.dtype == jnp.bfloat16:
             product = product.astype(jnp.bfloat16)
         if len(weights) == 1:
-            # Changes nothing. But LLVM unrolls the outer product of one unit's factors along an
+            # Changes no value. But LLVM unrolls the outer product of one unit's factors along an
             # axis of 32 unless there is a comparison: 6 us instead of 1 at 784 x 32.
             product = jnp.where(self.array == 0, jnp.zeros((), product.dtype), product)
         return Dense(unit_where(units, product, axis), self.labels)
@@ -68,7 +68,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class OneHot:
-    """Rows that are one at ``indices`` along the axis ``hot`` of length ``size``, else zero.
+    """Rows that are 1 at ``indices`` along the axis ``hot`` of length ``size``, else 0.
 
     An index of ``size`` makes a row of zeros.
     """
@@ -81,11 +81,11 @@ class OneHot:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """What a kernel sees at each place, as long as it is not formed: many times the data.
+    """The windows of the data that a kernel sees, not formed: they are many times the data.
 
     Attributes:
       array: the data [*lead, *lhs].
-      labels: of the windows, as ``dense`` has them.
+      labels: of the axes of the windows, as ``dense`` has them.
       site: the convolution.
       lead: number of leading axes of loops and units.
     """
@@ -97,16 +97,16 @@ class Windows:
 
     @property
     def bits(self) -> int:
-        """Width of an entry."""
+        """Bits of an entry."""
         return 8 * self.array.dtype.itemsize
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of the windows."""
+        """Shape of the windows."""
         return tuple(jax.eval_shape(lambda x: self.on(x).dense().array, self.array).shape)
 
     def on(self, array: jax.Array) -> Windows:
-        """The windows of other data."""
+        """The same windows of other data."""
         return Windows(array, self.labels, self.site, self.lead)
 
     def keep(self, units: jax.Array) -> Windows:
@@ -117,8 +117,8 @@ class Windows:
         """The windows, formed.
 
         Args:
-          positions_last: in the order in which a product over positions reads them one after the
-            other, on a CPU in two thirds of the time; else in the order of the data.
+          positions_last: whether positions are the last axes: a product over them then reads
+            memory in order, which on a CPU takes two thirds of the time. Else the data's order.
         """
         array, labels, feature = self.array, list(self.labels), self.feature
         places = list(self.site.params["dimension_numbers"].lhs_spec[2:])
@@ -157,7 +157,7 @@ class Pair:
 
     Attributes:
       left: from the data.
-      right: from the output's gradient; without labels of positions, it is the same at all.
+      right: from the output's gradient; without labels of positions, it is the same at all of them.
       positions: labels summed over.
       coordinates: labels of the view's gradient, in the order of its axes (stacked ones first).
       shape: shape of the view's gradient (its axes may split into several coordinates).
@@ -191,7 +191,7 @@ def einsum(
     wanted = [number[label] for label in out]
     dtype = jnp.result_type(*[x.array for x in operands])
 
-    def of(*arrays: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def product(*arrays: jax.Array, dtype: jnp.dtype) -> jax.Array:
         arguments: list[object] = []
         for array, labels in zip(arrays, axes, strict=True):
             arguments += [array.astype(dtype), labels]
@@ -200,13 +200,13 @@ def einsum(
         )
 
     arrays = [x.array for x in operands]
-    as_they_are = functools.partial(of, dtype=dtype)
+    narrow = functools.partial(product, dtype=dtype)
     if dtype.itemsize >= 4:
-        return as_they_are(*arrays)
+        return narrow(*arrays)
     # XLA's products on a CPU do not all take narrow operands for a float32 result. Casting first is
-    # exact. Which device this runs on is known only when it is lowered (it may be another's).
-    exact = functools.partial(of, dtype=jnp.dtype(jnp.float32))
-    return jax.lax.platform_dependent(*arrays, cpu=exact, default=as_they_are)
+    # exact. The device is known only when the program is lowered.
+    cast = functools.partial(product, dtype=jnp.dtype(jnp.float32))
+    return jax.lax.platform_dependent(*arrays, cpu=cast, default=narrow)
 
 
 def factorise(site: Site, operands: Sequence[jax.Array], gradient: jax.Array) -> Pair:
@@ -284,7 +284,7 @@ def _lookup(
         indices = operands[0][..., numbers.start_index_map.index(axis)]
         slices, collapsed = numbers.offset_dims, numbers.collapsed_slice_dims
         mode = str(site.params["mode"])
-    if site.summed:  # one gradient for all positions: the axes of slices alone are left
+    if site.summed:  # one gradient for all positions: only the axes of slices are left
         slices = range(len(slices))
     if not collapsed:  # an axis of one is left where slices were taken
         d = d.squeeze(len(lead) + slices[axis])
@@ -298,11 +298,11 @@ def _lookup(
     hot = jnp.clip(indices, 0, size - 1)
     if "CLIP" not in mode and site.summed:
         hot = jnp.where(inside, hot, size)
-    elif "CLIP" not in mode:  # out of range: no gradient, whatever was read
+    elif "CLIP" not in mode:  # out of range there is no gradient, whatever was read
         shape = iter(indices.shape[len(lead) :])
         spread = [1 if i in slices else next(shape) for i in range(d.ndim - len(lead))]
-        found = inside.reshape(*indices.shape[: len(lead)], *spread)
-        d = jnp.where(found, d, jnp.zeros((), d.dtype))
+        inside = inside.reshape(*indices.shape[: len(lead)], *spread)
+        d = jnp.where(inside, d, jnp.zeros((), d.dtype))
     left = OneHot(hot, (*lead, *positions), hot=view.axes[axis], size=size)
     return left, Dense(d, (*lead, *labels)), positions, view.axes
 
@@ -343,7 +343,7 @@ def _convolution(
 def _windows(site: Site, x: jax.Array, places: Sequence[int], feature: int) -> jax.Array:
     """What each entry of the kernel sees, at the places of the output.
 
-    The kernel's places come before the features: what is copied lies together.
+    The kernel's places come before the features, so that values that are copied lie together.
 
     Args:
       site: the convolution.
@@ -361,14 +361,14 @@ def _windows(site: Site, x: jax.Array, places: Sequence[int], feature: int) -> j
     ways = list(zip(places, kernel, params["rhs_dilation"], params["window_strides"], outputs))
     if len(ways) == 2 and max(kernel) <= _FUSED:
         return _in_one_pass(x, ways, feature)
-    # One axis after the other: what two places of the kernel share is copied once.
+    # One axis after the other: data that two places of the kernel share are copied once.
     for done, (place, *way) in enumerate(reversed(ways)):
         axis = place + done if place > feature else place
         x = jnp.stack(_shifted(x, axis, *way), axis=feature)
     return x
 
 
-# XLA fuses a stack of so many arrays at most, on a CPU.
+# Most arrays in a stack that XLA fuses on a CPU.
 _FUSED = 8
 _Way = tuple[int, int, int, int, int]  # a spatial axis, and the arguments of ``_shifted``
 
@@ -391,7 +391,7 @@ def _shifted(
 
 
 def formed(left: Dense | OneHot | Windows) -> Dense | OneHot:
-    """The same with its windows formed."""
+    """``left``, with its windows formed."""
     return left.dense() if isinstance(left, Windows) else left
 
 
@@ -420,19 +420,10 @@ def merge(pairs: Sequence[Pair]) -> Pair:
 
 def same_form(a: Site, b: Site) -> bool:
     """Whether ``merge`` may join two uses of one leaf."""
-    return (
-        a.primitive is b.primitive
-        and str(a.params) == str(b.params)
-        and a.summed == b.summed
-        and a.position == b.position
-        and a.lengths == b.lengths
-        and [v.shape for v in a.inputs] == [v.shape for v in b.inputs]
-        and [v.dtype for v in a.inputs] == [v.dtype for v in b.inputs]
-        and a.view.faithful
-        and b.view.faithful
-        and _where(a.view) == _where(b.view)
-    )
 
+    def form(site: Site) -> tuple[object, ...]:
+        view, inputs = site.view, [(v.shape, v.dtype) for v in site.inputs]
+        equation = (site.primitive, str(site.params), site.summed, site.position, site.lengths)
+        return *equation, inputs, view.axes, view.stacked, view.loops, view.cuts, view.scale
 
-def _where(view: View) -> tuple[object, ...]:
-    return view.axes, view.stacked, view.loops, view.cuts, view.scale
+    return a.view.faithful and b.view.faithful and form(a) == form(b)

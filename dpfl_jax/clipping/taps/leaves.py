@@ -1,11 +1,16 @@
 """Squared norms and weighted sums of one parameter's gradients, over all its uses.
 
-Three methods, by cost; n units, K positions, factors of widths a and b, P = a*b entries:
+A unit's gradient is g = sum_k L_k R_k^T over K positions, with factors of widths a and b (module
+``factors``), so that |g|^2 = sum_{k,m} <L_k, L_m> <R_k, R_m>. Three methods, by cost:
 
-* ``gram``: the norm from the K x K Gram matrices of both factors, 2 K^2 (a + b) operations;
+* ``gram``: that sum, from the K x K Gram matrices of both factors: 2 K^2 (a + b) operations;
 * ``direct``: form each unit's gradient in turn, keep its norm, drop it: 2 K a b operations;
-* ``keep``: form each unit's gradient and keep it for the sum (``kept``): no operation more than
-  training without privacy, P floats of memory for each unit that is there at a time.
+* ``keep``: form each unit's gradient and keep it for the sum (module ``formed``): no operation more
+  than training without privacy, a b floats of memory for each unit of a microbatch.
+
+Rounding must never make a norm smaller than that of what is summed. What is added to norms for
+that (``_bounds``, ``_order``, ``_absorbed``, ``rounding``) is measured in sum_k |L_k| |R_k|, which
+is at least |g|, and equal to it where positions do not cancel.
 """
 
 from __future__ import annotations
@@ -39,38 +44,39 @@ Method = Literal["gram", "direct", "keep"]
 
 # A squared norm from Gram matrices is a sum of terms of both signs. Its rounding error is at most
 # a few float32 epsilons of (sum_k |L_k| |R_k|)^2; where the sum has cancelled down to that size it
-# is not known, and is taken as large as it may be: too much clipping, never too little.
+# is unknown, and is taken as large as it may be: too much clipping, never too little.
 _FLOOR = 32 * float(jnp.finfo(jnp.float32).eps)
 # The weighted sum over K positions is accumulated in another order than the norm. The difference
 # is random, of about eps/2 sqrt(K) sum_k |L_k| |R_k|; 128 times that, added in squares, leaves less
 # than 1e-4 of the norm uncovered where positions cancel, and changes nothing where they do not.
 _ORDER = 64 * float(jnp.finfo(jnp.float32).eps)
-# The contributions of unlike uses of a parameter are summed over all units apart, and only then
-# meet. If those of one unit cancel, its weight may be large, and each alone hides what others add
-# in float32: of n units and K positions at most n K eps/2 of its size. Uses are therefore taken not
-# to cancel below the size at which that is a 32nd of the bound.
+# Contributions of uses of different form are summed over all units separately, and only then added.
+# If those of one unit cancel, its weight may be large, and each alone hides what others add in
+# float32: with n units and K positions at most n K eps/2 of its size. The norm is therefore taken
+# as no smaller than the size at which that is a 32nd of the bound.
 _ABSORBED = 16 * float(jnp.finfo(jnp.float32).eps)
-# Inner products of vectors smaller than this, an entry, lose their squares to underflow, while
-# their product with the other factor may be of any size: such positions are counted by a bound.
+# Vectors whose entries are smaller than this lose their squares to underflow, while their product
+# with the other factor may be of any size: such positions are counted by a bound.
 _UNDERFLOW = 1e-15
-# The square of a smaller number may be lost.
+# The square of a smaller number may underflow.
 _LOST = 2.0**-63
-# Gram matrices are symmetric: of so many positions, each of four parts meets those behind it alone,
-# ten of sixteen products. Narrower products would take a TPU's units as long.
+# Gram matrices are symmetric: from so many positions on they are cut into four parts, each of which
+# is multiplied by itself and those behind it alone, ten of sixteen products. Narrower products
+# would take as long on a TPU.
 _LONG, _PARTS = 512, 4
-# Gradients that are summed at once go before those of the next leaf are formed: what the taps have
-# recorded for the other leaves, which is held meanwhile, is at least about as much more.
-_WHILE_OTHERS_WAIT = 4.0
+# Where a leaf's sum waits for no other norm, its gradients are freed before those of the next leaf
+# are formed: this many times more may be kept, as the records of the other leaves take that much.
+_FREED_EARLY = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """How one leaf's norm is computed, and what each way would cost.
+class MethodChoice:
+    """How one leaf's norm is computed, and what each method would cost.
 
     Attributes:
-      method: the way chosen.
+      method: the method chosen.
       reason: why, in words.
-      costs: seconds over the unavoidable weighted sum, by method, estimated; only what is possible.
+      costs: by possible method, estimated seconds over those of the weighted sum.
       recorded: bytes of one unit's factors.
     """
 
@@ -102,13 +108,13 @@ def _shared(pair: Pair) -> frozenset[Label]:
 
 
 def _form(pair: Pair) -> tuple[frozenset[Label], frozenset[Label], frozenset[Label]]:
-    """Coordinates of the left factor alone, of the right alone, of both; axes of one left out."""
+    """Coordinates of the left factor alone, of the right alone (without axes of 1), and of both."""
     sizes, shared = _sizes(pair), _shared(pair)
 
-    def own(labels: Sequence[Label]) -> frozenset[Label]:
+    def unshared(labels: Sequence[Label]) -> frozenset[Label]:
         return frozenset(x for x in labels if x not in shared and sizes[x] != 1)
 
-    return own(_left_coordinates(pair)), own(_right_coordinates(pair)), shared
+    return unshared(_left_coordinates(pair)), unshared(_right_coordinates(pair)), shared
 
 
 def gram_possible(pairs: Sequence[Pair]) -> bool:
@@ -135,16 +141,16 @@ def _comparable(p: Pair, q: Pair) -> bool:
 
 
 def choose(
-    pairs: Sequence[Pair], size: int, machine: Machine, force: str | None, apart: bool = False
-) -> Choice:
-    """Picks the cheapest way to the norm of one leaf.
+    pairs: Sequence[Pair], size: int, machine: Machine, force: str | None, is_per_leaf: bool = False
+) -> MethodChoice:
+    """Picks the cheapest method for the norm of one leaf.
 
     Args:
       pairs: its uses.
       size: entries of the leaf.
-      machine: speeds.
+      machine: its speeds.
       force: a method to take if it is possible.
-      apart: whether the leaf's sum waits for no other leaf's norm.
+      is_per_leaf: whether the leaf's sum waits for no other leaf's norm.
     """
     counted = []
     for p in pairs:
@@ -166,7 +172,7 @@ def choose(
             costs["gram"] += machine.seconds(0.0, 16.0 * s * met)
     flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, b, _, s in counted)
     costs["direct"] = machine.seconds(flops, 8.0 * size)
-    # Unlike the others this also makes the weighted sum; only the traffic is extra.
+    # Unlike the others this also makes the weighted sum; only the memory traffic is extra.
     kept = 4.0 * size
     recorded = unformed = 0.0
     for p, (k, a, _, b, s) in zip(pairs, counted):
@@ -176,24 +182,24 @@ def choose(
         if isinstance(p.left, Windows) and machine.cache is not None:
             data = p.left.array.nbytes / _sizes(p)[UNIT]  # formed for a few units at a time
         unformed += data + back
-    if kept <= machine.keep_factor * recorded * (_WHILE_OTHERS_WAIT if apart else 1.0):
+    if kept <= machine.keep_factor * recorded * (_FREED_EARLY if is_per_leaf else 1.0):
         costs["keep"] = machine.seconds(0.0, 3.0 * kept)
     if force is not None and (force in costs or force == "keep"):
         held = recorded if force == "gram" else unformed
-        return Choice(force, "asked for", costs, held)  # type: ignore[arg-type]
+        return MethodChoice(force, "asked for", costs, held)  # type: ignore[arg-type]
     method = min(costs, key=lambda m: costs[m])
     others = ", ".join(f"{m} {c * 1e6:.1f} us" for m, c in costs.items() if m != method)
     reason = f"{costs[method] * 1e6:.1f} us a unit" + (f" ({others})" if others else "")
     if "gram" not in costs:
         reason += "; its uses do not share coordinates, so no Gram matrices"
     held = recorded if method == "gram" else unformed
-    return Choice(method, reason, costs, held)  # type: ignore[arg-type]
+    return MethodChoice(method, reason, costs, held)  # type: ignore[arg-type]
 
 
 def _gram_rate(pair: Pair, side: Dense | OneHot | Windows, machine: Machine) -> float:
     """Operations a second for a factor's Gram matrix."""
-    short = isinstance(side, OneHot) or side.bits <= 16  # rounded by no product
-    exact = machine.rounding > 0.0 and not short and _reduced(pair)
+    narrow = isinstance(side, OneHot) or side.bits <= 16  # no product rounds these
+    exact = machine.rounding > 0.0 and not narrow and _reduced(pair)
     return machine.exact if exact else machine.gram
 
 
@@ -240,11 +246,11 @@ def _convolved(pair: Pair, left: Windows) -> jax.Array:
     d = d.reshape(*d.shape[:lead], *site.out.shape)
     x, d = (vary(y.astype(jnp.float32), axes_of(jax.typeof(z))) for y, z in ((x, d), (d, x)))
 
-    # Other devices' libraries choose among algorithms whose rounding is not that of a sum.
+    # The libraries of other devices choose algorithms whose rounding is not that of a sum.
     def contracted(x: jax.Array, d: jax.Array) -> jax.Array:
         right = dataclasses.replace(pair.right, array=d.reshape(pair.right.shape))
-        found = _contracted(dataclasses.replace(pair, left=left.on(x), right=right), ())
-        return found.reshape(pair.shape)
+        out = _contracted(dataclasses.replace(pair, left=left.on(x), right=right), ())
+        return out.reshape(pair.shape)
 
     return jax.lax.platform_dependent(x, d, cpu=gradient, tpu=gradient, default=contracted)
 
@@ -332,8 +338,8 @@ def squared_norm(
         whole = sum(parts[1:], start=parts[0])
         if len(parts) == 1:
             return (square := squared_norms([whole])[0]), 0.0 * square
-        own = [jnp.sqrt(squared_norms([x])[0]) for x in parts]
-        return squared_norms([whole])[0], sum(own[1:], start=own[0])
+        each = [jnp.sqrt(squared_norms([x])[0]) for x in parts]
+        return squared_norms([whole])[0], sum(each[1:], start=each[0])
 
     squared, uses = jax.lax.map(one, jnp.arange(num_units // shards))
     squared = squared.T.reshape(num_units) + jnp.square(_order(pairs))
@@ -343,12 +349,12 @@ def squared_norm(
 
 
 def _spread(pair: Pair) -> float:
-    """By how much going back from a view to its parameter may lengthen a gradient, at most."""
+    """Most by which ``View.to_leaf`` may lengthen a gradient."""
     return 1.0 if pair.site.view.faithful else math.sqrt(math.prod(pair.shape))
 
 
 def _order(pairs: Sequence[Pair]) -> jax.Array:
-    """How far the order of summation may move the gradient of a unit, amply; [n]."""
+    """A generous bound on how far the order of summation moves the gradient of a unit; [n]."""
     parts = []
     for p in pairs:
         sizes = _sizes(p)
@@ -358,19 +364,19 @@ def _order(pairs: Sequence[Pair]) -> jax.Array:
 
 
 def _absorbed(pairs: Sequence[Pair], num_units: int) -> float:
-    """Share of the uses' own norms below which their sum is not trusted; see ``_ABSORBED``."""
+    """Share of the sum of the uses' norms that the norm is not below; see ``_ABSORBED``."""
     positions = max(math.prod(_sizes(p)[x] for x in p.positions) for p in pairs)
     return min(1.0, _ABSORBED * num_units * positions)
 
 
 def _absolute(pair: Pair) -> jax.Array:
-    """At least the sum over positions of |L| |R|, as long as it is in the parameter; [n]."""
-    seen, hidden = _bounds(pair)
-    return _spread(pair) * (seen + hidden)
+    """At least the sum over positions of |L| |R|, in terms of the parameter; [n]."""
+    absolute, hidden = _bounds(pair)
+    return _spread(pair) * (absolute + hidden)
 
 
 def rounding(pairs: Sequence[Pair], machine: Machine) -> jax.Array | None:
-    """By how much ``summed_gradient`` may differ from the weighted gradients; over the weight, [n].
+    """Most by which ``summed_gradient`` differs from the weighted gradients, over the weight; [n].
 
     Weighted factors are rounded again where products take less than float32. Where positions
     cancel, that is not small beside the norm of their sum, so the bound must allow for it. None
@@ -396,24 +402,24 @@ def _weights_rounding(pair: Pair, machine: Machine) -> float:
 
 
 def _reduced(pair: Pair) -> bool:
-    """Whether a float32 product of this use may be of less than float32 precision."""
+    """Whether a float32 product of this use may have less than float32 precision."""
     return precision_of(pair.site) in (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH)
 
 
 def formed_gradients(
     pairs: Sequence[Pair], leaf_shape: tuple[int, ...], parts: int = 1
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Per-unit gradients, for ``as_leaf`` to bring in order, and their squared norms; float32.
+    """Per-unit gradients, for ``as_leaf`` to put in order, and their squared norms; float32.
 
-    Uses of different entries stay apart, each with its axes in the order in which a product forms
-    them fastest, unless units are split into ``parts``: a leaf in another order would be sent over
-    devices once more.
+    Uses of different entries stay separate, each with its axes in the order in which a product
+    forms them fastest, unless units are split into ``parts``: a leaf in another order would be sent
+    over devices once more.
     """
     if _as_formed(pairs, parts):
         gradients = [_fastest(p) for p in pairs]
     else:
         gradients = [unit_gradients(pairs, leaf_shape)]
-    if parts > 1:  # whose other axes may be split as well, and must stay so
+    if parts > 1:  # other axes may be split, too, and must stay so
         return gradients, squared_norms(gradients)[0]
     squares = []
     for k, gradient in enumerate(gradients):
@@ -430,7 +436,7 @@ def as_leaf(
     summed: Sequence[jax.Array],
     parts: int = 1,
 ) -> jax.Array:
-    """Sums of what ``formed_gradients`` returns, as the leaf; float32."""
+    """Turns sums of what ``formed_gradients`` returns into the leaf's gradient; float32."""
     if not _as_formed(pairs, parts):
         return summed[0]
     leaves = []
@@ -441,7 +447,7 @@ def as_leaf(
 
 
 def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
-    """Of one unit's gradient, float32; with ``windows``, also of those it is formed from."""
+    """Bytes of one unit's gradient, float32; with ``windows``, also of the windows it needs."""
     total = 0.0
     for p in pairs:
         total += 4.0 * math.prod(p.shape)
@@ -451,7 +457,7 @@ def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
 
 
 def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
-    """Whether the views' gradients have each entry of the leaf's once at most, up to a factor."""
+    """Whether each entry of the leaf is in one view at most, so that views need not be added up."""
     views = [p.site.view for p in pairs]
     return (
         parts == 1
@@ -462,11 +468,12 @@ def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
 
 
 def _fast_order(pair: Pair) -> tuple[Label, ...]:
-    """Coordinates of a use's gradient, in the order in which forming and adding it up take least.
+    """Coordinates of a use's gradient, in the order in which forming and adding it up is fastest.
 
-    What comes first is transposed before a product of matrices, at all positions: windows, which
-    are formed that way, or else the narrower factor. But in another order than the leaf's the sum
-    is transposed as it is added up, which takes longer a number: at few positions that is more.
+    The factor that comes first is transposed before the matrix product, at all positions: so it
+    should be windows, which are formed that way, or else the narrower factor. But in another order
+    than the leaf's the sum is transposed as it is added up, which takes longer per number: with few
+    positions that outweighs it.
     """
     shared, sizes = _shared(pair), _sizes(pair)
     sides = [
@@ -498,7 +505,7 @@ def units_of(pair: Pair, i: jax.Array, shards: int, count: int, bits: bool) -> P
 
     Args:
       pair: of all units.
-      i: which.
+      i: number of the microbatch.
       shards: parts of the unit axis.
       count: units of each part.
       bits: as ``pick`` takes it.
@@ -507,27 +514,27 @@ def units_of(pair: Pair, i: jax.Array, shards: int, count: int, bits: bool) -> P
     def some(x: jax.Array, labels: Sequence[Label]) -> jax.Array:
         return pick(x, tuple(labels).index(UNIT), i, shards, count, bits)
 
-    return _of_both(pair, some)
+    return _map_factors(pair, some)
 
 
-def _of_both(pair: Pair, of: Callable[[jax.Array, Sequence[Label]], jax.Array]) -> Pair:
-    """Part of what both factors hold."""
+def _map_factors(pair: Pair, f: Callable[[jax.Array, Sequence[Label]], jax.Array]) -> Pair:
+    """Applies ``f(array, labels)`` to the arrays of both factors."""
     left, right = pair.left, pair.right
-    right = Dense(of(right.array, right.labels), right.labels)
+    right = Dense(f(right.array, right.labels), right.labels)
     if isinstance(left, OneHot):
-        left = dataclasses.replace(left, indices=of(left.indices, left.labels))
+        left = dataclasses.replace(left, indices=f(left.indices, left.labels))
     else:
-        left = dataclasses.replace(left, array=of(left.array, left.labels))
+        left = dataclasses.replace(left, array=f(left.array, left.labels))
     return dataclasses.replace(pair, left=left, right=right)
 
 
 def pick(
     array: jax.Array, axis: int, i: jax.Array, shards: int, count: int, bits: bool
 ) -> jax.Array:
-    """Entries ``i * count`` and on, ``count`` of them, of each of the equal parts of an axis.
+    """The ``count`` entries from ``i * count`` of each of the ``shards`` equal parts of an axis.
 
-    With ``bits``, bfloat16 is picked as integers. As what it is, a CPU would pick from a copy of
-    all in float32; but a TPU would not fuse what is picked with a product.
+    With ``bits``, bfloat16 is picked as integers: else a CPU picks from a copy of all in float32.
+    (A TPU would not fuse such a pick with a product.)
     """
     before, after = array.shape[:axis], array.shape[axis + 1 :]
     rest = array.shape[axis] // (shards * count)
@@ -545,32 +552,36 @@ def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
     if len(pairs) == 1:
         joined = _joined(pairs[0], machine)
         if not _shared(joined) and all(_sizes(joined)[x] == 1 for x in joined.positions):
-            return _of_one_position(joined)  # nothing cancels
+            return _of_one_position(joined)  # of one position nothing cancels
     pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
     total: jax.Array | None = None
-    own: list[jax.Array] = []
+    each: list[jax.Array] = []
     for (i, p), (j, q) in itertools.combinations_with_replacement(enumerate(pairs), 2):
         if i != j and p.site.view.apart_from(q.site.view):
             continue
         factor = p.scale * q.scale * (1.0 if i == j else 2.0)
-        signed = factor * (_own_product(p, machine) if i == j else _inner_product(p, q, machine))
+        signed = factor * (_self_product(p, machine) if i == j else _inner_product(p, q, machine))
         total = signed if total is None else total + signed
         if i == j:
-            own.append(jnp.sqrt(_at_least_zero(signed)))
+            each.append(jnp.sqrt(_at_least_zero(signed)))
     assert total is not None
     bounds = [_bounds(p) for p in pairs]
     absolute = sum((x for x, _ in bounds[1:]), start=bounds[0][0])
     lost = sum((x for _, x in bounds[1:]), start=bounds[0][1])
-    seen = jnp.hypot(_at_least_zero(total), _FLOOR * absolute * absolute)
-    squared = jnp.square(jnp.sqrt(seen) + lost) + jnp.square(_order(pairs))
+    known = jnp.hypot(_at_least_zero(total), _FLOOR * absolute * absolute)
+    squared = jnp.square(jnp.sqrt(known) + lost) + jnp.square(_order(pairs))
     if len(pairs) == 1:
         return squared
-    uses = sum(own[1:], start=own[0])
+    uses = sum(each[1:], start=each[0])
     return squared + jnp.square(_absorbed(pairs, len(total)) * uses)
 
 
 def _joined(pair: Pair, machine: Machine) -> Pair:
-    """One position where all rows of a table take one vector: it counts how often they meet."""
+    """A lookup of which all positions have one gradient, as one position.
+
+    With c_r the number of times that row r is looked up, |g|^2 = |d|^2 sum_r c_r^2 = |d|^2 sum_k
+    c_{r(k)}: the left factor is the root of that sum.
+    """
     left, right = pair.left, pair.right
     of_all = set(pair.positions).isdisjoint(right.labels)
     if not isinstance(left, OneHot) or not of_all or _shared(pair):
@@ -579,7 +590,7 @@ def _joined(pair: Pair, machine: Machine) -> Pair:
     rows = rows.reshape(len(rows), -1)
     if machine.cache is None:
         met = (rows[:, :, None] == rows[:, None]).sum(1, dtype=jnp.float32)
-    else:  # a CPU takes least where it compares with what is so many places on, each pair once
+    else:  # fastest on a CPU: compare with the row i places on, so that each pair is met once
         count = rows.shape[1]
         twice = jnp.concatenate([rows, rows], axis=1)
 
@@ -589,18 +600,18 @@ def _joined(pair: Pair, machine: Machine) -> Pair:
 
         met = jax.lax.fori_loop(1, count // 2 + 1, one, 1.0 + 0.0 * rows, unroll=8)
     times = jnp.sqrt(jnp.where(rows < left.size, met, 0.0).sum(1))
-    # Equal numbers are added up one by one: their rounding may go one way.
+    # Equal numbers are added up one by one, so that all roundings may go the same way.
     times *= 1.0 + float(jnp.finfo(jnp.float32).eps) * rows.shape[1]
     return dataclasses.replace(pair, left=Dense(times[:, None], (UNIT, left.hot)), positions=())
 
 
 def _at_least_zero(x: jax.Array) -> jax.Array:
-    """What rounding has made negative is zero; what has overflown, to either side, is infinite."""
+    """``x``, where negative values (of rounding) are 0 and overflows of either sign infinite."""
     return jnp.where(jnp.isfinite(x), jnp.maximum(x, 0.0), jnp.inf)
 
 
 def _axes(pair: Pair) -> tuple[Label, ...]:
-    """Of what is known of each position: units, shared coordinates, positions."""
+    """Labels of quantities per position: units, shared coordinates, positions."""
     return (UNIT, *(x for x in pair.coordinates if x in _shared(pair)), *pair.positions)
 
 
@@ -612,38 +623,38 @@ def _over(
 
 
 def _squares(pair: Pair) -> tuple[jax.Array, float, jax.Array, float]:
-    """|L|^2 at each position and how many squares it is the sum of, and the same of R."""
+    """|L|^2 at each position and the number of squares in it, and the same of R."""
     out = _axes(pair)
 
     def count(side: Dense | Windows) -> float:
         return float(math.prod(n for n, x in zip(side.shape, side.labels) if x not in out))
 
     right, most = _over(pair.right.squares(), pair.right.labels, out, jnp.sum), count(pair.right)
-    if isinstance(pair.left, OneHot):  # a one, whose square is not lost
+    if isinstance(pair.left, OneHot):  # the square of 1 is not lost
         inside = (pair.left.indices < pair.left.size).astype(jnp.float32)
         return _aligned(inside, pair.left.labels, out), 0.0, right, most
     left = _over(pair.left.squares(), pair.left.labels, out, jnp.sum)
     return left, count(pair.left), right, most
 
 
-def _there(pair: Pair) -> jax.Array:
-    """Where the right factor is not zero: nothing is lost where it is, as a loss may not count."""
+def _is_nonzero(pair: Pair) -> jax.Array:
+    """Where the right factor is not zero: nothing is lost at positions that the loss masks."""
     size = jnp.abs(pair.right.array.astype(jnp.float32))
     biggest = functools.partial(jnp.max, initial=0.0)
     return _over(size, pair.right.labels, _axes(pair), biggest) > 0
 
 
 def _of_one_position(pair: Pair) -> jax.Array:
-    """Squared norms of units of one position, as if each square that may be lost were; [n]."""
+    """Squared norms of units of one position, with all squares that may have underflown; [n]."""
     left, lost, right, most = _squares(pair)
     x, d, scale = left + _LOST**2 * lost, right + _LOST**2 * most, abs(pair.scale)
     squared = x * d if scale == 1.0 else jnp.square(scale * jnp.sqrt(x) * jnp.sqrt(d))
-    zero = (right == 0.0) & ~_there(pair)  # NaN is not: it must be seen
+    zero = (right == 0.0) & ~_is_nonzero(pair)  # NaN is not zero: it must show
     return jnp.where(zero, 0.0 * left, squared).reshape(len(squared))
 
 
 def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
-    """For each unit: sum over positions of |L| |R|, and the part that underflow may hide; [n].
+    """Sum over positions of |L| |R|, and the part that underflow may hide; [n] each.
 
     A left factor of zeros may have lost its squares: up to about 1e-19 times the right one's norm.
     """
@@ -651,22 +662,22 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
     left, lost, right, most = jnp.sqrt(left), math.sqrt(lost), jnp.sqrt(right), math.sqrt(most)
     tiny = (left < _UNDERFLOW * lost) | (right < _UNDERFLOW * most)
     hidden = (left + _LOST * lost) * (right + _LOST * most)
-    hidden = jnp.where(tiny & _there(pair), hidden, 0.0)
+    hidden = jnp.where(tiny & _is_nonzero(pair), hidden, 0.0)
     axes = tuple(range(1, left.ndim))
     scale = abs(pair.scale)
     return scale * (left * right).sum(axes), scale * hidden.sum(axes)
 
 
 def _parts(pair: Pair) -> tuple[Label, int]:
-    """The position that a use is cut along to meet itself, and into how many parts."""
+    """The position label along which ``_self_product`` cuts, and into how many parts."""
     sizes = _sizes(pair)
     along = max(pair.positions, key=lambda x: sizes[x], default=None)
     long = along is not None and sizes[along] >= _LONG and sizes[along] % _PARTS == 0
     return along, _PARTS if long else 1
 
 
-def _own_product(pair: Pair, machine: Machine) -> jax.Array:
-    """[n]: the product of a use's gradient with itself."""
+def _self_product(pair: Pair, machine: Machine) -> jax.Array:
+    """Inner product of a use's gradient with itself; [n]."""
     along, parts = _parts(pair)
     if parts == 1:
         return _inner_product(pair, pair, machine)
@@ -680,18 +691,22 @@ def _own_product(pair: Pair, machine: Machine) -> jax.Array:
 
 
 def _cut(pair: Pair, along: Label, start: int, count: int) -> Pair:
-    """So many of the positions of one axis."""
+    """``count`` positions from ``start`` of the axis ``along``."""
 
-    def of(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
+    def some(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
         if along not in labels:
             return array
         return jax.lax.slice_in_dim(array, start, start + count, axis=tuple(labels).index(along))
 
-    return _of_both(pair, of)
+    return _map_factors(pair, some)
 
 
 def _inner_product(p: Pair, q: Pair, machine: Machine) -> jax.Array:
-    """[n]: over pairs of positions, the sum of the products of the factors' inner products."""
+    """Inner product of two uses' gradients; [n].
+
+    The sum over pairs of positions k and m of <L_k, L'_m> <R_k, R'_m>, or, where one use has its
+    factors the other way round (a tied embedding and head), of <L_k, R'_m> <R_k, L'_m>.
+    """
     shared = tuple(x for x in p.coordinates if x in _shared(p))
     straight = _form(p)[0] == _form(q)[0]
     p_left, q_left = formed(p.left), formed(q.left)
@@ -701,8 +716,8 @@ def _inner_product(p: Pair, q: Pair, machine: Machine) -> jax.Array:
     theirs = tuple(("other", x) for x in q.positions)
     out = (UNIT, *shared, *ours, *theirs)
     rename: dict[Label, Label] = dict(zip(q.positions, theirs))
-    # Terms of both signs cancel: with rounded operands nothing would be left of a small norm.
-    # (Products of bfloat16 operands are exact whatever the precision.)
+    # Terms of both signs cancel: with rounded operands a small norm would be lost. (Products of
+    # bfloat16 operands are exact whatever the precision.)
     exact = machine.rounding > 0.0 and _reduced(p)
     precision = jax.lax.Precision.HIGHEST if exact else precision_of(p.site)
     terms = _inner(*first, rename, out, precision) * _inner(*second, rename, out, precision)
@@ -718,8 +733,8 @@ def _inner(
 ) -> jax.Array:
     y = dataclasses.replace(y, labels=tuple(rename.get(label, label) for label in y.labels))
     if isinstance(x, Dense) and isinstance(y, Dense):
-        there = [label for label in out if label in x.labels or label in y.labels]
-        return _aligned(einsum([x, y], there, precision), there, out)
+        present = [label for label in out if label in x.labels or label in y.labels]
+        return _aligned(einsum([x, y], present, precision), present, out)
     if isinstance(x, OneHot) and isinstance(y, OneHot):
         ours, theirs = (_aligned(side.indices, side.labels, out) for side in (x, y))
         return ((ours == theirs) & (ours < x.size)).astype(jnp.float32)
@@ -729,10 +744,10 @@ def _inner(
         assert isinstance(x, Dense)
         assert isinstance(y, OneHot)
         hot, dense = y, x
-    # <one-hot(i), row> = row[i]: look up, for every row, the entries the other side points at.
+    # <one-hot(i), row> = row[i]: look up, in every row, the entries that the indices name.
     rows = tuple(label for label in dense.labels if label not in (UNIT, hot.hot) and label in out)
     places = tuple(label for label in hot.labels if label != UNIT)
-    # A label of one side alone is of an axis of length 1.
+    # Labels that only one side has are of axes of length 1.
     one = [i for i, label in enumerate(dense.labels) if label not in (UNIT, hot.hot, *rows)]
     kept = tuple(label for i, label in enumerate(dense.labels) if i not in one)
     table = _aligned(dense.array.squeeze(one), kept, (UNIT, *rows, hot.hot))
@@ -740,9 +755,9 @@ def _inner(
     sizes = [*table.shape[1:-1], *[hot.indices.shape[hot.labels.index(x)] for x in places]]
     table = table.reshape(n, -1, width)
     index = _aligned(hot.indices, hot.labels, (UNIT, *places)).reshape(n, 1, -1)
-    found = jnp.take_along_axis(
+    entries = jnp.take_along_axis(
         table, jnp.broadcast_to(index, (n, table.shape[1], index.shape[2])), axis=2, mode="clip"
     )
-    found = found.reshape(n, *sizes).astype(jnp.float32)
+    entries = entries.reshape(n, *sizes).astype(jnp.float32)
     inside = _aligned(hot.indices < hot.size, hot.labels, out)
-    return jnp.where(inside, _aligned(found, (UNIT, *rows, *places), out), 0.0)
+    return jnp.where(inside, _aligned(entries, (UNIT, *rows, *places), out), 0.0)

@@ -1,4 +1,4 @@
-"""Finds, in the jaxpr of a one-unit loss, every place where a parameter meets data."""
+"""Finds the sites in the jaxpr of a one-unit loss: equations in which a parameter meets data."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Site:
       inputs: abstract values of all operands, inside the loops.
       out: abstract value of the output, inside the loops.
       lengths: lengths of the enclosing scans, outermost first.
-      summed: whether what was looked up is summed over its positions before the tap: all of them
-        then have one gradient.
-      tapped: whether the tap is here, not at the site that it is shared with.
+      summed: whether looked-up rows are summed over their positions before the tap: all positions
+        then have the same gradient.
+      tapped: whether the tap is here; False where it is at another site that shares it.
     """
 
     index: int
@@ -52,17 +52,17 @@ class Site:
 
 
 @dataclasses.dataclass
-class Plan:
-    """What to do on the way through one jaxpr (in one calling context).
+class TapPlan:
+    """Where to tap and what to record in one jaxpr (in one calling context).
 
     Attributes:
       sites: equations to tap, by position.
       inner: plans for the jaxprs of equations to be entered, by position.
-      records: variables whose values are kept, by key.
-      number: tells plans apart.
+      records: variables whose values are recorded, by key.
+      number: identifies the plan.
       depth: number of enclosing scans.
-      recomputed: whether this is the inside of a ``jax.checkpoint`` that keeps nothing.
-      looked_up: variables that gathers made (in the end: that are read once), with the plan and the
+      recomputed: whether this is the inside of a ``jax.checkpoint`` that saves nothing.
+      looked_up: outputs of gathers (when the walk is done: those read once), with the plan and the
         position of the gather.
     """
 
@@ -70,17 +70,17 @@ class Plan:
     depth: int
     recomputed: bool = False
     sites: dict[int, Site] = dataclasses.field(default_factory=dict)
-    inner: dict[int, Plan] = dataclasses.field(default_factory=dict)
+    inner: dict[int, TapPlan] = dataclasses.field(default_factory=dict)
     records: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
-    looked_up: dict[Any, tuple[Plan, int]] = dataclasses.field(default_factory=dict)
+    looked_up: dict[Any, tuple[TapPlan, int]] = dataclasses.field(default_factory=dict)
 
     def all_sites(self) -> list[Site]:
-        """The sites of this plan and of those within."""
+        """The sites of this plan and of its inner plans."""
         nested = [s for plan in self.inner.values() for s in plan.all_sites()]
         return [*self.sites.values(), *nested]
 
     def all_records(self) -> dict[Hashable, int]:
-        """Keys of the records of this plan and of those within, with the scans around them."""
+        """Keys of the records of this plan and its inner plans -> number of scans around them."""
         out = dict.fromkeys(self.records, self.depth)
         for plan in self.inner.values():
             out |= plan.all_records()
@@ -96,12 +96,12 @@ class Analysis:
       copied: leaf index -> reason.
     """
 
-    plan: Plan
+    plan: TapPlan
     copied: dict[int, str]
 
 
 class _NeedsCopyError(Exception):
-    """A leaf is used in a way that has no rule."""
+    """A leaf is used in a way that no rule covers."""
 
     def __init__(self, leaf: int, reason: str) -> None:
         super().__init__(reason)
@@ -128,14 +128,14 @@ def analyse(jaxpr: Any, num_leaves: int, copied: dict[int, str] | None = None) -
             plan, outputs = walker.walk(jaxpr, [*views, *rest], ())
             if outputs[0] is not None:
                 raise _NeedsCopyError(outputs[0].leaf, "the loss is the parameter itself")
-        except _NeedsCopyError as found:
-            copied[found.leaf] = found.reason
+        except _NeedsCopyError as error:
+            copied[error.leaf] = error.reason
             continue
         return Analysis(plan, copied)
 
 
 class _Walker:
-    """Walks jaxprs, following parameter views, until a leaf turns out to need copies."""
+    """Walks jaxprs and follows views of parameters; raises if a leaf needs copies."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -144,7 +144,7 @@ class _Walker:
 
     def walk(
         self, jaxpr: Any, inputs: Sequence[View | None], lengths: tuple[int, ...]
-    ) -> tuple[Plan, list[View | None]]:
+    ) -> tuple[TapPlan, list[View | None]]:
         """Plans one jaxpr.
 
         Args:
@@ -155,7 +155,7 @@ class _Walker:
         Returns:
           The plan, and for each output the view it is, if any.
         """
-        plan = Plan(number=self.num_plans, depth=len(lengths))
+        plan = TapPlan(number=self.num_plans, depth=len(lengths))
         self.num_plans += 1
         views = {v: view for v, view in zip(jaxpr.invars, inputs) if view is not None}
 
@@ -171,7 +171,8 @@ class _Walker:
             seen = [view_of(v) for v in eqn.invars]
             used = [(i, view) for i, view in enumerate(seen) if view is not None]
             # An equation with an effect may hand a parameter on through what it writes to (a Ref).
-            if not used or not (eqn.effects or any(_has_gradient(v) for v in eqn.outvars)):
+            inexact = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+            if not used or not (eqn.effects or inexact):
                 continue
             name = eqn.primitive.name
             if name == "stop_gradient":
@@ -203,7 +204,9 @@ class _Walker:
         _share_taps(plan, jaxpr, reads)
         return plan, [view_of(v) for v in jaxpr.outvars]
 
-    def _site(self, plan: Plan, eqn: Any, where: int, view: View, lengths: tuple[int, ...]) -> Site:
+    def _site(
+        self, plan: TapPlan, eqn: Any, where: int, view: View, lengths: tuple[int, ...]
+    ) -> Site:
         operands: list[Hashable] = []
         for i, v in enumerate(eqn.invars):
             if i != where:
@@ -226,7 +229,7 @@ class _Walker:
             lengths=lengths,
         )
 
-    def _scan(self, eqn: Any, seen: list[View | None], lengths: tuple[int, ...]) -> Plan:
+    def _scan(self, eqn: Any, seen: list[View | None], lengths: tuple[int, ...]) -> TapPlan:
         body = eqn.params["jaxpr"].jaxpr
         consts, carried = scan_counts(eqn.params)
         inputs: list[View | None] = []
@@ -245,7 +248,7 @@ class _Walker:
             if view is not None and (k >= carried or not unchanged):
                 self._copy([(k, view)], "a scan returns it")
             # An unchanged carry that is a view must not be used as data after the scan.
-            if view is not None and unchanged and _is_used(eqn.outvars[k]):
+            if view is not None and unchanged and type(eqn.outvars[k]).__name__ != "DropVar":
                 self._copy([(k, view)], "a scan carries it and it is used afterwards")
         return plan
 
@@ -253,8 +256,8 @@ class _Walker:
         raise _NeedsCopyError(min((v.leaf for _, v in used), key=lambda i: self.sizes[i]), reason)
 
 
-def _tap_the_sum(plan: Plan, position: int, eqn: Any, reads: Mapping[Any, int]) -> None:
-    """Taps this sum instead of the gather that it alone reads and sums over all positions."""
+def _tap_the_sum(plan: TapPlan, position: int, eqn: Any, reads: Mapping[Any, int]) -> None:
+    """Moves the tap from a gather to the sum over all its positions, if nothing else reads it."""
     (v,) = eqn.invars
     if isinstance(v, Literal) or v not in plan.looked_up or reads[v] != 1:
         return
@@ -266,8 +269,8 @@ def _tap_the_sum(plan: Plan, position: int, eqn: Any, reads: Mapping[Any, int]) 
         plan.sites[position] = dataclasses.replace(site, out=eqn.outvars[0].aval, summed=True)
 
 
-def _share_taps(plan: Plan, jaxpr: Any, reads: Mapping[Any, int]) -> None:
-    """One tap for products that are only added up (``x @ A + h @ B``): they have one gradient.
+def _share_taps(plan: TapPlan, jaxpr: Any, reads: Mapping[Any, int]) -> None:
+    """Gives products that are only added up (``x @ A + h @ B``) one tap, as they have one gradient.
 
     A loop would store it once for each tap; elsewhere compilers see that it is the same.
     """
@@ -287,7 +290,7 @@ def _share_taps(plan: Plan, jaxpr: Any, reads: Mapping[Any, int]) -> None:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried."""
+    """Number of operands of a scan that are constants, and that are carried."""
     if "ft_in" in params:  # JAX 0.12
         consts, carried, _ = params["ft_in"].elts
         return len(consts), len(carried)
@@ -295,7 +298,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def inner_jaxpr(eqn: Any) -> Any:
-    """The open jaxpr of an equation that calls one; consts of closed ones are constants."""
+    """The open jaxpr of an equation that calls one."""
     inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
     return getattr(inner, "jaxpr", inner)
 
@@ -323,17 +326,11 @@ def embedding_axis(shape: tuple[int, ...], params: dict[str, Any]) -> int | None
         looked = tuple(numbers.start_index_map)
         if numbers.operand_batching_dims or not set(numbers.collapsed_slice_dims) <= set(looked):
             return None
-        if len(looked) > 1 and "CLIP" not in str(params["mode"]):  # what is whole may be out of it
+        if len(looked) > 1 and "CLIP" not in str(
+            params["mode"]
+        ):  # a whole axis may be out of range
             return None
         cut = cut or list(looked)
         if not set(cut) <= set(looked) or not set(numbers.collapsed_slice_dims) <= set(cut):
             return None
     return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
-
-
-def _has_gradient(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
-
-
-def _is_used(v: Any) -> bool:
-    return type(v).__name__ != "DropVar"

@@ -1,9 +1,9 @@
-"""Parameter views: what is done to a parameter, and to nothing else, before it meets data.
+"""Views of parameters: a parameter after linear operations on it alone, before it meets data.
 
 A cast, transpose, reshape or slice of a parameter, or one layer's slice of a stacked parameter
-inside a scan, is still that parameter. A ``View`` remembers how to come back from the view's
-gradient to the parameter's, and which of its axes is which axis of the parameter, so that uses of
-one parameter in different forms (a tied embedding and head) can be compared.
+inside a scan, is still that parameter. A ``View`` knows how to turn the gradient of the view into
+the parameter's, and which of its axes is which axis of the parameter, so that uses of one parameter
+in different forms (a tied embedding and head) can be compared.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class View:
         layers), False if every iteration sees the same (weight sharing over time).
       ops: from the leaf to the view, as (function, number of stacked axes it is mapped over).
       cuts: for each slice taken, (name of the axis, start, stop): what part of the leaf this is.
-      scale: the view is ``scale`` times a rearrangement of the leaf's entries ...
-      faithful: ... unless this is False: then only ``to_leaf`` knows.
+      scale: factor between the leaf's entries and the view's.
+      faithful: whether the view is ``scale`` times a rearrangement of entries of the leaf; if
+        False, only ``to_leaf`` relates the two.
     """
 
     leaf: int
@@ -54,7 +55,7 @@ class View:
 
     @classmethod
     def of_leaf(cls, leaf: int, shape: tuple[int, ...]) -> View:
-        """The leaf itself."""
+        """The view that is the leaf itself."""
         return cls(leaf, shape, tuple(("axis", i) for i in range(len(shape))))
 
     def then(
@@ -78,13 +79,13 @@ class View:
         )
 
     def apart_from(self, other: View) -> bool:
-        """Whether two views of one leaf are known to share no entry of it."""
+        """Whether two views of one leaf are sure to share no entry of it."""
         return any(
             a[0] == b[0] and (a[2] <= b[1] or b[2] <= a[1]) for a in self.cuts for b in other.cuts
         )
 
     def sliced_by_scan(self) -> View:
-        """What the body of a scan sees of a view scanned over."""
+        """This view inside the body of a scan over its first axis."""
         return dataclasses.replace(
             self,
             shape=self.shape[1:],
@@ -94,7 +95,7 @@ class View:
         )
 
     def held_by_scan(self) -> View:
-        """What the body of a scan sees of a view that stays the same."""
+        """This view inside the body of a scan that does not slice it."""
         return dataclasses.replace(self, loops=(*self.loops, False))
 
     def to_leaf(self, gradient: jax.Array, leaf_shape: tuple[int, ...]) -> jax.Array:
@@ -110,16 +111,15 @@ class View:
             return x
 
         # Everything is float32 here, casts having been left out, so nothing is rounded.
-        at = vary(jnp.zeros(leaf_shape, jnp.float32), axes_of(jax.typeof(gradient)))
-        (out,) = jax.vjp(forward, at)[1](gradient)
-        return out
+        zeros = vary(jnp.zeros(leaf_shape, jnp.float32), axes_of(jax.typeof(gradient)))
+        return jax.vjp(forward, zeros)[1](gradient)[0]
 
 
 def _regroup(
     axes: tuple[Hashable, ...], old: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[Hashable, ...]:
     """Names of the axes after a reshape: axes it leaves alone keep theirs."""
-    if 0 in old:  # nothing to tell apart
+    if 0 in old:  # the array is empty
         return tuple(("reshape", (axes, new), k) for k in range(len(new)))
     out: list[Hashable] = []
     i = j = 0
@@ -199,7 +199,7 @@ def _cut(
     strides: Sequence[int],
     shape: tuple[int, ...],
 ) -> View:
-    """A part of a view; axes cut differently are different coordinates."""
+    """A slice of a view; axes that are cut differently get different names."""
     axes: list[Hashable] = []
     cuts: list[tuple[Hashable, int, int]] = []
     for axis, start, stride, size, kept in zip(view.axes, starts, strides, view.shape, shape):

@@ -23,7 +23,7 @@ from dpfl_jax.mechanisms.participation import require_positive
 from dpfl_jax.mechanisms.unit_losses import LossFn, mean_of_examples
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PersonalizedPoisson, Poisson, choose_within_users
-from dpfl_jax.sampling.base import binomial_bound
+from dpfl_jax.sampling.schemes import binomial_bound
 
 Self = TypeVar("Self", bound="SiloParticipation")
 Protected = Literal["subject", "record"]

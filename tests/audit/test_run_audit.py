@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from dpfl_jax.audit.kept import FILES, SEEN, RunAudit, read
+from dpfl_jax.audit.run_audit import FILES, SEEN, RunAudit, read
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Calibrated, Population, uls
 

@@ -1,0 +1,139 @@
+"""Reads jaxprs: the programs within, the arithmetic of their products, their peak memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.extend as jex
+from jax.extend.core import Literal
+
+# Primitives whose results the compiler computes where they are read, instead of storing them.
+_FREE = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "iota",
+        "name",
+        "pcast",
+        "pvary",
+        "reduce_precision",
+        "reshape",
+        "squeeze",
+        "transpose",
+    }
+)
+
+
+def every_program(program: Any) -> Iterator[Any]:
+    """Yields a ClosedJaxpr or Jaxpr, and all that it calls."""
+    yield program
+    for equation in program.eqns:
+        for inner in inner_programs(equation.params.values()):
+            yield from every_program(inner)
+
+
+def inner_jaxprs(values: Any) -> Iterator[Any]:
+    """The Jaxprs among the parameters of an equation, without the arrays that they captured."""
+    return (getattr(program, "jaxpr", program) for program in inner_programs(values))
+
+
+def inner_programs(values: Any) -> Iterator[Any]:
+    """The programs among the parameters of an equation: ClosedJaxprs and Jaxprs."""
+    for value in values:
+        if isinstance(value, (jex.core.ClosedJaxpr, jex.core.Jaxpr)):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from inner_programs(value)
+        elif isinstance(value, Mapping):
+            yield from inner_programs(value.values())
+
+
+def count_flops(function: Callable[..., Any], *args: Any, loop_length: int = 1) -> float:
+    """Operations (two a multiply-add) of matrix products and convolutions, loops included.
+
+    Compilers' own counts take the body of a loop once.
+
+    Args:
+      function: any JAX function.
+      *args: arrays or shapes.
+      loop_length: iterations assumed of loops whose length is not known before they run.
+    """
+    return jaxpr_flops(jax.make_jaxpr(function)(*args).jaxpr, loop_length)
+
+
+def jaxpr_flops(jaxpr: Any, loop_length: int) -> float:
+    """``count_flops`` of an open jaxpr."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            (contract, _), (_, _) = eqn.params["dimension_numbers"]
+            summed = math.prod(eqn.invars[0].aval.shape[i] for i in contract)
+            total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * summed
+        elif name == "conv_general_dilated":
+            kernel = eqn.invars[1].aval.shape
+            out_axis = eqn.params["dimension_numbers"].rhs_spec[0]
+            per_output = math.prod(kernel) / kernel[out_axis]
+            total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * per_output
+        else:
+            times = {"scan": eqn.params.get("length", 1), "while": loop_length}.get(name, 1)
+            parts = [jaxpr_flops(inner, loop_length) for inner in inner_jaxprs(eqn.params.values())]
+            if name == "cond":
+                total += max(parts, default=0.0)
+            else:
+                total += times * sum(parts)
+    return total
+
+
+def peak_bytes(jaxpr: Any) -> float:
+    """Estimates the most bytes of intermediate values that are alive at the same time.
+
+    Arguments are not counted, results are. Values are taken to be stored in the order of the
+    equations, each until its last use.
+
+    Args:
+      jaxpr: an open jaxpr.
+    """
+    owner: dict[Any, Any] = {}  # from a value that is read in another form to the stored one
+
+    def stored(v: Any) -> Any:
+        return owner.get(v, v)
+
+    last: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        read = [v for v in eqn.invars if not isinstance(v, Literal)]
+        if eqn.primitive.name in _FREE and len(eqn.outvars) == 1 and len(read) <= 1:
+            owner[eqn.outvars[0]] = stored(read[0]) if read else None
+        for v in read:
+            last[stored(v)] = i
+    for v in jaxpr.outvars:
+        if not isinstance(v, Literal):
+            last[stored(v)] = len(jaxpr.eqns)
+    ending: dict[int, list[Any]] = {}
+    for v, i in last.items():
+        ending.setdefault(i, []).append(v)
+
+    held: dict[Any, float] = {}
+    alive = most = 0.0
+    for i, eqn in enumerate(jaxpr.eqns):
+        made = {v: _bytes(v) for v in eqn.outvars if v not in owner}
+        within = max((peak_bytes(j) for j in inner_jaxprs(eqn.params.values())), default=0.0)
+        if eqn.primitive.name != "scan":  # the results of what is called are among its values
+            within = max(0.0, within - sum(made.values()))
+        most = max(most, alive + sum(made.values()) + within)
+        held |= {v: size for v, size in made.items() if last.get(v, i) > i}
+        for v in ending.get(i, ()):
+            held.pop(v, None)
+        alive = sum(held.values())
+    return most
+
+
+def _bytes(v: Any) -> float:
+    dtype = getattr(v.aval, "dtype", None)
+    return float(math.prod(v.aval.shape) * getattr(dtype, "itemsize", 0))

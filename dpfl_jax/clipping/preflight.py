@@ -1,0 +1,276 @@
+"""Checks of a clipped gradient before the first step of a run.
+
+``self_check`` compares a strategy's norms and sum with plain per-unit gradients. ``probe`` asks the
+compiler for its memory: book-keeping keeps the activations and output gradients of all units of a
+microbatch alive. ``auto`` estimates that from shapes; the compiler knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dpfl_jax.clipping import cost
+from dpfl_jax.clipping.cost import machine_for
+from dpfl_jax.clipping.gradients import ClippedGrad
+from dpfl_jax.clipping.per_unit import solve_vmap
+from dpfl_jax.errors import BadInputError
+
+PyTree = Any
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+
+
+class SelfCheckError(RuntimeError):
+    """A strategy's norms disagree with plain per-unit gradients: the guarantee would not hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfCheck:
+    """What ``self_check`` measured.
+
+    Attributes:
+      max_relative_error: largest over units and parameters, relative to the unit's whole norm.
+      tolerance: what it was held against.
+      units: how many units were compared.
+    """
+
+    max_relative_error: float
+    tolerance: float
+    units: int
+
+
+def self_check(
+    gradient: ClippedGrad,
+    *args: PyTree,
+    mask: jax.Array | None = None,
+    rng: jax.Array | None = None,
+    weight: jax.Array | None = None,
+    max_units: int = 2,
+    tolerance: float | None = None,
+) -> SelfCheck:
+    """Compares the norms and the weighted sum of each parameter with those of ``vmap``.
+
+    Args:
+      gradient: what the run will use.
+      *args: as in a call: parameters (those that are all zero are perturbed for the check), and
+        batches [n, ...], of which the first ``max_units`` that are not padding are used.
+      mask: [n], as in a call.
+      rng: as in a call.
+      weight: as in a call.
+      max_units: units that are compared; each costs the memory of its gradient.
+      tolerance: largest relative error; default 1e-3, or 5e-2 where the loss computes in less
+        than float32, as products of default precision do on a TPU or GPU.
+
+    Raises:
+      SelfCheckError: names the parameter, and what to do.
+    """
+    params, batch, rebuild_arguments = gradient.arguments(args)
+    count = np.shape(jax.tree.leaves(batch)[0])[0]
+    real = np.flatnonzero(np.ones(count) if mask is None else np.asarray(mask))
+    chosen = real[:max_units]
+    if not len(chosen):
+        return SelfCheck(0.0, tolerance or TOLERANCE["float32"], 0)
+    # A NaN in the data would hide what the program does with numbers.
+    batch = jax.tree.map(lambda x: _finite(jnp.asarray(x)[chosen]), batch)
+    weight = None if weight is None else jnp.asarray(weight)[chosen]
+    if tolerance is None:
+        low = is_low(gradient, *rebuild_arguments(params, batch), rng=rng, weight=weight)
+        tolerance = TOLERANCE["bfloat16" if low else "float32"]
+
+    places = None
+    if remote := [x for x in jax.tree.leaves(params) if _is_remote(x)]:
+        # With several processes, what the host compares must be replicated in each of them.
+        places = (NamedSharding(remote[0].sharding.mesh, PartitionSpec()), None)
+        batch = jax.tree.map(np.asarray, batch)
+    params = away_from_zero(params)
+    problem, _ = gradient.problem(rebuild_arguments(params, batch), rng=rng, weight=weight)
+    names = problem.names
+
+    def run(vmap: bool) -> Any:
+        def go(params: PyTree, batch: PyTree) -> Any:
+            inner, _ = gradient.problem(rebuild_arguments(params, batch), rng=rng, weight=weight)
+            seen: list[Any] = []
+
+            def weights_fn(squared: Any) -> Any:
+                seen.append(jnp.stack(list(squared)))
+                return inner.unit_weights(squared)  # the same weights for both
+
+            watched = dataclasses.replace(inner, weights_fn=weights_fn)
+            solution = solve_vmap(watched) if vmap else gradient.solve(watched, microbatches=False)
+            return seen[-1], solution.sums, solution.weights  # `auto` traces first, then runs
+
+        return jax.jit(go, out_shardings=places, compiler_options=unoptimised())(params, batch)
+
+    got, got_sums, _ = run(vmap=False)
+    want, want_sums, weights = run(vmap=True)
+    got, want = np.asarray(got), np.asarray(want)
+    # A NaN anywhere leaves the whole unit out, unless leaves are clipped separately.
+    apart = problem.rule.is_per_leaf
+    finite = [np.isfinite(x if apart else np.broadcast_to(x.sum(0), x.shape)) for x in (want, got)]
+    compared = finite[0] & finite[1]
+    squares = [np.where(compared, np.asarray(x, np.float64), 0.0) for x in (want, got)]
+    whole = np.sqrt(np.maximum(squares[0].sum(0), 1e-60))
+    error = np.abs(np.sqrt(np.maximum(squares[1], 0.0)) - np.sqrt(squares[0])) / whole
+    error = np.where(finite[0] != finite[1], np.inf, error)
+    # Relative to what the units add at most: their sum itself may cancel to nothing.
+    added = np.sqrt(squares[0]) * np.reshape(np.asarray(weights, np.float64).T, (-1, len(chosen)))
+    size = float(np.linalg.norm(added.sum(axis=1))) or 1.0
+    off = [float(jnp.linalg.norm((g - w).ravel())) / size for g, w in zip(got_sums, want_sums)]
+    errors = np.maximum(error.max(axis=1), off)
+    worst = int(np.argmax(errors))
+    if not errors[worst] <= tolerance:
+        raise SelfCheckError(
+            f"clipped_grad: the norms of strategy {gradient.strategy!r} disagree with per-unit "
+            f"gradients at parameter {names[worst]!r} (relative error {errors[worst]:.1e}, "
+            f"allowed {tolerance:.0e}), so no step was taken: use strategy='scan' and report this"
+        )
+    return SelfCheck(float(errors[worst]), tolerance, len(chosen))
+
+
+def unoptimised() -> dict[str, Any] | None:
+    """Compiler options for a program that runs a few times: it compiles faster on a CPU."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+
+def away_from_zero(params: PyTree) -> PyTree:
+    """``params``, with random numbers in place of those that are all zero.
+
+    An adapter starts with one factor at zero, which makes the gradient of the other zero: a check
+    there would find nothing wrong. Arrays stay on their devices.
+    """
+
+    def one(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating) or bool(jnp.any(x != 0)):
+            return x
+
+        def draw() -> jax.Array:
+            return (0.02 * jax.random.normal(jax.random.key(0), x.shape)).astype(x.dtype)
+
+        return jax.jit(draw, out_shardings=x.sharding)()
+
+    return jax.tree.map(one, params)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, 0) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _is_remote(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def is_low(gradient: ClippedGrad, *args: PyTree, rng: Any = None, weight: Any = None) -> bool:
+    """Whether anything in the loss is computed in less than float32."""
+    if machine_for(gradient.platform).rounding > 0:
+        return True
+
+    def losses(*args: PyTree) -> jax.Array:
+        return gradient(*args, rng=rng, weight=weight).losses
+
+    return has_low(losses, *args)
+
+
+def has_low(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function of arrays computes anything in less than float32."""
+    text = jax.make_jaxpr(function)(*args).pretty_print(use_color=False)
+    return any(f"{kind}[" in text for kind in ("bf16", "f16"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Probed:
+    """What ``probe`` found.
+
+    Attributes:
+      gradient: the clipped gradient with strategy and microbatch size fixed.
+      temp_bytes: temporary memory that the compiler allocates for it on one device.
+      tried: (strategy, microbatch size or None, temporary bytes) of all that were compiled.
+    """
+
+    gradient: ClippedGrad
+    temp_bytes: int
+    tried: tuple[tuple[str, int | None, int], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{strategy}{'' if size is None else f', {size} units at a time'}: "
+            f"{taken / 2**20:.1f} MiB"
+            for strategy, size, taken in self.tried
+        )
+
+
+def probe(
+    gradient: ClippedGrad,
+    *args: PyTree,
+    mask: jax.Array | None = None,
+    rng: jax.Array | None = None,
+    weight: jax.Array | None = None,
+    memory_limit: float | None = None,
+) -> Probed:
+    """Fixes the strategy of ``gradient`` by compiling it for arrays of these shapes.
+
+    Compiles what ``auto`` would take, and, where that does not fit, the same in ever smaller
+    microbatches, and a scan over single units.
+
+    Args:
+      gradient: usually with strategy ``"auto"``.
+      *args: arrays or ``jax.ShapeDtypeStruct``s, as in a call.
+      mask: as in a call.
+      rng: as in a call.
+      weight: as in a call.
+      memory_limit: bytes of temporary memory; default what ``gradient`` was given, else half of
+        what the device says it has; if neither is known the first choice is taken.
+
+    Returns:
+      A ``Probed``; use its ``gradient``.
+
+    Raises:
+      BadInputError: not even one unit at a time fits.
+    """
+    limit = gradient.memory_limit if memory_limit is None else memory_limit
+    if limit is None:
+        limit = cost.memory_limit()
+    units = jax.tree.leaves(gradient.arguments(args)[1])[0].shape[0]
+    chosen = gradient.explain(*args, mask=mask, rng=rng, weight=weight)
+    candidates: list[tuple[str, int | None]] = [(chosen.strategy, chosen.microbatch_size)]
+    if chosen.strategy == "ghost":
+        size = chosen.microbatch_size or units
+        while size > 1:
+            size = -(-size // 2)
+            candidates.append(("ghost", size))
+    if ("scan", 1) not in candidates:
+        candidates.append(("scan", 1))
+    tried: list[tuple[str, int | None, int]] = []
+    for strategy, size in candidates:
+        fixed = dataclasses.replace(gradient, strategy=strategy, microbatch_size=size)  # type: ignore[arg-type]
+        taken = _temp_bytes(fixed, args, mask, rng, weight)
+        tried.append((strategy, size, taken))
+        if limit is None or taken <= limit:
+            return Probed(fixed, taken, tuple(tried))
+    least = min(taken for _, _, taken in tried)
+    raise BadInputError(
+        f"clipped_grad: the gradient of one unit takes {least / 2**20:.0f} MiB of temporary "
+        f"memory, but {(limit or 0) / 2**20:.0f} MiB are allowed: shorten the examples, lower the "
+        "group size, turn remat on, or split the parameters over more devices"
+    )
+
+
+def _temp_bytes(
+    gradient: ClippedGrad,
+    args: tuple[PyTree, ...],
+    mask: jax.Array | None,
+    rng: jax.Array | None,
+    weight: jax.Array | None,
+) -> int:
+    def call(args: tuple[PyTree, ...], mask: Any, rng: Any, weight: Any) -> Any:
+        return gradient(*args, mask=mask, rng=rng, weight=weight)
+
+    compiled = jax.jit(call).lower(args, mask, rng, weight).compile()
+    memory = compiled.memory_analysis()
+    return 0 if memory is None else int(memory.temp_size_in_bytes)

@@ -1,0 +1,338 @@
+"""Strategy matrices K whose noise K^-1 Z has the least mean square in a workload.
+
+K is lower triangular and Toeplitz: its first column says all of it.
+
+``strategy``: K has b bands. Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization"
+(arXiv 2306.08153); McKenna 2024 (arXiv 2405.15913).
+
+``inverse_strategy``: K^-1 has b bands; with f_1, ..., f_{b-1} of 0 or more its first column is
+1, -f_1, ..., -f_{b-1}. Kalinin, McKenna, Upadhyay and Lampert 2025, "Back to square roots" (arXiv
+2505.12128), whose bands are those of a square root (BISR); here they are the best for a run.
+
+``buffered_strategy``: with decays d and scales w of B buffers the first column of K is
+1, sum w_i, sum w_i d_i, sum w_i d_i^2, ... (a buffered linear Toeplitz matrix, BLT). Dvijotham et
+al. 2024 (arXiv 2404.16706); McMahan, Xu and Xu 2024, "A hassle-free algorithm for private learning
+in practice" (arXiv 2408.08868), for users who take part several times.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scipy import optimize, signal, special
+
+from dpfl_jax.accounting.cells import StrategyMatrix
+from dpfl_jax.errors import at_least, require
+from dpfl_jax.matrices.workload import PREFIX_SUMS, Workload
+
+MOST_BANDS = 64
+MOST_BUFFERS = 16
+
+Buffers = tuple[tuple[float, ...], tuple[float, ...]]
+"""Decays and scales, one of each for every buffer; numbers that float32 has."""
+
+
+@functools.lru_cache(maxsize=256)
+def strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[float, ...]:
+    """The first column of the K of b bands whose noise has the least mean square in a workload.
+
+    At sensitivity 1 (a column's norm). McKenna 2024 finds it by gradients, in O(steps bands) each.
+
+    Args:
+      bands: b, numbers of the column that are not 0.
+      steps: T, rows and columns of K.
+      workload: what an optimiser makes of the noise.
+
+    Returns:
+      b float32 numbers, of norm 1 up to rounding.
+
+    Raises:
+      BadInputError: more bands than steps.
+    """
+    wanted = f"at least 1 and at most the {steps} steps"
+    require(1 <= bands <= steps, "mechanism.bands", bands, wanted)
+    if bands == 1:
+        return (1.0,)
+    columns, given = workload.columns(steps), workload.response(steps)
+
+    def loss(later: np.ndarray) -> tuple[float, np.ndarray]:
+        """Logarithm of error times norm of (1, later), and its gradient."""
+        column = np.r_[1.0, later]
+        first = signal.lfilter([1.0], column, given)  # as in prefix_error
+        change = signal.lfilter([1.0], column, first)  # -d first / d column_j, delayed by j
+        moved = columns.moved(first)
+        error, norm = np.vdot(columns.weights, moved**2), column @ column
+        if not np.isfinite(error * (change @ change)):  # so long a step that K^-1 explodes
+            return 1e3, np.zeros(bands - 1)
+        weighted = columns.pulled(columns.weights * moved)
+        slope = np.array([(weighted[j:] * change[:-j]).sum() for j in range(1, bands)])
+        return np.log(error * norm), 2 * later / norm - 2 * slope / error
+
+    if workload == PREFIX_SUMS:  # from the best with as many bands as steps (Fichtenberger 2023)
+        k = np.arange(1, bands)
+        start = np.cumprod((2 * k - 1) / (2 * k))
+    else:  # from the best of prefix sums, which is never worse
+        plain = np.array(strategy(bands, steps))
+        start = plain[1:] / plain[0]
+    tight = {"ftol": 1e-14, "gtol": 1e-9, "maxiter": 500}
+    with np.errstate(over="ignore", invalid="ignore"):
+        best = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options=tight).x
+    column = np.r_[1.0, best]
+    return tuple(np.asarray(column / np.linalg.norm(column), np.float32).tolist())
+
+
+def prefix_error(column: tuple[float, ...], steps: int, workload: Workload = PREFIX_SUMS) -> float:
+    """``Workload.error`` of the K with first column ``column``, in ``steps`` steps."""
+    return workload.error(signal.lfilter([1.0], column, workload.response(steps)))
+
+
+def best_banded(steps: int, separation: int | None, *, bands: int = 4) -> StrategyMatrix:
+    """The K of b bands that is best for prefix sums over these steps."""
+    return StrategyMatrix(strategy(bands, steps), "banded")
+
+
+def inverse_column(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
+    """The first column of K, float64 [steps], rounded upwards to one that never grows.
+
+    No number is below that of K, and none below a later one: what is accounted by it for users who
+    take part some steps apart or more is a bound, and exact where K's own column never grows.
+
+    Args:
+      coefficients: f, numbers of 0 or more that add up to 1 at most.
+      steps: T, at least 1.
+    """
+    column = signal.lfilter([1.0], _inverse(coefficients), np.eye(1, steps)[0])
+    # Sums of products of numbers >= 0: each is off by its own operations and those before it.
+    upwards = 1 + (steps * (len(coefficients) + 2) + 8) * 2.0**-52
+    column = np.r_[1.0, np.minimum(column[1:] * upwards, 1.0)]
+    return np.maximum.accumulate(column[::-1])[::-1]
+
+
+def inverse_error(
+    coefficients: tuple[float, ...], steps: int, workload: Workload = PREFIX_SUMS
+) -> float:
+    """``Workload.error`` of the K^-1 of these f, in ``steps`` steps."""
+    return workload.error(signal.lfilter(_inverse(coefficients), [1.0], workload.response(steps)))
+
+
+@functools.lru_cache(maxsize=256)
+def inverse_strategy(
+    bands: int, steps: int, separation: int, workload: Workload = PREFIX_SUMS
+) -> tuple[float, ...]:
+    """The bands of K^-1 whose noise has the least mean square in a workload, at one sensitivity.
+
+    The sensitivity is that of a user who takes part at every ``separation``-th step from the first.
+
+    Args:
+      bands: b, at least 2.
+      steps: T.
+      separation: s.
+      workload: what an optimiser makes of the noise.
+
+    Returns:
+      f: b - 1 numbers that float32 has, all 0 or more, which add up to less than 1.
+
+    Raises:
+      BadInputError: too few or too many bands.
+    """
+    at_least("mechanism.bands", bands, 2, most=MOST_BANDS)
+    columns, responses = workload.columns(steps), workload.response(steps)
+    participation = _participation(steps, separation)
+    delays = np.arange(1, bands)
+
+    def parse(given: np.ndarray) -> tuple[float, np.ndarray]:
+        """The sum of f, and the share of each number in it."""
+        return float(special.expit(given[0])), special.softmax(given[1:])
+
+    def noise_slope(weighted: np.ndarray) -> np.ndarray:
+        """-d noise / d f_j, of all noise together."""
+        if workload == PREFIX_SUMS:
+            return np.r_[np.cumsum(weighted[::-1])[::-1], np.zeros(bands)][delays]
+        return np.array([(weighted[j:] * responses[: max(steps - j, 0)]).sum() for j in delays])
+
+    def loss(given: np.ndarray) -> tuple[float, np.ndarray]:
+        """Logarithm of error times sensitivity, squared, and its gradient."""
+        total, shares = parse(given)
+        inverse = _inverse(tuple(total * shares))
+        noise = columns.moved(signal.lfilter(inverse, [1.0], responses))
+        moved = signal.lfilter([1.0], inverse, participation)
+        change = signal.lfilter([1.0], inverse, moved)  # d moved / d f_j, delayed by j
+        error, reach = (columns.weights * noise**2).sum(), (moved**2).sum()
+        weighted = columns.pulled(columns.weights * noise)
+        lost = noise_slope(weighted)
+        gained = [(moved[j:] * change[: steps - j]).sum() for j in delays]
+        slope = 2 * (np.array(gained) / reach - lost / error)
+        mean = (slope * shares).sum()
+        by_total = mean * total * (1 - total)
+        return math.log(error * reach), np.r_[by_total, total * shares * (slope - mean)]
+
+    start = np.cumprod((2 * delays - 1) / (2 * delays)) / (2 * delays - 1)  # of BISR
+    if workload != PREFIX_SUMS:  # from the best of prefix sums, so that it is never worse
+        start = np.maximum(inverse_strategy(bands, steps, separation), 1e-6)
+    best = _minimise(loss, np.r_[special.logit(min(start.sum(), 0.999)), np.log(start)])
+    total, shares = parse(best.x)
+    numbers = [_rounded(min(total, 0.999) * share) for share in shares]
+    return tuple(np.asarray(numbers, np.float32).tolist())
+
+
+def best_banded_inverse(steps: int, separation: int, *, bands: int = 3) -> StrategyMatrix:
+    """The K with b bands in K^-1 that is best for prefix sums over these steps."""
+    coefficients = inverse_strategy(bands, steps, separation)
+    return StrategyMatrix(tuple(inverse_column(coefficients, steps).tolist()), "toeplitz")
+
+
+def _inverse(coefficients: tuple[float, ...]) -> np.ndarray:
+    """The first column of K^-1, as far as it is not 0."""
+    return np.r_[1.0, -np.asarray(coefficients, float)]
+
+
+def _participation(steps: int, separation: int) -> np.ndarray:
+    """1 at every ``separation``-th step; else not 0, which makes filters subnormal and slow."""
+    row = np.full(steps, 1e-100)
+    row[::separation] = 1.0
+    return row
+
+
+def _minimise(loss: Callable[[np.ndarray], tuple[float, np.ndarray]], start: np.ndarray) -> Any:
+    options = {"ftol": 1e-13, "gtol": 1e-8, "maxiter": 1000, "maxcor": 20}
+    return optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
+
+
+def _rounded(number: float) -> float:
+    """To four digits: the error hardly feels the rest, which depends on the machine."""
+    return float(f"{number:.4g}")
+
+
+def buffered_column(buffers: Buffers, steps: int) -> np.ndarray:
+    """The first column of K, float64 [steps], rounded upwards; no number is above the one before.
+
+    Args:
+      buffers: decays in [0, 1], and scales of 0 or more that add up to 1 at most.
+      steps: T, at least 1.
+    """
+    column = np.zeros(steps)
+    for decay, scale in zip(*buffers, strict=True):
+        column[1:] += scale * np.cumprod(np.r_[1.0, np.full(max(steps - 2, 0), decay)])[: steps - 1]
+    # Each is a sum of products of steps + 1 numbers at most. None of them is above 1.
+    upwards = 1 + (steps + len(buffers[0]) + 8) * 2.0**-52
+    return np.r_[1.0, np.minimum(column[1:] * upwards, 1.0)]
+
+
+def buffered_error(buffers: Buffers, steps: int, workload: Workload = PREFIX_SUMS) -> float:
+    """``Workload.error`` of these buffers, in ``steps`` steps."""
+    decays, scales = map(np.asarray, buffers)
+    return workload.error(_divided(decays, scales, workload.response(steps)))
+
+
+@functools.lru_cache(maxsize=256)
+def buffered_strategy(
+    buffers: int, steps: int, separation: int, workload: Workload = PREFIX_SUMS
+) -> Buffers:
+    """The buffers whose noise has the least mean square in a workload, at one sensitivity.
+
+    The sensitivity is that of a user who takes part at every ``separation``-th step from the first
+    (McMahan et al. 2024, section 3). All is computed by filters, in O(steps buffers).
+
+    Args:
+      buffers: B, at least 1.
+      steps: T.
+      separation: s.
+      workload: what an optimiser makes of the noise.
+
+    Raises:
+      BadInputError: too few or too many buffers.
+    """
+    at_least("mechanism.buffers", buffers, 1, most=MOST_BUFFERS)
+    if steps == 1:
+        return (0.5,) * buffers, (0.0,) * buffers
+    columns, responses = workload.columns(steps), workload.response(steps)
+    participation = _participation(steps, separation)
+
+    def loss(given: np.ndarray) -> tuple[float, np.ndarray]:
+        """Logarithm of error times sensitivity, squared, and its gradient."""
+        decays, odds = special.expit(given[:buffers]), np.exp(given[buffers:])
+        scales = odds / (1 + odds.sum())
+        first = _divided(decays, scales, responses)
+        change = _divided(decays, scales, first)  # -d first / d column_j, delayed by j
+        parts = [_delayed(decay, participation) for decay in decays]
+        moved = participation + sum(scale * part for scale, part in zip(scales, parts, strict=True))
+        # Sums, not products of vectors: threads for so little work only wait for each other.
+        noise = columns.moved(first)
+        error, reach = (columns.weights * noise**2).sum(), (moved**2).sum()
+        weighted = columns.pulled(columns.weights * noise)
+        slopes = np.zeros((2, buffers))
+        for i, (decay, part) in enumerate(zip(decays, parts, strict=True)):
+            late = _delayed(decay, change)
+            for row, up, down in (
+                (1, late, part),
+                (0, _delayed(decay, late), _delayed(decay, part)),
+            ):
+                gained, paid = (moved * down).sum() / reach, (weighted * up).sum() / error
+                slopes[row, i] = 2 * (gained - paid)
+        slopes[0] *= scales * decays * (1 - decays)
+        slopes[1] = scales * (slopes[1] - (scales * slopes[1]).sum())
+        return math.log(error * reach), slopes.ravel()
+
+    # Users who come back soon want short memories.
+    spans = sorted({min(separation, steps), min(10 * separation, steps)})
+    starts = [_start(buffers, steps, span) for span in spans]
+    if workload != PREFIX_SUMS:  # and from the best of prefix sums, so that it is never worse
+        starts.append(_parameters(buffered_strategy(buffers, steps, separation)))
+    results = (_minimise(loss, start) for start in starts)
+    best = min(results, key=lambda result: float(result.fun))
+    decays, odds = special.expit(best.x[:buffers]), np.exp(best.x[buffers:])
+    scales = odds / (1 + odds.sum())
+    scales *= min(1.0, 0.999 / scales.sum())  # at most 1 when they are rounded
+    pairs = ((1 - _rounded(1 - d), _rounded(w)) for d, w in zip(decays, scales, strict=True))
+    numbers = np.array(sorted(pairs, reverse=True), np.float32).T
+    return tuple(numbers[0].tolist()), tuple(numbers[1].tolist())
+
+
+def best_buffered(steps: int, separation: int, *, buffers: int = 2) -> StrategyMatrix:
+    """The K of B buffers that is best for prefix sums over these steps."""
+    chosen = buffered_strategy(buffers, steps, separation)
+    return StrategyMatrix(tuple(buffered_column(chosen, steps).tolist()), "toeplitz")
+
+
+def _start(buffers: int, steps: int, span: int) -> np.ndarray:
+    """Buffers near the best column for one participation (Fichtenberger et al. 2023)."""
+    decays = 1 - np.geomspace(0.6, 1 / max(span, 2), buffers)
+    if buffers == 1:
+        decays = np.array([1 - max(span, 2) ** -0.5])
+    j = np.arange(1, steps)
+    column = np.cumprod((2 * j - 1) / (2 * j))
+    weight = np.sqrt(column)[:, None]
+    scales, _ = optimize.nnls(decays ** (j[:, None] - 1) / weight, weight[:, 0])
+    scales = np.maximum(scales, 1e-3 / buffers)
+    scales *= min(1.0, 0.9 / scales.sum())
+    return np.r_[special.logit(decays), np.log(scales / (1 - scales.sum()))]
+
+
+def _parameters(buffers: Buffers) -> np.ndarray:
+    """What is searched over: logits of decays, and logarithms of scales over what they leave."""
+    decays = np.clip(buffers[0], 1e-6, 1 - 1e-9)
+    scales = np.maximum(buffers[1], 1e-6)
+    scales *= min(1.0, 0.999 / scales.sum())
+    return np.r_[special.logit(decays), np.log(scales / (1 - scales.sum()))]
+
+
+def _delayed(decay: float, rows: np.ndarray) -> np.ndarray:
+    """What a buffer holds before each row."""
+    return np.asarray(signal.lfilter([0.0, 1.0], [1.0, -decay], rows))
+
+
+def _divided(decays: np.ndarray, scales: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """K^-1 times rows, one factor (1 - d_i x) / (1 - e_i x) of 1 / K after the other.
+
+    The poles e are eigenvalues of a symmetric matrix, and lie between the d: which is why no factor
+    grows, where polynomials of all of them would lose their digits.
+    """
+    order, root = np.argsort(decays), np.sqrt(scales)
+    poles = np.linalg.eigvalsh(np.diag(decays) - np.outer(root, root))
+    for decay, pole in zip(decays[order], poles, strict=True):
+        rows = signal.lfilter([1.0, -decay], [1.0, -pole], rows)
+    return rows

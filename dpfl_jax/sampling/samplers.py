@@ -1,0 +1,207 @@
+"""Samplers: a random-access sequence of draws, one per step, and how hosts share a draw.
+
+A draw is host-side and made of positions into a store, so that only what was drawn is read. Every
+sampler derives the draw of step t from the root key and t alone: every host computes the same draw
+and reads only its part.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling.contribution import check_group_size, choose_within_users
+from dpfl_jax.sampling.schemes import SamplingScheme, Scheme, binomial_bound, check_population
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """The units taking part in one step.
+
+    Attributes:
+      units: int64 [n], the index of each unit drawn (an example of the limited set, a user).
+      positions: int64 [n] or [n, group_size], store positions of the examples of each unit; -1
+        where a unit has fewer examples than group_size.
+    """
+
+    units: np.ndarray
+    positions: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Number of units drawn (may be 0: a step without units is still a step)."""
+        return len(self.units)
+
+    @property
+    def example_mask(self) -> np.ndarray:
+        """Bool array of the shape of ``positions``: True where there is an example."""
+        return self.positions >= 0
+
+
+class Sampler(Protocol):
+    """Random access to the draws of a run."""
+
+    @property
+    def expected_size(self) -> float:
+        """Expected number of units in a draw."""
+
+    @property
+    def group_size(self) -> int | None:
+        """Examples a unit may hold in a draw, or None if the unit is one example."""
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """A number of units that a draw exceeds with probability at most ``tail``."""
+
+    def draw(self, step: int) -> Draw:
+        """Returns the draw of ``step`` (0-based), without replaying earlier steps."""
+
+
+class _OfScheme(abc.ABC):
+    """A sampler of the units that a scheme draws."""
+
+    scheme: Scheme
+
+    @property
+    @abc.abstractmethod
+    def population(self) -> int:
+        """Number of units that may be drawn."""
+
+    @property
+    def expected_size(self) -> float:
+        """Expected number of units in a draw."""
+        return self.scheme.expected_size(self.population)
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """A number of units that a draw exceeds with probability at most ``tail``."""
+        return self.scheme.size_bound(self.population, tail)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExampleSampler(_OfScheme):
+    """Draws examples from a list of positions.
+
+    Attributes:
+      scheme: which of them.
+      positions: int64 [n], store positions that may be drawn.
+      key: root key of the run.
+    """
+
+    scheme: Scheme
+    positions: np.ndarray
+    key: RootKey
+    group_size: None = None
+
+    def __post_init__(self) -> None:
+        check_population(self.population)
+
+    @property
+    def population(self) -> int:
+        return len(self.positions)
+
+    def draw(self, step: int) -> Draw:
+        """Returns the examples of ``step``: units [n], positions [n]."""
+        units = self.scheme.indices(self.key, step, self.population)
+        return Draw(units, self.positions[units])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UserSampler(_OfScheme):
+    """Draws users, and up to ``group_size`` examples of each, uniformly.
+
+    Attributes:
+      scheme: which users.
+      user_offsets: int64 [num_users + 1]; user u owns positions offsets[u]:offsets[u+1].
+      group_size: most examples of one user in a step.
+      key: root key of the run.
+    """
+
+    scheme: Scheme
+    user_offsets: np.ndarray
+    group_size: int
+    key: RootKey
+
+    def __post_init__(self) -> None:
+        check_group_size(self.group_size)
+        check_population(self.population)
+
+    @property
+    def population(self) -> int:
+        return len(self.user_offsets) - 1
+
+    def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
+        """Bounds on the users of each bucket, for users sorted by their examples in a draw.
+
+        Args:
+          sizes: increasing, up to the group size; a user goes to the first that holds all examples
+            it may bring.
+          tail: probability with which each bound may be exceeded.
+
+        Returns:
+          One number of users per size.
+        """
+        most, offsets = self.size_bound(tail), self.user_offsets
+        held = np.minimum(np.diff(offsets), sizes[-1])
+        held = held[held > 0]  # a user without examples fits anywhere: count it with the smallest
+        counts = np.bincount(np.searchsorted(np.asarray(sizes), held), minlength=len(sizes))
+        counts[0] += self.population - len(held)
+        if not isinstance(self.scheme, SamplingScheme):  # users are not drawn independently
+            return tuple(int(min(most, count)) for count in counts)
+        rate = self.scheme.rate
+        return tuple(min(most, binomial_bound(int(count), rate, tail)) for count in counts)
+
+    def draw(self, step: int) -> Draw:
+        """Returns the users of ``step``: units [n], positions [n, group_size] (-1 = none)."""
+        users = self.scheme.indices(self.key, step, self.population)
+        # proof: uls-sampling-2
+        rng = self.key.numpy("within-user", step)
+        return Draw(users, choose_within_users(rng, self.user_offsets, users, self.group_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The part of a draw that one host reads.
+
+    A step's units fill rows of a global buffer [rows, row]: unit i lies in row i // row, column
+    i % row. Each host reads the columns of its own devices.
+
+    Attributes:
+      slots: int64 [rows, columns], index into the draw's units; -1 where there is padding.
+      positions: int64 [rows, columns] or [rows, columns, group_size], store positions; -1 for none.
+    """
+
+    slots: np.ndarray
+    positions: np.ndarray
+
+
+def share_of(
+    draw: Draw, row: int, columns: Sequence[int] | np.ndarray, rows: int | None = None
+) -> Share:
+    """Returns the units of some columns of the global buffer.
+
+    Args:
+      draw: the whole draw (every host has it: it costs no reading).
+      row: units per row over all hosts.
+      columns: the columns of this host, increasing.
+      rows: rows of the buffer; default as many as the draw fills.
+
+    Raises:
+      ValueError: if the columns lie outside the row or the draw does not fit.
+    """
+    needed = -(-draw.size // row)
+    rows = needed if rows is None else rows
+    chosen = np.asarray(columns, dtype=np.int64)
+    if chosen.size and not (chosen[0] >= 0 and chosen[-1] < row and (np.diff(chosen) > 0).all()):
+        raise ValueError(f"columns {columns} lie outside a row of {row}, or do not increase")
+    if rows < needed:
+        raise ValueError(f"{draw.size} units do not fit into {rows} rows of {row}")
+    slots = np.arange(rows, dtype=np.int64)[:, None] * row + chosen
+    real = slots < draw.size
+    slots = np.where(real, slots, -1)
+    positions = np.full((*slots.shape, *draw.positions.shape[1:]), -1, np.int64)
+    positions[real] = draw.positions[slots[real]]
+    return Share(slots, positions)
