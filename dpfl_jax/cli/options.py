@@ -186,7 +186,7 @@ def _add_key(parser: Any, key: str, default: Any) -> None:
     words = {k: v for one in reversed(owner.__mro__) for k, v in attributes(one).items()}[name]
 
     is_choice = get_origin(hint) is Literal
-    is_text = is_choice or str in (hint, *get_args(hint))
+    is_text = is_choice or str in _alternatives(hint)
 
     def parse(text: str) -> Any:
         try:
@@ -205,6 +205,17 @@ def _add_key(parser: Any, key: str, default: Any) -> None:
         choices=get_args(hint) if is_choice else None,
         help=_with_default(words, default),
     )
+
+
+def _alternatives(hint: Any) -> Iterator[Any]:
+    """The types of a union, without what annotates them."""
+    if get_origin(hint) is Annotated:
+        yield from _alternatives(get_args(hint)[0])
+    elif get_origin(hint) in (Union, types.UnionType):
+        for one in get_args(hint):
+            yield from _alternatives(one)
+    else:
+        yield hint
 
 
 def _with_default(words: str, default: Any) -> str:
