@@ -112,7 +112,8 @@ def test_the_page_shows_these_floors():
 
 def test_three_walks_have_ten_stops_at_most():
     """Files that are there; one named alone lies beside the one before it."""
-    walks = PAGE.split("## Three paths through the code\n\n")[1].split("\n## ")[0].strip().split("\n\n")
+    section = PAGE.split("## Three paths through the code\n\n")[1].split("\n## ")[0]
+    walks = section.strip().split("\n\n")
     assert len(walks) == 3
     for walk in walks:
         folder, stops = ROOT, re.findall(r"`([\w/]+\.py)`", walk)
