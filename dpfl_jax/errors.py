@@ -23,7 +23,16 @@ _T = TypeVar("_T")
 
 
 class BadInputError(ValueError):
-    """Something the user gave (a config key, a file, an argument) cannot be used as it is."""
+    """Something the user gave (a config key, a file, an argument) cannot be used as it is.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> try:
+      ...     dpfl.uls(group_size=0, cohort_size=8)
+      ... except dpfl.BadInputError as error:
+      ...     print(error)
+      group_size is 0, but it must be at least 1
+    """
 
 
 def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str) -> None:

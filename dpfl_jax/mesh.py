@@ -34,6 +34,12 @@ def data_parallel_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A one-axis mesh (``"data"``) over ``devices`` (default: all of them).
 
     Those of one process are neighbours, so that each reads whole stretches of a row.
+
+    Examples:
+      >>> import jax
+      >>> from dpfl_jax.training import data_parallel_mesh
+      >>> data_parallel_mesh(jax.devices()[:1]).axis_names
+      ('data',)
     """
     found = jax.devices() if devices is None else devices
     chosen = np.array(sorted(found, key=lambda device: device.process_index))

@@ -35,6 +35,12 @@ class RootKey:
       secret: 32 bytes. Whoever has them can subtract the noise: keep them out of what you publish.
       public: True if the key came from a seed that others may know (a config, a paper); a
         guarantee computed with a public key holds only against those who do not know it.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> key = dpfl.RootKey.from_seed(0)  # public: for tests; RootKey.generate() is secret
+      >>> key.public, dpfl.RootKey.generate().public
+      (True, False)
     """
 
     secret: bytes

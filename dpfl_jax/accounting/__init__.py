@@ -3,6 +3,12 @@
 ``events`` says what a mechanism does to one privacy unit; ``epsilon``, ``delta`` and
 ``epsilon_curve`` bound what that costs (privacy-loss distributions); ``calibrate_*`` find the
 parameters for a target; ``Guarantee`` is the answer with everything needed to judge it.
+
+Examples:
+  >>> from dpfl_jax import accounting
+  >>> event = accounting.events.uls(noise_multiplier=1.0, sampling_prob=0.01, steps=1000)
+  >>> round(accounting.epsilon(event, delta=1e-5), 3)
+  1.828
 """
 
 from dpfl_jax.accounting import events
@@ -43,35 +49,35 @@ from dpfl_jax.accounting.ledger import (
 )
 
 __all__ = [
+    "epsilon",
+    "delta",
+    "Guarantee",
+    "events",
+    "epsilon_curve",
+    "delta_curve",
+    "epsilon_table",
+    "epsilons_midway",
+    "els_epsilons",
+    "calibrate_noise_multiplier",
+    "calibrate_steps",
+    "calibrate_sampling_prob",
+    "calibrate_group_size",
+    "meaning",
+    "Meaning",
+    "plot_attacks",
+    "Ledger",
+    "Account",
+    "Reservation",
+    "LedgerError",
+    "BudgetExceededError",
+    "accountant_of",
+    "check_delta",
+    "delta_caveats",
+    "noise_assumptions",
+    "NoiseLaw",
     "ADD_OR_REMOVE",
+    "REPLACE",
     "IDEALISED",
     "IDEALISED_FLOAT",
     "MOST_COORDINATES",
-    "REPLACE",
-    "Account",
-    "BudgetExceededError",
-    "Guarantee",
-    "Ledger",
-    "LedgerError",
-    "Meaning",
-    "NoiseLaw",
-    "Reservation",
-    "accountant_of",
-    "calibrate_group_size",
-    "calibrate_noise_multiplier",
-    "calibrate_sampling_prob",
-    "calibrate_steps",
-    "check_delta",
-    "delta",
-    "delta_caveats",
-    "delta_curve",
-    "els_epsilons",
-    "epsilon",
-    "epsilon_curve",
-    "epsilon_table",
-    "epsilons_midway",
-    "events",
-    "meaning",
-    "noise_assumptions",
-    "plot_attacks",
 ]

@@ -56,6 +56,11 @@ def check_delta(delta: float) -> float:
 
     Raises:
       BadInputError: unless 0 < delta < 1, and large enough for tails to be computed.
+
+    Examples:
+      >>> from dpfl_jax.accounting import check_delta
+      >>> check_delta(1e-5)
+      1e-05
     """
     require(
         isinstance(delta, numbers.Real) and 0.0 < delta < 1.0,
@@ -103,6 +108,12 @@ def epsilon(
     Raises:
       BadInputError: delta out of range, an event that no accountant knows, or a table that would
         not fit in memory.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> event = accounting.events.uls(noise_multiplier=1.0, sampling_prob=0.01, steps=1000)
+      >>> round(accounting.epsilon(event, delta=1e-5), 3)
+      1.828
     """
     delta = check_delta(delta)
     if accountant != "pld":
@@ -119,7 +130,13 @@ def epsilon(
 def accountant_of(
     event: dp_accounting.DpEvent, relation: NeighboringRelation = ADD_OR_REMOVE
 ) -> Accountant:
-    """The tightest accountant that knows an event: "rdp" if losses of some part are not known."""
+    """The tightest accountant that knows an event: "rdp" if losses of some part are not known.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> accounting.accountant_of(accounting.events.gaussian(1.0, steps=10))
+      'pld'
+    """
     known = not any(isinstance(leaf, RenyiLeaf) for leaf, _ in flatten(event, relation).leaves)
     return "pld" if known else "rdp"
 
@@ -135,6 +152,12 @@ def delta(
 
     2^-20 of it pays for how the noise is drawn, if there is any. (That is enough down to a delta of
     about 1e-16; a guarantee says whether it is.) Arguments as for :func:`epsilon`.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> event = accounting.events.gaussian(noise_multiplier=4.0, steps=1)
+      >>> accounting.delta(event, epsilon=1.0) < 2e-5
+      True
     """
     at_least("epsilon", epsilon, 0)
     epsilon = float(epsilon)
@@ -184,6 +207,13 @@ def epsilons_midway(
       total: steps of the whole run.
       counts: numbers of steps, each >= 1.
       delta: in (0, 1).
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> def event(steps):
+      ...     return accounting.events.uls(1.0, 0.01, steps)
+      >>> [round(e, 2) for e in accounting.epsilons_midway(event, 100, [10, 100], delta=1e-5)]
+      [0.38, 0.72]
     """
     whole = event(total)
     if isinstance(whole, dp_accounting.SelfComposedDpEvent) and whole.count == total:
@@ -210,6 +240,12 @@ def epsilon_curve(
 
     Returns:
       One epsilon per entry of ``steps``; 0 for 0 steps; ``inf`` where there is no guarantee.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> step = accounting.events.uls(noise_multiplier=1.0, sampling_prob=0.01, steps=1)
+      >>> [round(e, 2) for e in accounting.epsilon_curve(step, [10, 100], delta=1e-5)]
+      [0.38, 0.72]
     """
     delta = check_delta(delta)
     at_least("a number of steps", min(steps, default=0), 0)
@@ -261,6 +297,14 @@ def epsilon_table(
 
     Raises:
       BadInputError: no values, or a value that is no valid parameter of the event.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> def event(sampling_prob):
+      ...     return accounting.events.uls(1.0, sampling_prob, steps=100)
+      >>> table = accounting.epsilon_table(event, [0.01, 0.02, 0.01], delta=1e-5)
+      >>> {prob: round(epsilon, 2) for prob, epsilon in table.items()}
+      {0.01: 0.72, 0.02: 1.43}
     """
     distinct = sorted(set(values))
     if not distinct:
@@ -289,6 +333,12 @@ def els_epsilons(
       contributions: declared numbers of examples (>= 1), after contribution limiting.
       steps: T.
       delta: in (0, 1).
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> spent = accounting.els_epsilons(2.0, 0.01, contributions=[1, 4], steps=100, delta=1e-5)
+      >>> {examples: round(epsilon, 2) for examples, epsilon in spent.items()}
+      {1: 0.19, 4: 0.87}
     """
     return epsilon_table(
         lambda count: els(noise_multiplier, sampling_prob, count, steps),
@@ -311,6 +361,12 @@ def delta_curve(
 
     Returns:
       float [len(epsilons)].
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> event = accounting.events.gaussian(noise_multiplier=1.0, steps=1)
+      >>> accounting.delta_curve(event, [0.0, 1.0, 2.0]).round(3).tolist()
+      [0.383, 0.127, 0.021]
     """
     at = np.asarray(epsilons, dtype=float)
     at_least("an epsilon", at.min(initial=0.0), 0)

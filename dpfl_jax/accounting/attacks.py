@@ -47,6 +47,12 @@ class Meaning:
       deltas: float [n], upper bounds on delta at each.
       delta: of the guarantee.
       relation: what the attacker distinguishes: with and without the unit, or two values of it.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> meaning = accounting.meaning(accounting.events.gaussian(2.0, steps=1), delta=1e-5)
+      >>> round(meaning.advantage, 2), round(meaning.posterior(0.5), 2)
+      (0.2, 0.86)
     """
 
     epsilons: np.ndarray
@@ -188,6 +194,13 @@ def meaning(
 
     Raises:
       BadInputError: the event gives no guarantee at this delta.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> event = accounting.events.uls(1.0, 0.01, steps=1000)
+      >>> meaning = accounting.meaning(event, delta=1e-5)
+      >>> round(meaning.true_positive_rate(0.01), 3)  # at 1 % false alarms
+      0.029
     """
     return meaning_of_cases([[event]], delta, relation=relation)
 
@@ -246,7 +259,17 @@ def meaning_of_bound(
 
 
 def plot_attacks(axes: Any, meaning: Meaning) -> None:
-    """Draws the largest rate of right alarms for every rate of false ones on Matplotlib axes."""
+    """Draws the largest rate of right alarms for every rate of false ones on Matplotlib axes.
+
+    Examples:
+      >>> from matplotlib.figure import Figure
+      >>> from dpfl_jax import accounting
+      >>> axes = Figure().subplots()
+      >>> meaning = accounting.meaning(accounting.events.gaussian(2.0, steps=1), delta=1e-5)
+      >>> accounting.plot_attacks(axes, meaning)
+      >>> len(axes.lines) > 0
+      True
+    """
     x = np.geomspace(1e-4, 1.0, 200)
     y = [meaning.true_positive_rate(a) for a in x]
     axes.fill_between(x, x, y, alpha=0.25, lw=0)

@@ -65,6 +65,13 @@ def calibrate_noise_multiplier(
 
     Raises:
       BadInputError: if no noise multiplier in [1e-3, 1e9] will do, or an input is out of range.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> def event(noise_multiplier):
+      ...     return accounting.events.uls(noise_multiplier, 0.01, steps=1000)
+      >>> round(accounting.calibrate_noise_multiplier(event, epsilon=2.0, delta=1e-5), 3)
+      0.959
     """
     epsilon, delta = check_epsilon(epsilon), check_delta(delta)
     flat = flatten(make_event(1.0), relation)
@@ -224,6 +231,13 @@ def calibrate_steps(
 
     Raises:
       BadInputError: if even one step exceeds the target.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> def event(steps):
+      ...     return accounting.events.uls(1.0, 0.01, steps)
+      >>> accounting.calibrate_steps(event, epsilon=2.0, delta=1e-5) > 500
+      True
     """
     return _largest_count(make_event, epsilon, delta, relation, most, "step")
 
@@ -239,6 +253,13 @@ def calibrate_group_size(
     """Largest group size (examples of a user) that satisfies (epsilon, delta).
 
     Arguments, result and errors as for :func:`calibrate_steps`.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> def event(group_size):
+      ...     return accounting.events.els(4.0, 0.01, group_size, steps=100)
+      >>> accounting.calibrate_group_size(event, epsilon=2.0, delta=1e-5)
+      18
     """
     return _largest_count(make_event, epsilon, delta, relation, most, "example per user")
 
@@ -265,6 +286,13 @@ def calibrate_sampling_prob(
 
     Raises:
       BadInputError: if even ``LEAST_PROB`` exceeds the target.
+
+    Examples:
+      >>> from dpfl_jax import accounting
+      >>> def event(sampling_prob):
+      ...     return accounting.events.uls(1.0, sampling_prob, steps=1000)
+      >>> round(accounting.calibrate_sampling_prob(event, epsilon=2.0, delta=1e-5), 4)
+      0.0109
     """
     fits = _fits(make_event, epsilon, delta, relation)
     if not _certified(make_event(LEAST_PROB), epsilon, delta, relation):

@@ -50,6 +50,11 @@ def noise_assumptions(
       epsilon: of the guarantee.
       delta: of the guarantee.
       steps: in which noise was added; None: not known (a million are allowed for).
+
+    Examples:
+      >>> from dpfl_jax.accounting import noise_assumptions
+      >>> len(noise_assumptions("float", epsilon=1.0, delta=1e-5, steps=100)) > 0
+      True
     """
     if law == "float":
         return (IDEALISED_FLOAT,)

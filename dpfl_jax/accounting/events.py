@@ -3,6 +3,12 @@
 Noise multipliers are standard deviations of the noise on the *sum*, over the clip norm C; events
 are for add-or-remove of one unit unless their docstring says replace-one. An event says nothing of
 the trust model: the mechanism that returns it does.
+
+Examples:
+  >>> from dpfl_jax import accounting
+  >>> event = accounting.events.els(2.0, sampling_prob=0.01, group_size=4, steps=100)
+  >>> round(accounting.epsilon(event, delta=1e-5), 2)
+  0.87
 """
 
 from __future__ import annotations

@@ -37,6 +37,15 @@ class Guarantee:
       unit_key: what makes a unit: the column or key of the data, as "column visit_id".
       public_inputs: all that entered the run and is assumed to be public, a name and what it was
         each; the guarantee protects nothing of it.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> mechanism = dpfl.uls(group_size=4, cohort_size=64)
+      >>> calibrated = mechanism.calibrate(people, steps=100, noise_multiplier=1.0, delta=1e-5)
+      >>> guarantee: dpfl.Guarantee = calibrated.guarantee()
+      >>> guarantee.unit, guarantee.adjacency, round(guarantee.epsilon, 2)
+      ('user', 'add-or-remove one user', 4.48)
     """
 
     unit: str
@@ -193,6 +202,11 @@ def delta_caveats(delta: float, units: int, what: str) -> tuple[str, ...]:
       delta: of each unit.
       units: how many there are: a public number.
       what: their name, in the plural.
+
+    Examples:
+      >>> from dpfl_jax.accounting import delta_caveats
+      >>> delta_caveats(1e-5, 1000, "users"), len(delta_caveats(0.01, 1000, "users"))
+      ((), 1)
     """
     if delta * units < 1:
         return ()

@@ -39,11 +39,29 @@ from dpfl_jax.errors import BadInputError, one_line
 
 
 class LedgerError(BadInputError):
-    """The ledger refuses a run, which must not begin."""
+    """The ledger refuses a run, which must not begin.
+
+    Examples:
+      >>> from dpfl_jax.accounting import BudgetExceededError, LedgerError
+      >>> issubclass(BudgetExceededError, LedgerError)
+      True
+    """
 
 
 class BudgetExceededError(LedgerError):
-    """The run would exceed the account's budget; nothing was recorded."""
+    """The run would exceed the account's budget; nothing was recorded.
+
+    Examples:
+      >>> import tempfile
+      >>> from dpfl_jax import accounting
+      >>> ledger = accounting.Ledger(tempfile.mkdtemp() + "/ledger.jsonl")
+      >>> event = accounting.events.gaussian(0.5, steps=10)
+      >>> try:
+      ...     ledger.reserve(accounting.Account("visits"), "run", event, delta=1e-5, budget=1.0)
+      ... except accounting.BudgetExceededError:
+      ...     print("over the budget of 1")
+      over the budget of 1
+    """
 
 
 _RELATIONS = {
@@ -68,6 +86,11 @@ class Account:
         "replace-one", or "add-or-remove", "zero-out" or "empty".
       unit_key: as in ``Guarantee``: what makes a unit, the same in all runs of the account; "" if
         that is not known. It is no part of the account's name.
+
+    Examples:
+      >>> from dpfl_jax.accounting import Account
+      >>> Account("heart disease", unit="patient", unit_key="column patient").unit
+      'patient'
     """
 
     dataset: str
@@ -96,6 +119,16 @@ class Reservation:
       budget: largest epsilon allowed, or None.
       new_ledger: whether nothing was in the file before: it should be the first run of all.
       notes: what people should know of the account, in sentences.
+
+    Examples:
+      >>> import tempfile
+      >>> from dpfl_jax import accounting
+      >>> ledger = accounting.Ledger(tempfile.mkdtemp() + "/ledger.jsonl")
+      >>> event = accounting.events.uls(1.0, 0.01, steps=100)
+      >>> account = accounting.Account("heart disease")
+      >>> reserved = ledger.reserve(account, "first run", event, delta=1e-5, budget=4.0)
+      >>> reserved.before, round(reserved.after, 2)
+      (0.0, 0.72)
     """
 
     run: str
@@ -117,6 +150,16 @@ class Ledger:
 
     Args:
       path: the file; created, with its folder, at the first reservation.
+
+    Examples:
+      >>> import tempfile
+      >>> from dpfl_jax import accounting
+      >>> ledger = accounting.Ledger(tempfile.mkdtemp() + "/ledger.jsonl")
+      >>> account = accounting.Account("heart disease")
+      >>> event = accounting.events.uls(1.0, 0.01, steps=100)
+      >>> reserved = ledger.reserve(account, "first run", event, delta=1e-5, budget=4.0)
+      >>> round(ledger.spent(account, delta=1e-5), 2), ledger.runs(account)
+      (0.72, ['first run'])
     """
 
     def __init__(self, path: str | os.PathLike[str]):

@@ -3,4 +3,8 @@
 from dpfl_jax.audit.proof import Audit, audit
 from dpfl_jax.audit.trials import Trials
 
-__all__ = ["Audit", "Trials", "audit"]
+__all__ = [
+    "audit",
+    "Audit",
+    "Trials",
+]

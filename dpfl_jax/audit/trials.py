@@ -40,6 +40,16 @@ class Trials:
       beside: float [n, j], what else the attacker sees: of other silos, other directions.
       name: of what is audited.
       how: what ran, in words.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax import accounting
+      >>> from dpfl_jax.audit import Trials
+      >>> inside = np.arange(200) % 2 == 0
+      >>> seen = np.random.default_rng(0).normal(size=(200, 1)) + inside[:, None]
+      >>> trials = Trials(inside, seen, accounting.events.gaussian(1.0, steps=1), delta=1e-5)
+      >>> trials.part(np.arange(10)).seen.shape
+      (10, 1)
     """
 
     inside: np.ndarray

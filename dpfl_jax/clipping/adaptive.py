@@ -48,6 +48,12 @@ class Adaptive:
       count_weight: s, what the count of units weighs beside their gradients. At noise multiplier z
         the count has noise of about z / s units, and the noise on gradients grows by a factor of
         sqrt(1 + s^2/4): with 0.1 that is 10 z units, and 0.1 %.
+
+    Examples:
+      >>> from dpfl_jax.clipping import Adaptive
+      >>> clip = Adaptive(clip_norm=0.5, quantile=0.5)
+      >>> round(clip.sensitivity, 5)  # of the normalised gradient and the count together
+      1.00125
     """
 
     kind: ClassVar[str] = "adaptive"
@@ -88,6 +94,13 @@ class CountedSum(NamedTuple):
       gradient: sum of the clipped gradients over C.
       indicators: s times the sum of 1/2 for each unit of norm at most C, and -1/2 for each other
         one; float32 scalar.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import CountedSum
+      >>> total = CountedSum(gradient={"w": jnp.ones(2)}, indicators=jnp.float32(0.05))
+      >>> total.gradient["w"].shape
+      (2,)
     """
 
     gradient: PyTree
@@ -95,7 +108,14 @@ class CountedSum(NamedTuple):
 
 
 class AdaptiveMemory(NamedTuple):
-    """What is kept between steps: C of the next one, which is public; the memory of the noise."""
+    """What is kept between steps: C of the next one, which is public; the memory of the noise.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import AdaptiveMemory
+      >>> float(AdaptiveMemory(clip_norm=jnp.float32(0.5), noise=()).clip_norm)
+      0.5
+    """
 
     clip_norm: jax.Array
     noise: PyTree
@@ -106,6 +126,14 @@ def clipped_and_counted(clip: Adaptive, gradient: ClippedGrad) -> Callable[..., 
 
     One unit moves that sum by ``clip.sensitivity`` at most (over the ``normalize_by`` of the
     gradient, if it has one). Padding, and units whose gradient is not finite, add nothing.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import Adaptive, clipped_and_counted, clipped_grad
+      >>> clip = Adaptive()
+      >>> summed = clipped_and_counted(clip, clipped_grad(lambda w, x: w * x, rule=clip.rule()))
+      >>> summed(2.0, jnp.ones(()), jnp.array([1.0, 4.0])).sum  # one unit below the clip norm 2
+      CountedSum(gradient=Array(1.5, dtype=float32), indicators=Array(0., dtype=float32))
     """
 
     def summed(
@@ -134,6 +162,15 @@ def adapting_noise(
 
     Returns:
       ``init`` and ``update`` as of ``noise``, whose state has an ``AdaptiveMemory`` as ``memory``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import Adaptive, adapting_noise
+      >>> from dpfl_jax.noise import Noise, transformation
+      >>> clip = Adaptive(clip_norm=0.5)
+      >>> noise = adapting_noise(clip, transformation(Noise(1.0, clip.sensitivity), divisor=8.0))
+      >>> float(noise.init({"w": jnp.zeros(2)}).memory.clip_norm)
+      0.5
     """
 
     def init(params: PyTree) -> Any:

@@ -31,6 +31,13 @@ class Explanation:
       leaves: for ``ghost``, one report a parameter; empty otherwise.
       arithmetic: for ``ghost``, the FLOPs of its products over those of the gradient without
         privacy.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import clipped_grad
+      >>> grad = clipped_grad(lambda w, x: jnp.sum(w * x), clip_norm=1.0, strategy="vmap")
+      >>> grad.explain(jnp.ones(2), jnp.ones((3, 2))).strategy
+      'vmap'
     """
 
     strategy: str

@@ -40,6 +40,16 @@ class ClippedGrad:
     Made by ``clipped_grad``, which says what the fields are. It holds no state, and composes with
     ``jit``, ``vmap`` over outer axes, ``shard_map`` and loops. It sums over the units it is given:
     a sum over devices is the caller's, one ``psum`` a step.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import clipped_grad
+      >>> grad = clipped_grad(lambda w, x: jnp.sum(w * x), clip_norm=2.0, normalize_by=4.0)
+      >>> grad.sensitivity("add-or-remove"), grad.sensitivity("replace-one")
+      (0.5, 1.0)
+      >>> mask = jnp.array([True, False])  # the second unit is padding
+      >>> print(grad(jnp.ones(2), jnp.array([[4.0, 0.0], [1.0, 1.0]]), mask=mask).sum)
+      [0.5 0. ]
     """
 
     loss_fn: Callable[..., Any]
@@ -363,10 +373,6 @@ def clipped_grad(
 ) -> ClippedGrad:
     """Clips the gradient of each unit and sums them, without forming them where that pays.
 
-    >>> gradient = clipped_grad(loss_fn, clip_norm=1.0)
-    >>> result = jax.jit(gradient)(params, batch)
-    >>> result.sum, result.norms
-
     Formal guarantee:
       Take two batches that are the same but for one unit: in the second it is missing (or is
       padding, or another unit is in its place). Their ``sum`` differ by at most
@@ -433,6 +439,16 @@ def clipped_grad(
 
     Raises:
       BadInputError: contradictory or missing arguments.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import dpfl_jax as dpfl
+      >>> grad = dpfl.clipped_grad(lambda w, x: (x @ w) ** 2, clip_norm=1.0)
+      >>> clipped = grad(jnp.ones(2), jnp.array([[0.5, 0.0], [0.0, 2.0]]))  # two units
+      >>> print(clipped.sum, clipped.norms)
+      [0.5 1. ] [0.5 8. ]
+      >>> grad.sensitivity("add-or-remove")
+      1.0
     """
     if (clip_norm is None) == (rule is None):
         raise BadInputError("clipped_grad: give either clip_norm or rule")
@@ -477,9 +493,6 @@ def clipped_fun(
 ) -> Callable[..., ClippedGradResult]:
     """Clips what a function returns for each unit, and sums: gradients are one such function.
 
-    >>> statistics = clipped_fun(lambda params, x: x - params["mean"], clip_norm=1.0)
-    >>> statistics(params, batch).sum
-
     Args:
       fun: ``(params, *example) -> pytree of floating-point arrays`` for ONE unit; takes ``rng=`` if
         keys are given.
@@ -491,6 +504,13 @@ def clipped_fun(
       A function ``(params, *batch, mask=None, rng=None, weight=None) -> ClippedGradResult``, whose
       sum is like what ``fun`` returns, float32, and whose losses are zero. Its method
       ``sensitivity`` is that of ``ClippedGrad``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import dpfl_jax as dpfl
+      >>> bounded = dpfl.clipped_fun(lambda _, x: x, clip_norm=1.0)
+      >>> print(bounded(None, jnp.array([[4.0, 0.0], [0.0, 0.5]])).sum)
+      [1.  0.5]
     """
     template = clipped_grad(fun, 0, False, strategy=strategy, **options)
 

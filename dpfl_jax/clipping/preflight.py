@@ -27,7 +27,16 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 class SelfCheckError(RuntimeError):
-    """A strategy's norms disagree with plain per-unit gradients: the guarantee would not hold."""
+    """A strategy's norms disagree with plain per-unit gradients: the guarantee would not hold.
+
+    Examples:
+      >>> from dpfl_jax.clipping import SelfCheckError
+      >>> try:
+      ...     raise SelfCheckError("w: norms differ")
+      ... except RuntimeError as error:
+      ...     print(error)
+      w: norms differ
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +47,11 @@ class SelfCheck:
       max_relative_error: largest over units and parameters, relative to the unit's whole norm.
       tolerance: what it was held against.
       units: how many units were compared.
+
+    Examples:
+      >>> from dpfl_jax.clipping import SelfCheck
+      >>> SelfCheck(max_relative_error=2e-7, tolerance=1e-3, units=2).units
+      2
     """
 
     max_relative_error: float
@@ -69,6 +83,14 @@ def self_check(
 
     Raises:
       SelfCheckError: names the parameter, and what to do.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import clipped_grad, self_check
+      >>> grad = clipped_grad(lambda w, x: jnp.tanh(x @ w) ** 2, clip_norm=1.0)
+      >>> found = self_check(grad, jnp.ones(2), jnp.ones((4, 2)))
+      >>> found.units, found.max_relative_error < found.tolerance
+      (2, True)
     """
     params, batch, rebuild_arguments = gradient.arguments(args)
     count = np.shape(jax.tree.leaves(batch)[0])[0]
@@ -191,6 +213,13 @@ class Probed:
       gradient: the clipped gradient with strategy and microbatch size fixed.
       temp_bytes: temporary memory that the compiler allocates for it on one device.
       tried: (strategy, microbatch size or None, temporary bytes) of all that were compiled.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import clipped_grad, probe
+      >>> grad = clipped_grad(lambda w, x: jnp.tanh(x @ w) ** 2, clip_norm=1.0)
+      >>> probe(grad, jnp.ones(2), jnp.ones((4, 2))).temp_bytes < 1e6
+      True
     """
 
     gradient: ClippedGrad
@@ -232,6 +261,14 @@ def probe(
 
     Raises:
       BadInputError: not even one unit at a time fits.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import clipped_grad, probe
+      >>> grad = clipped_grad(lambda w, x: jnp.tanh(x @ w) ** 2, clip_norm=1.0)
+      >>> found = probe(grad, jnp.ones(2), jnp.ones((4, 2)))
+      >>> found.gradient.strategy in ("ghost", "vmap")
+      True
     """
     limit = gradient.memory_limit if memory_limit is None else memory_limit
     if limit is None:

@@ -31,6 +31,14 @@ class ClippedGradResult:
       aux: what the loss returned beside its value, stacked [n, ...]; None without ``has_aux``.
       leaf_norms: like the parameters, float32 [n]: the norms of each parameter's gradients alone;
         None where a parameter is not trainable.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import clipped_grad
+      >>> grad = clipped_grad(lambda w, x: jnp.sum(w * x), clip_norm=1.0)
+      >>> result = grad(jnp.ones(2), jnp.array([[4.0, 0.0], [0.0, jnp.nan]]))
+      >>> print(result.weights, result.nonfinite)
+      [0.25 0.  ] [False  True]
     """
 
     sum: PyTree
@@ -55,6 +63,13 @@ class StepStats:
       nonfinite: units whose loss, or gradient, had a NaN or infinity; such a gradient was replaced
         by zero. They are in no other sum but ``units``.
       clip_norm: of this step, where it adapts; it follows from releases, and is public.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import StepStats
+      >>> stats = StepStats(*map(jnp.float32, [4.0, 6.0, 1.0, 8.0, 0.0]))
+      >>> float(stats.loss / stats.units)  # the mean loss, which is not private
+      1.5
     """
 
     units: jax.Array

@@ -71,6 +71,11 @@ class Rule(abc.ABC):
       kind: its name in a configuration; rules that mechanisms make have none.
       is_per_leaf: whether the weight of a leaf follows from the norm of that leaf alone.
       compensated: whether rounding errors of sums are always added up beside them.
+
+    Examples:
+      >>> from dpfl_jax.clipping import Automatic, Flat
+      >>> [(rule.kind, rule.sensitivity, rule.threshold) for rule in (Flat(0.5), Automatic())]
+      [('flat', 0.5, 0.5), ('automatic', 1.0, None)]
     """
 
     kind: ClassVar[str]
@@ -140,7 +145,13 @@ class WholeGradientRule(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class NoClip(WholeGradientRule):
-    """Leaves gradients as they are, without a bound: for baselines without privacy."""
+    """Leaves gradients as they are, without a bound: for baselines without privacy.
+
+    Examples:
+      >>> from dpfl_jax.clipping import NoClip
+      >>> NoClip().sensitivity
+      inf
+    """
 
     kind: ClassVar[str] = "none"
 
@@ -158,6 +169,11 @@ class Flat(WholeGradientRule):
 
     Attributes:
       clip_norm: C > 0, in the units of the gradient.
+
+    Examples:
+      >>> from dpfl_jax.clipping import Flat
+      >>> Flat(0.5).sensitivity
+      0.5
     """
 
     kind: ClassVar[str] = "flat"
@@ -182,6 +198,11 @@ class Normalized(WholeGradientRule):
 
     Attributes:
       clip_norm: C > 0.
+
+    Examples:
+      >>> from dpfl_jax.clipping import Normalized
+      >>> Normalized(0.1).sensitivity  # contributions are divided by the clip norm
+      1.0
     """
 
     kind: ClassVar[str] = "normalized"
@@ -207,6 +228,14 @@ class OwnBound(WholeGradientRule):
     Attributes:
       clip_norm: C > 0.
       normalized: whether all is divided by C, as by ``Normalized``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import OwnBound, clipped_grad
+      >>> grad = clipped_grad(lambda w, unit: jnp.sum(w * unit["x"]), rule=OwnBound(1.0))
+      >>> batch = {"x": jnp.array([[4.0, 0.0], [0.0, 4.0]]), "bound": jnp.array([1.0, 0.5])}
+      >>> print(grad(jnp.ones(2), batch).sum)
+      [1.  0.5]
     """
 
     clip_norm: float
@@ -244,6 +273,14 @@ class Automatic(WholeGradientRule):
 
     Attributes:
       gamma: > 0; keeps small gradients apart in size.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import Automatic, clipped_grad
+      >>> grad = clipped_grad(lambda w, x: jnp.sum(w * x), rule=Automatic())
+      >>> large = grad(jnp.ones(2), jnp.array([[400.0, 0.0]])).sum[0]
+      >>> round(float(large), 3)  # 400 / (400 + gamma)
+      1.0
     """
 
     kind: ClassVar[str] = "automatic"
@@ -272,6 +309,17 @@ class PerGroup(Rule):
         belongs to the first shell pattern (``"layers/*/kernel"``) that matches its name or that of
         a tree it lies in; a pattern that matches no parameter still adds to the sensitivity.
         Stored as pairs: files need not keep the order of a mapping.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import PerGroup, clipped_grad
+      >>> rule = PerGroup({"a": 3.0, "b": 4.0})
+      >>> rule.sensitivity
+      5.0
+      >>> params = {"a": jnp.ones(1), "b": jnp.ones(1)}
+      >>> grad = clipped_grad(lambda p, x: jnp.sum((p["a"] + p["b"]) * x), rule=rule)
+      >>> print(grad(params, jnp.array([[10.0]])).sum["b"])
+      [4.]
     """
 
     kind: ClassVar[str] = "per_group"
@@ -343,6 +391,14 @@ class PerLayer(Rule):
 
     Attributes:
       clip_norm: C > 0, the norm of the whole contribution.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import PerLayer, clipped_grad
+      >>> params = {"a": jnp.ones(1), "b": jnp.ones(1)}
+      >>> grad = clipped_grad(lambda p, x: jnp.sum((p["a"] + p["b"]) * x), rule=PerLayer(1.0))
+      >>> round(float(grad(params, jnp.array([[5.0]])).sum["a"][0]), 3)  # 1 / sqrt(2)
+      0.707
     """
 
     kind: ClassVar[str] = "per_layer"

@@ -70,6 +70,14 @@ def split(params: PyTree, trainable: Trainable = None) -> tuple[PyTree, PyTree]:
 
     Raises:
       BadInputError: nothing is left to train, or the tree does not fit the parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import split
+      >>> params = {"body": jnp.ones(1), "head": jnp.zeros(1)}
+      >>> trained, frozen = split(params, lambda name: name == "head")
+      >>> print(trained, frozen["body"])
+      {'body': None, 'head': Array([0.], dtype=float32)} [1.]
     """
     tree: Any
     leaves, tree = jax.tree.flatten(params)
@@ -80,7 +88,15 @@ def split(params: PyTree, trainable: Trainable = None) -> tuple[PyTree, PyTree]:
 
 
 def join(trained: PyTree, frozen: PyTree) -> PyTree:
-    """The inverse of ``split``; ``frozen`` may be None for nothing."""
+    """The inverse of ``split``; ``frozen`` may be None for nothing.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import join
+      >>> params = join({"body": None, "head": jnp.zeros(1)}, {"body": jnp.ones(1), "head": None})
+      >>> print(params["body"], params["head"])
+      [1.] [0.]
+    """
     if frozen is None:
         return trained
     return jax.tree.map(

@@ -4,10 +4,10 @@ from dpfl_jax.config.load import config_fingerprint, config_to_dict, load_config
 from dpfl_jax.config.schema import AuditConfig, RunConfig
 
 __all__ = [
-    "AuditConfig",
-    "RunConfig",
-    "config_fingerprint",
-    "config_to_dict",
     "load_config",
     "validate_config",
+    "config_to_dict",
+    "config_fingerprint",
+    "RunConfig",
+    "AuditConfig",
 ]

@@ -68,6 +68,11 @@ class Execution(Section):
       width: silos of a device that are vmapped (1 is fastest on a CPU).
       chunk_silos: silos whose data are on the devices at once; default by size.
       rounds_per_block: where silos trust no server, rounds from one row of metrics to the next.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> dpfl.Execution(microbatch_size=32).strategy
+      'auto'
     """
 
     profile: int = Field(0, ge=0)

@@ -55,6 +55,12 @@ def load_config(
 
     Raises:
       BadInputError: for anything wrong in the file or the overrides.
+
+    Examples:
+      >>> from dpfl_jax.config import load_config
+      >>> config = load_config("configs/quickstart.yaml", ["train.steps=10"])
+      >>> config.train.steps
+      10
     """
     file = pathlib.Path(path)
     raw = read_sections(shipped(file))
@@ -172,7 +178,14 @@ def _kinds_in(section: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def validate_config(raw: Mapping[str, Any], where: str = "the config") -> RunConfig:
-    """Validates a mapping; the error names the key, and the nearest known one."""
+    """Validates a mapping; the error names the key, and the nearest known one.
+
+    Examples:
+      >>> from dpfl_jax.config import config_to_dict, load_config, validate_config
+      >>> sections = config_to_dict(load_config("configs/quickstart.yaml"))
+      >>> validate_config(sections | {"name": "other"}).name
+      'other'
+    """
     _check_size(raw, where)
     try:
         config = RunConfig.model_validate(raw)
@@ -199,7 +212,13 @@ def _taken_for_number(raw: Any, read: Any) -> str | None:
 
 
 def config_to_dict(config: BaseModel) -> dict[str, Any]:
-    """The resolved config as plain JSON/YAML types."""
+    """The resolved config as plain JSON/YAML types.
+
+    Examples:
+      >>> from dpfl_jax.config import config_to_dict, load_config
+      >>> config_to_dict(load_config("configs/quickstart.yaml"))["mechanism"]["kind"]
+      'uls'
+    """
     return config.model_dump(mode="json")
 
 
@@ -227,7 +246,15 @@ _OF_ONE_START = (
 
 
 def config_fingerprint(config: RunConfig) -> str:
-    """Identifies what a run computes, whatever its name and devices."""
+    """Identifies what a run computes, whatever its name and devices.
+
+    Examples:
+      >>> from dpfl_jax.config import config_fingerprint, load_config
+      >>> first = load_config("configs/quickstart.yaml")
+      >>> other = load_config("configs/quickstart.yaml", ["train.steps=10"])
+      >>> config_fingerprint(first) == config_fingerprint(other)
+      False
+    """
     text = json.dumps(_without(config_to_dict(config), _NOT_COMPUTED), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

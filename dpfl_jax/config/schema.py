@@ -478,6 +478,11 @@ class AuditConfig(Section):
       texts: with rare strings, which the final model is attacked by (language models). They cost
         quality: the model learns from those that are in.
       confidence: of what is proved.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> dpfl.AuditConfig(canaries=200).confidence
+      0.95
     """
 
     canaries: int = Field(500, ge=0)
@@ -522,6 +527,12 @@ class RunConfig(Section):
         the config, which the report then says.
       init_seed: seed of the initial parameters (public; they carry no privacy).
       mechanism: ``kind`` and its fields, or the parts: ``participation``, ``clip``, ``noise``.
+
+    Examples:
+      >>> from dpfl_jax.config import load_config
+      >>> config = load_config("configs/quickstart.yaml")
+      >>> config.mechanism.kind, config.variant
+      ('uls', 'central')
     """
 
     name: str = Field("run", pattern=NAME)

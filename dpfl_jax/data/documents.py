@@ -220,6 +220,12 @@ def store_from_documents(
 
     Raises:
       BadInputError: there is no document, or none yields an example.
+
+    Examples:
+      >>> from dpfl_jax.data import ByteTokenizer, store_from_documents
+      >>> store = store_from_documents([("ann", "hello world")], ByteTokenizer(), seq_len=8)
+      >>> store.num_users, store.num_examples
+      (1, 2)
     """
     schema = text_schema(seq_len, tokenizer, conversations)
     texts: dict[str, list[str]] = {}

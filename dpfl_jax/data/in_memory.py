@@ -37,6 +37,12 @@ def from_texts(
 
     Raises:
       BadInputError: naming the pair that is no user and text.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> store = dpfl.from_texts([("ann", "one two"), ("bob", "three")], seq_len=16)
+      >>> store.num_users, store.read([0])["tokens"].shape
+      (2, (1, 16))
     """
 
     def pairs() -> Iterator[tuple[str, str]]:
@@ -65,6 +71,14 @@ def from_arrays(
 
     Raises:
       BadInputError: lengths differ, or a row has no user.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> x = np.eye(3, dtype="float32")
+      >>> store = dpfl.from_arrays({"x": x, "label": np.arange(3)}, users=["ann", "ann", "bob"])
+      >>> store.num_users, store.num_examples
+      (2, 3)
     """
     users = users.tolist() if hasattr(users, "tolist") else users
     expect(arrays, Mapping, "arrays", 'arrays by name, such as {"x": ..., "label": ...}')
@@ -150,7 +164,17 @@ def table_rows(table: Any) -> Iterator[dict[str, Any]]:
 
 
 def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
-    """Returns the store of a ``pandas.DataFrame``; columns as of ``from_rows``."""
+    """Returns the store of a ``pandas.DataFrame``; columns as of ``from_rows``.
+
+    Examples:
+      >>> import pandas as pd
+      >>> import dpfl_jax as dpfl
+      >>> rows = {"who": ["ann", "bob", "bob"], "x": [0.1, 0.2, 0.3], "y": [0, 1, 1]}
+      >>> frame = pd.DataFrame(rows)
+      >>> store = dpfl.from_pandas(frame, user="who", target="y", classes=2)
+      >>> store.num_users, store.num_examples
+      (2, 3)
+    """
     if not hasattr(frame, "columns"):
         expect(frame, (), "frame", "a pandas.DataFrame (from_rows takes dictionaries)")
     rows = table_rows(frame)
@@ -159,7 +183,15 @@ def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
 
 
 def from_huggingface(dataset: Any, *, user: str | None, **columns: Any) -> Store:
-    """Returns the store of a ``datasets.Dataset`` (one split); columns as of ``from_rows``."""
+    """Returns the store of a ``datasets.Dataset`` (one split); columns as of ``from_rows``.
+
+    Examples:
+      >>> import datasets
+      >>> import dpfl_jax as dpfl
+      >>> split = datasets.Dataset.from_dict({"who": ["ann", "bob"], "text": ["one", "two"]})
+      >>> dpfl.from_huggingface(split, user="who", text="text", seq_len=8).num_users
+      2
+    """
     if isinstance(dataset, Mapping):
         raise BadInputError(
             f"this is a dictionary of splits ({', '.join(dataset)}): give one of them"
@@ -190,6 +222,14 @@ def from_grain(source: Any, *, user: str | None, **columns: Any) -> Store:
         dictionaries.
       user: column of the owner.
       **columns: see ``from_rows``.
+
+    Examples:
+      >>> import grain
+      >>> import dpfl_jax as dpfl
+      >>> rows = [{"who": "ann", "text": "one"}, {"who": "bob", "text": "two"}]
+      >>> source = grain.MapDataset.source(rows)
+      >>> dpfl.from_grain(source, user="who", text="text", seq_len=8).num_users
+      2
     """
     return from_rows((source[i] for i in range(len(source))), user=user, **columns)
 
@@ -244,6 +284,12 @@ def from_rows(
 
     Raises:
       BadInputError: naming the row and the column.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> rows = [{"who": "ann", "text": "one"}, {"who": "bob", "text": "two"}]
+      >>> dpfl.from_rows(rows, user="who", text="text", seq_len=8).num_users
+      2
     """
     columns = {"messages": messages, "prompt": prompt, "completion": completion}
     columns |= {"chosen": chosen, "rejected": rejected}

@@ -49,6 +49,12 @@ class LoadedExamples:
       test: a test part that the source itself defines, or None.
       tokenizer: what made the ids; None for examples that are not text.
       dropped: rows that were left out.
+
+    Examples:
+      >>> from dpfl_jax.data import SourceConfig, load_examples
+      >>> examples = load_examples(SourceConfig(source="shakespeare"))
+      >>> examples.unit, examples.dropped
+      ('speaking role', 0)
     """
 
     store: Store
@@ -80,6 +86,12 @@ class Dataset:
       tokenizer: what made the ids; None for examples that are not text.
       known: whether some users of the test part are in training, too.
       rules: how each held-out part was chosen, in words.
+
+    Examples:
+      >>> from dpfl_jax.data import DataConfig, load_dataset
+      >>> data = load_dataset(DataConfig(source="shakespeare", seq_len=64))
+      >>> data.task.kind, data.task.input_shape
+      ('tokens', (64,))
     """
 
     train: Store
@@ -100,6 +112,11 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> LoadedExamp
 
     Raises:
       BadInputError: naming the file and line, or the setting to change.
+
+    Examples:
+      >>> from dpfl_jax.data import SourceConfig, load_examples
+      >>> load_examples(SourceConfig(source="shakespeare")).task.kind
+      'tokens'
     """
     is_file, bad = config.source in FORMATS, BadRows(config.on_bad_row == "drop")
     if config.on_bad_row == "drop" and not is_file:
@@ -161,6 +178,12 @@ def load_dataset(config: DataConfig) -> Dataset:
 
     Raises:
       BadInputError: naming the file and line, or the setting to change.
+
+    Examples:
+      >>> from dpfl_jax.data import DataConfig, load_dataset
+      >>> data = load_dataset(DataConfig(source="shakespeare", validation_fraction=0.1))
+      >>> data.train.num_users > data.validation.num_users
+      True
     """
     expect(config, DataConfig, "config", "a DataConfig(source=..., path=...)")
     loaded = load_examples(config)

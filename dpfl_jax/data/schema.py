@@ -24,6 +24,11 @@ class Field:
       name: key in the dict that ``Store.read`` returns.
       dtype: NumPy dtype name, e.g. ``"int32"``.
       shape: shape of one example's array (no leading axis).
+
+    Examples:
+      >>> from dpfl_jax.data import Field
+      >>> Field("x", "float32", (28, 28)).shape
+      (28, 28)
     """
 
     name: str
@@ -47,6 +52,12 @@ class Schema:
       fields: what ``Store.read`` returns.
       vocab_size: ids are below it (0 for ``"arrays"``).
       tokenizer: fingerprint of the tokeniser that made the ids, or None.
+
+    Examples:
+      >>> from dpfl_jax.data import Field, Schema
+      >>> schema = Schema("arrays", (Field("x", "float32", (2,)), Field("label", "int32", ())))
+      >>> [field.name for field in schema.fields]
+      ['x', 'label']
     """
 
     kind: str

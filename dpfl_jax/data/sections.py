@@ -77,6 +77,11 @@ class SourceConfig:
         and target, and are neither trained on nor evaluated. Only of silos that trust no server,
         where ``scale`` does not declare what brings numbers to order 1; there it is 0.1.
       split_seed: chooses what is held out, and synthetic users; public.
+
+    Examples:
+      >>> from dpfl_jax.data import SourceConfig
+      >>> SourceConfig(source="shakespeare", seq_len=64).seq_len
+      64
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -185,6 +190,11 @@ class DataConfig(SourceConfig):
         ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, or a text file or folder.
       max_norm: each record's features (with their constant) are scaled down to this norm.
       max_target: each record's target (regression, scaled) is clipped to this.
+
+    Examples:
+      >>> from dpfl_jax.data import DataConfig
+      >>> DataConfig(source="csv", path="visits.csv", user_column="patient").user_column
+      'patient'
     """
 
     validation_fraction: float = 0.1

@@ -42,6 +42,14 @@ def split_by_user(store: Store, fractions: Mapping[str, float], seed: int = 0) -
 
     Raises:
       BadInputError: a fraction is outside [0, 1), or they leave nothing to train on.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.data import split_by_user
+      >>> store = dpfl.from_texts([(f"user {i}", "text") for i in range(100)])
+      >>> parts = split_by_user(store, {"test": 0.2})
+      >>> sorted(parts), sum(part.num_users for part in parts.values())
+      (['test', 'train'], 100)
     """
     for name, fraction in fractions.items():
         probability(f"{name}_fraction", fraction, one=False)
@@ -79,6 +87,14 @@ def split_within_users(
 
     Returns:
       The training part and the held-out part.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.data import split_within_users
+      >>> store = dpfl.from_arrays({"x": [[0.0], [1.0], [2.0]]}, users=["ann", "ann", "bob"])
+      >>> train, held_out = split_within_users(store, 0.5, smallest=2)
+      >>> train.num_examples, held_out.num_examples
+      (1, 1)
     """
     probability("the held-out fraction", fraction)
     at_least("data.held_out_max", most, 0)
@@ -97,6 +113,13 @@ def limit_store(
     """Keeps the first ``max_users`` users in store order, and the first examples of each.
 
     Store order is a hash order: the users kept are a pseudo-random choice that their ids determine.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.data import limit_store
+      >>> store = dpfl.from_arrays({"x": [[0.0], [1.0], [2.0]]}, users=["ann", "ann", "bob"])
+      >>> limit_store(store, max_examples_per_user=1).num_examples
+      2
     """
     if max_users is None and max_examples_per_user is None:
         return store

@@ -43,6 +43,14 @@ class Store(abc.ABC):
       unit_key: the column or key that makes a user, for the guarantee.
       task: what is learned from it, if known.
       immutable: records never change, so that the fingerprint is computed once.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> x = np.eye(3, dtype="float32")
+      >>> store = dpfl.from_arrays({"x": x, "label": np.arange(3)}, users=["ann", "ann", "bob"])
+      >>> store.read(np.array([2]))["label"].tolist()  # bob's only example
+      [1]
     """
 
     schema: Schema
@@ -188,7 +196,16 @@ def fingerprint_of(records: Any, count: int) -> str:
 
 
 class ArrayStore(Store):
-    """A store whose records are one array, in memory or memory-mapped."""
+    """A store whose records are one array, in memory or memory-mapped.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> x = np.eye(3, dtype="float32")
+      >>> store = dpfl.from_arrays({"x": x, "label": np.arange(3)}, users=["ann", "ann", "bob"])
+      >>> store.num_users, store.examples_per_user.tolist()
+      (2, [1, 2])
+    """
 
     immutable = True
 
@@ -276,6 +293,15 @@ class UserView(Store):
     """Some users of another store, and a range of examples of each.
 
     Splits and limits are views: nothing is copied, and positions are numbered from 0.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.data import UserView
+      >>> x = np.eye(3, dtype="float32")
+      >>> store = dpfl.from_arrays({"x": x, "label": np.arange(3)}, users=["ann", "ann", "bob"])
+      >>> UserView(store, users=np.array([0])).num_examples
+      1
     """
 
     def __init__(

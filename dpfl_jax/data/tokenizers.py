@@ -28,6 +28,12 @@ class Tokenizer(Protocol):
       eos_id: the id that ends a document; None if there is none.
       stop_ids: ids that end what a model generates.
       fingerprint: hex digest; equal fingerprints give equal ids.
+
+    Examples:
+      >>> from dpfl_jax.data import Tokenizer, load_tokenizer
+      >>> tokenizer: Tokenizer = load_tokenizer("bytes")
+      >>> tokenizer.vocab_size
+      259
     """
 
     vocab_size: int
@@ -48,7 +54,14 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes: ids 0 padding, 1 beginning, 2 end, 3..258 the bytes 0..255."""
+    """UTF-8 bytes: ids 0 padding, 1 beginning, 2 end, 3..258 the bytes 0..255.
+
+    Examples:
+      >>> from dpfl_jax.data import ByteTokenizer
+      >>> tokenizer = ByteTokenizer()
+      >>> tokenizer.decode(tokenizer.encode("hi")), tokenizer.vocab_size
+      ('hi', 259)
+    """
 
     vocab_size = 259
     bos_id: int | None = 1
@@ -193,6 +206,11 @@ def load_tokenizer(name: Any) -> Tokenizer:
 
     Raises:
       BadInputError: the file is missing or of another kind.
+
+    Examples:
+      >>> from dpfl_jax.data import load_tokenizer
+      >>> load_tokenizer("bytes").encode("hi")
+      [107, 108]
     """
     library = getattr(name, "backend_tokenizer", name)  # transformers keep one of tokenizers
     if hasattr(library, "to_str") and hasattr(library, "get_vocab"):
@@ -227,6 +245,11 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
     Raises:
       BadInputError: the prompt is empty, and texts have no beginning-of-sequence token.
+
+    Examples:
+      >>> from dpfl_jax.data import load_tokenizer, prompt_ids
+      >>> prompt_ids(load_tokenizer("bytes"), "hi")  # 1 begins a text
+      [1, 107, 108]
     """
     ids = list(tokenizer.encode(prompt))
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:

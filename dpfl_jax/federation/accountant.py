@@ -195,6 +195,15 @@ def federated_epsilon(
       delta: in (0, 1).
       rounds: rounds run; default all.
       subject: account for subjects even if the mechanism protects records.
+
+    Examples:
+      >>> from dpfl_jax import federation as fed
+      >>> facts = fed.SiloFacts(num_records=500, num_subjects=200)
+      >>> mechanism = fed.local_item(sampling_prob=0.1)
+      >>> silo = fed.SiloPlan(mechanism, facts, local_steps=1, noise_multiplier=1.0)
+      >>> silos = fed.Federation((silo, silo), rounds=10, max_silos_per_subject=1)
+      >>> round(fed.federated_epsilon(silos, delta=1e-5), 2)
+      2.85
     """
     if not federation.mechanism.private:
         return math.inf
@@ -247,6 +256,15 @@ def calibrate_federation(
 
     Raises:
       BadInputError: a target out of reach.
+
+    Examples:
+      >>> from dpfl_jax import federation as fed
+      >>> facts = fed.SiloFacts(num_records=500, num_subjects=200)
+      >>> silo = fed.SiloPlan(fed.local_item(sampling_prob=0.1), facts, local_steps=1)
+      >>> silos = fed.Federation((silo, silo), rounds=10, max_silos_per_subject=1)
+      >>> calibrated = fed.calibrate_federation(silos, epsilon=4.0, delta=1e-5)
+      >>> fed.federated_epsilon(calibrated, delta=1e-5) <= 4.0
+      True
     """
     if not federation.mechanism.private:
         return federation

@@ -19,7 +19,14 @@ from dpfl_jax.errors import BadInputError
 
 
 class Records(Protocol):
-    """Random access to records."""
+    """Random access to records.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.federation import ArrayRecords
+      >>> ArrayRecords({"x": np.arange(5)}).read(np.array([3]))["x"].tolist()
+      [3]
+    """
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the records at ``positions`` [m] as arrays [m, ...]."""
@@ -80,6 +87,15 @@ class FederatedData:
       rates: float64 [num_records], q_j of every position, where records have sampling rates of
         their own (rPDP). Secret: each silo's own.
       stay: int64 [num_records], rounds after which each record leaves; None: all stay. Secret.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.federation import ArrayRecords, FederatedData
+      >>> records = ArrayRecords({"x": np.eye(4, dtype="float32")})
+      >>> people, hospitals = np.array([0, 1, 1, 2]), np.array([0, 0, 1, 1])
+      >>> data = FederatedData.from_assignment(records, people, hospitals, num_silos=2)
+      >>> [silo.num_subjects for silo in data.silos]
+      [2, 2]
     """
 
     records: Records
@@ -222,6 +238,12 @@ class ArrayRecords:
 
     Attributes:
       arrays: arrays with a common leading axis.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.federation import ArrayRecords
+      >>> ArrayRecords({"x": np.eye(3)}).read(np.array([0, 2]))["x"].shape
+      (2, 3)
     """
 
     arrays: Mapping[str, np.ndarray]

@@ -301,6 +301,28 @@ def run_rounds(
       BadInputError: data that do not keep what the plan promises, or a mechanism without noise.
       clipping.SelfCheckError: the strategy's norms disagree with plain per-unit gradients, or units
         mix; no round was run.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import optax
+      >>> from dpfl_jax import federation as fed
+      >>> records = fed.ArrayRecords({"x": np.ones((8, 2), "float32")})
+      >>> data = fed.FederatedData.from_assignment(records, np.arange(8), np.arange(8) // 4, 2)
+      >>> mechanism = fed.local_item(sampling_prob=0.5)
+      >>> plans = tuple(
+      ...     fed.SiloPlan(mechanism, fed.SiloFacts.of(silo), local_steps=1, noise_multiplier=1.0)
+      ...     for silo in data.silos
+      ... )
+      >>> silos = fed.Federation(plans, rounds=2, max_silos_per_subject=1)
+      >>> def loss(params, record):
+      ...     return jnp.vdot(params, record["x"])
+      >>> result = fed.run_rounds(
+      ...     loss_fn=loss, params=jnp.zeros(2), data=data, federation=silos,
+      ...     local_optimizer=optax.sgd(0.1), delta=1e-2,
+      ... )
+      >>> result.steps, result.params.shape
+      (2, (2,))
     """
     algorithm = Federated(
         loss_fn=loss_fn,

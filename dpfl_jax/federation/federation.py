@@ -33,6 +33,14 @@ class SiloPlan:
       weight: in the server's average; never computed from private data.
       noise_multiplier: sigma; the noise on the sum of a local step has stddev sigma times the
         largest contribution. None until calibrated.
+
+    Examples:
+      >>> from dpfl_jax.federation import SiloFacts, SiloPlan, local_item
+      >>> facts = SiloFacts(num_records=500, num_subjects=200)
+      >>> mechanism = local_item(sampling_prob=0.1, clip_norm=0.5)
+      >>> plan = SiloPlan(mechanism, facts, local_steps=2, noise_multiplier=1.2)
+      >>> plan.noise_stddev
+      0.6
     """
 
     mechanism: SiloMechanism
@@ -93,6 +101,15 @@ class Federation:
       max_silos_per_subject: H, most silos in which one subject has records. An assumption that no
         silo can check alone.
       cohort: how the silos of a round are drawn, which is visible; None: all take part.
+
+    Examples:
+      >>> from dpfl_jax.federation import Federation, SiloFacts, SiloPlan, hi_grad_avg
+      >>> facts = SiloFacts(num_records=500, num_subjects=200)
+      >>> mechanism = hi_grad_avg(sampling_prob=0.1, max_items_per_subject=2)
+      >>> silo = SiloPlan(mechanism, facts, local_steps=1)
+      >>> federation = Federation((silo, silo), rounds=10, max_silos_per_subject=1)
+      >>> federation.participants.tolist()
+      [0, 1]
     """
 
     silos: tuple[SiloPlan, ...]

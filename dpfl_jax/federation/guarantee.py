@@ -36,6 +36,16 @@ def federated_guarantee(
       rounds: rounds run.
       caveats: further ones.
       num_subjects: in all silos together; default the fewest that the silos' numbers allow.
+
+    Examples:
+      >>> from dpfl_jax import federation as fed
+      >>> facts = fed.SiloFacts(num_records=500, num_subjects=200)
+      >>> mechanism = fed.local_item(sampling_prob=0.1)
+      >>> silo = fed.SiloPlan(mechanism, facts, local_steps=1, noise_multiplier=1.0)
+      >>> silos = fed.Federation((silo, silo), rounds=10, max_silos_per_subject=1)
+      >>> guarantee = fed.federated_guarantee(silos, delta=1e-5, rounds=10)
+      >>> guarantee.unit, guarantee.trust
+      ('record', 'silo-local')
     """
     mechanism = federation.mechanism
     sizes = sorted(federation.silos[i].sigma for i in federation.participants.tolist())

@@ -77,6 +77,14 @@ def assign_to_silos(
 
     Raises:
       BadInputError: no silo, or alpha below 1.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.federation import assign_to_silos
+      >>> subjects, keys = np.array([0, 0, 1, 1]), np.array([11, 12], np.uint64)
+      >>> silos = assign_to_silos(subjects, keys, num_silos=3, how="confined")
+      >>> silos.shape, len(set(silos[:2].tolist()))  # a subject is in one silo
+      ((4,), 1)
     """
     if num_silos < 1:
         raise BadInputError(f"federation.silos is {num_silos}, but it must be at least 1")
@@ -177,6 +185,13 @@ def cap_per_subject(
 
     Returns:
       bool [n].
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.federation import cap_per_subject
+      >>> subjects, silos = np.array([0, 0, 0, 1]), np.zeros(4, int)
+      >>> int(cap_per_subject(subjects, silos, np.array([11, 12], np.uint64), cap=2).sum())
+      3
     """
     if cap < 1:
         raise BadInputError(f"max_items_per_subject is {cap}, but it must be at least 1")

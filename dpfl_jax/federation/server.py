@@ -16,7 +16,15 @@ PyTree = Any
 
 
 class ServerRule(Protocol):
-    """Pure functions of the server's state (a pytree)."""
+    """Pure functions of the server's state (a pytree).
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.federation import OptimizerServer, ServerRule
+      >>> rule: ServerRule = OptimizerServer()
+      >>> print(rule.broadcast(rule.init({"w": jnp.ones(1)}))["w"])
+      [1.]
+    """
 
     def init(self, params: PyTree) -> PyTree:
         """The state before the first round."""
@@ -46,6 +54,16 @@ class OptimizerServer:
 
     Attributes:
       optimizer: of the server.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from dpfl_jax.federation import OptimizerServer
+      >>> server = OptimizerServer(optax.sgd(1.0))
+      >>> state = server.init({"w": jnp.zeros(1)})
+      >>> state = server.apply(state, {"w": jnp.array([0.5])}, jnp.int32(0))
+      >>> print(server.model(state)["w"])
+      [0.5]
     """
 
     optimizer: optax.GradientTransformation = dataclasses.field(

@@ -11,4 +11,10 @@ from dpfl_jax.flower.policy import Policy, RefusedError
 from dpfl_jax.flower.server import run_study
 from dpfl_jax.flower.silo import Silo
 
-__all__ = ["Plan", "Policy", "RefusedError", "Silo", "run_study"]
+__all__ = [
+    "run_study",
+    "Silo",
+    "Policy",
+    "Plan",
+    "RefusedError",
+]

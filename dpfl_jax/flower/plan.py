@@ -140,6 +140,13 @@ class Plan:
       study: what was agreed on (``study_of``).
       silos: of each its ``name`` and public sizes, in order.
       noise: noise multiplier of each silo.
+
+    Examples:
+      >>> from dpfl_jax.flower import Plan
+      >>> rows = [{"name": "aarau", "records": 23}, {"name": "bern", "records": 17}]
+      >>> plan = Plan("run 1", study={}, silos=rows, noise=[1.2, 1.4])
+      >>> len(plan.silos)
+      2
     """
 
     run: str

@@ -17,7 +17,14 @@ _MOST_BYTES = 4 << 30
 
 
 class RefusedError(BadInputError):
-    """A silo does not do what it was asked to do."""
+    """A silo does not do what it was asked to do.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.flower import RefusedError
+      >>> issubclass(RefusedError, dpfl.BadInputError)
+      True
+    """
 
 
 def check_memory(arrays: float) -> None:
@@ -63,6 +70,15 @@ class Policy(Section):
       least_noise_multiplier: of a step.
       most_rounds: of a run.
       mechanisms: kinds that are allowed (mechanism.kind).
+
+    Examples:
+      >>> from dpfl_jax.flower import Policy
+      >>> policy = Policy(
+      ...     epsilon=4.0, delta=1e-5, total_epsilon=8.0,
+      ...     least_noise_multiplier=0.5, most_rounds=100, mechanisms=("hi_grad_avg",),
+      ... )
+      >>> policy.unit
+      'subject'
     """
 
     epsilon: float = Field(gt=0, lt=math.inf)

@@ -176,7 +176,18 @@ class _Run:
 
 
 class Silo:
-    """Answers requests from the folder that ``dpfl silo init`` made."""
+    """Answers requests from the folder that ``dpfl silo init`` made.
+
+    Examples:
+      >>> import tempfile
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.flower import Silo
+      >>> try:
+      ...     Silo(tempfile.mkdtemp())
+      ... except dpfl.BadInputError:
+      ...     print("no silo.yaml there: `dpfl silo init` makes one")
+      no silo.yaml there: `dpfl silo init` makes one
+    """
 
     def __init__(self, folder: str | os.PathLike[str], console: Console | None = None) -> None:
         """Reads data, key, ledger and log; one process at a time.

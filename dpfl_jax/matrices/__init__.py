@@ -20,18 +20,18 @@ from dpfl_jax.matrices.strategies import (
 from dpfl_jax.matrices.workload import PREFIX_SUMS, Workload
 
 __all__ = [
-    "PREFIX_SUMS",
-    "Buffers",
     "Workload",
+    "PREFIX_SUMS",
     "best_banded",
     "best_banded_inverse",
     "best_buffered",
-    "buffered_column",
-    "buffered_error",
-    "buffered_strategy",
+    "strategy",
+    "prefix_error",
+    "inverse_strategy",
     "inverse_column",
     "inverse_error",
-    "inverse_strategy",
-    "prefix_error",
-    "strategy",
+    "Buffers",
+    "buffered_strategy",
+    "buffered_column",
+    "buffered_error",
 ]

@@ -52,6 +52,12 @@ def strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[
 
     Raises:
       BadInputError: more bands than steps.
+
+    Examples:
+      >>> from dpfl_jax.matrices import strategy
+      >>> column = strategy(bands=2, steps=16)
+      >>> len(column), round(sum(x**2 for x in column), 3)
+      (2, 1.0)
     """
     wanted = f"at least 1 and at most the {steps} steps"
     require(1 <= bands <= steps, "mechanism.bands", bands, wanted)
@@ -86,12 +92,24 @@ def strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[
 
 
 def prefix_error(column: tuple[float, ...], steps: int, workload: Workload = PREFIX_SUMS) -> float:
-    """``Workload.error`` of the K with first column ``column``, in ``steps`` steps."""
+    """``Workload.error`` of the K with first column ``column``, in ``steps`` steps.
+
+    Examples:
+      >>> from dpfl_jax.matrices import prefix_error, strategy
+      >>> prefix_error(strategy(4, 64), steps=64) < prefix_error((1.0,), steps=64)
+      True
+    """
     return workload.error(signal.lfilter([1.0], column, workload.response(steps)))
 
 
 def best_banded(steps: int, separation: int | None, *, bands: int = 4) -> StrategyMatrix:
-    """The K of b bands that is best for prefix sums over these steps."""
+    """The K of b bands that is best for prefix sums over these steps.
+
+    Examples:
+      >>> from dpfl_jax.matrices import best_banded
+      >>> len(best_banded(64, separation=16, bands=4).column)
+      4
+    """
     return StrategyMatrix(strategy(bands, steps), "banded")
 
 
@@ -104,6 +122,11 @@ def inverse_column(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
     Args:
       coefficients: f, numbers of 0 or more that add up to 1 at most.
       steps: T, at least 1.
+
+    Examples:
+      >>> from dpfl_jax.matrices import inverse_column
+      >>> inverse_column((0.5,), steps=4).round(4).tolist()
+      [1.0, 0.5, 0.25, 0.125]
     """
     column = signal.lfilter([1.0], _inverse(coefficients), np.eye(1, steps)[0])
     # Sums of products of numbers >= 0: each is off by its own operations and those before it.
@@ -115,7 +138,13 @@ def inverse_column(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
 def inverse_error(
     coefficients: tuple[float, ...], steps: int, workload: Workload = PREFIX_SUMS
 ) -> float:
-    """``Workload.error`` of the K^-1 of these f, in ``steps`` steps."""
+    """``Workload.error`` of the K^-1 of these f, in ``steps`` steps.
+
+    Examples:
+      >>> from dpfl_jax.matrices import inverse_error
+      >>> inverse_error((0.5,), steps=64) < 1.0
+      True
+    """
     return workload.error(signal.lfilter(_inverse(coefficients), [1.0], workload.response(steps)))
 
 
@@ -138,6 +167,11 @@ def inverse_strategy(
 
     Raises:
       BadInputError: too few or too many bands.
+
+    Examples:
+      >>> from dpfl_jax.matrices import inverse_strategy
+      >>> len(inverse_strategy(3, 64, 16))
+      2
     """
     at_least("mechanism.bands", bands, 2, most=MOST_BANDS)
     columns, responses = workload.columns(steps), workload.response(steps)
@@ -180,7 +214,13 @@ def inverse_strategy(
 
 
 def best_banded_inverse(steps: int, separation: int, *, bands: int = 3) -> StrategyMatrix:
-    """The K with b bands in K^-1 that is best for prefix sums over these steps."""
+    """The K with b bands in K^-1 that is best for prefix sums over these steps.
+
+    Examples:
+      >>> from dpfl_jax.matrices import best_banded_inverse
+      >>> best_banded_inverse(64, separation=16, bands=3).kind
+      'toeplitz'
+    """
     coefficients = inverse_strategy(bands, steps, separation)
     return StrategyMatrix(tuple(inverse_column(coefficients, steps).tolist()), "toeplitz")
 
@@ -213,6 +253,11 @@ def buffered_column(buffers: Buffers, steps: int) -> np.ndarray:
     Args:
       buffers: decays in [0, 1], and scales of 0 or more that add up to 1 at most.
       steps: T, at least 1.
+
+    Examples:
+      >>> from dpfl_jax.matrices import buffered_column
+      >>> buffered_column(((0.5,), (0.25,)), steps=4).round(4).tolist()
+      [1.0, 0.25, 0.125, 0.0625]
     """
     column = np.zeros(steps)
     for decay, scale in zip(*buffers, strict=True):
@@ -223,7 +268,13 @@ def buffered_column(buffers: Buffers, steps: int) -> np.ndarray:
 
 
 def buffered_error(buffers: Buffers, steps: int, workload: Workload = PREFIX_SUMS) -> float:
-    """``Workload.error`` of these buffers, in ``steps`` steps."""
+    """``Workload.error`` of these buffers, in ``steps`` steps.
+
+    Examples:
+      >>> from dpfl_jax.matrices import buffered_error
+      >>> buffered_error(((0.5,), (0.25,)), steps=64) < 1.0
+      True
+    """
     decays, scales = map(np.asarray, buffers)
     return workload.error(_divided(decays, scales, workload.response(steps)))
 
@@ -245,6 +296,12 @@ def buffered_strategy(
 
     Raises:
       BadInputError: too few or too many buffers.
+
+    Examples:
+      >>> from dpfl_jax.matrices import buffered_strategy
+      >>> decays, scales = buffered_strategy(2, 64, 16)
+      >>> len(decays), len(scales)
+      (2, 2)
     """
     at_least("mechanism.buffers", buffers, 1, most=MOST_BUFFERS)
     if steps == 1:
@@ -293,7 +350,13 @@ def buffered_strategy(
 
 
 def best_buffered(steps: int, separation: int, *, buffers: int = 2) -> StrategyMatrix:
-    """The K of B buffers that is best for prefix sums over these steps."""
+    """The K of B buffers that is best for prefix sums over these steps.
+
+    Examples:
+      >>> from dpfl_jax.matrices import best_buffered
+      >>> best_buffered(64, separation=16, buffers=2).kind
+      'toeplitz'
+    """
     chosen = buffered_strategy(buffers, steps, separation)
     return StrategyMatrix(tuple(buffered_column(chosen, steps).tolist()), "toeplitz")
 

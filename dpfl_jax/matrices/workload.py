@@ -37,6 +37,11 @@ class Workload:
       memory: factors with which the gradient of a step, and those before it, move parameters; the
         first is 1, and those that are not given are 0.
       rates: learning rates of the steps, the largest 1; None: all the same.
+
+    Examples:
+      >>> from dpfl_jax.matrices import Workload
+      >>> Workload(memory=(1.0, 0.5)).response(3).tolist()
+      [1.0, 1.5, 1.5]
     """
 
     memory: tuple[float, ...] = (1.0,)

@@ -41,6 +41,14 @@ class Calibrated:
       population: what is sampled from.
       steps: T.
       delta: of the guarantee.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> mechanism = dpfl.uls(group_size=4, cohort_size=64)
+      >>> calibrated = mechanism.calibrate(people, steps=100, noise_multiplier=1.0, delta=1e-5)
+      >>> calibrated.noise_stddev, round(calibrated.guarantee().epsilon, 2)
+      (1.0, 4.48)
     """
 
     mechanism: Mechanism

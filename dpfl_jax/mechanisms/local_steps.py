@@ -70,7 +70,13 @@ class UnitUpdate(Named, abc.ABC, kinds=UPDATES):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradient(UnitUpdate):
-    """The gradient of its loss."""
+    """The gradient of its loss.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import Gradient, uls
+      >>> uls(group_size=4, cohort_size=64).update == Gradient()
+      True
+    """
 
     kind: ClassVar[str] = "gradient"
 
@@ -93,6 +99,13 @@ class LocalUpdate(UnitUpdate):
       local_learning_rate: of these steps.
       local_batch_size: most examples of such a step; None: all.
       local_epochs: passes over the unit's examples.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import LocalUpdate, Mechanism, Users
+      >>> users = Users(group_size=32, cohort_size=64)
+      >>> mechanism = Mechanism(participation=users, update=LocalUpdate(local_learning_rate=0.1))
+      >>> mechanism.update.local_epochs
+      1
     """
 
     local_learning_rate: float

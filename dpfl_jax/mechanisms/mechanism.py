@@ -89,6 +89,14 @@ class Mechanism(Composed):
       noise: how noise is correlated over steps.
       update: what is clipped of a unit, its gradient or a local update.
       budget: of each user's own; None: all take part in all steps.
+
+    Examples:
+      >>> from dpfl_jax.clipping import Flat
+      >>> from dpfl_jax.mechanisms import Independent, Mechanism, Users, uls
+      >>> users = Users(group_size=4, cohort_size=64)
+      >>> by_parts = Mechanism(participation=users, clip=Flat(1.0), noise=Independent())
+      >>> by_parts == uls(group_size=4, cohort_size=64)
+      True
     """
 
     participation: Annotated[Participation, PARTICIPATIONS]

@@ -55,6 +55,11 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
     Attributes:
       arithmetic: ``"exact"`` (noise is drawn and added in integers: low bits tell nothing of the
         sum), or ``"float"`` (float32, as elsewhere; the guarantee says what that leaves open).
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import Banded, Independent, NoiseStrategy
+      >>> [strategy.kind for strategy in (Independent(), Banded())]
+      ['independent', 'banded']
     """
 
     arithmetic: accounting.NoiseLaw = "exact"
@@ -113,7 +118,13 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoNoise(NoiseStrategy):
-    """No noise: for baselines, which guarantee nothing."""
+    """No noise: for baselines, which guarantee nothing.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import NoNoise
+      >>> NoNoise().kind
+      'none'
+    """
 
     kind: ClassVar[str] = "none"
     is_private: ClassVar[bool] = False
@@ -129,7 +140,13 @@ class NoNoise(NoiseStrategy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Independent(NoiseStrategy):
-    """Noise of each step's own."""
+    """Noise of each step's own.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import Independent
+      >>> Independent().arithmetic
+      'exact'
+    """
 
     kind: ClassVar[str] = "independent"
 
@@ -153,6 +170,11 @@ class Banded(NoiseStrategy):
       bands: b. 1 is independent noise.
       strategy: first column of K, one number for each band; None: the best for the number of steps
         and the optimiser.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import Banded
+      >>> Banded(bands=8).bands
+      8
     """
 
     bands: int = 4
@@ -319,6 +341,11 @@ class Buffered(_Toeplitz):
       decays: of the buffers, in [0, 1]; None, with scales: the best for the number of steps and the
         optimiser.
       scales: of the buffers, 0 or more, which add up to 1 at most.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import Buffered
+      >>> Buffered(buffers=2).buffers
+      2
     """
 
     buffers: int = 2
@@ -378,6 +405,11 @@ class BandedInverse(_Toeplitz):
       redrawn: whether past noise is drawn again from its keys, bands times as much of it at every
         step, where else 3 (bands - 1) numbers a parameter are kept. ``taken`` is then rounded down
         to multiples of 2^-16.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import BandedInverse
+      >>> BandedInverse(bands=3).bands
+      3
     """
 
     bands: int = 3

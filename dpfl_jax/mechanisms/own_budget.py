@@ -60,6 +60,11 @@ class OwnBudget(Named, kinds=BUDGETS):
       refresh: steps between two looks at everybody's gradients; each is a pass over all users.
       least_steps: steps that everybody can pay for; None: half of the run's.
       order: Renyi order of the filter; None: the best for ``least_steps``.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import OwnBudget, individual
+      >>> individual(group_size=4, cohort_size=64, refresh=10).budget == OwnBudget(refresh=10)
+      True
     """
 
     refresh: int = 20

@@ -53,6 +53,12 @@ class Population:
       num_examples: examples in the training set, before any limit.
       num_units: units that may be drawn (ELS: examples of the limited set; ULS: users).
       shared: whether examples have several owners.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> people.num_examples / people.num_users
+      9.0
     """
 
     num_users: int
@@ -88,6 +94,11 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
 
     Attributes:
       several_owners: whether all owners of an example are protected.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import Participation, Users
+      >>> isinstance(Users(group_size=4, cohort_size=64), Participation)
+      True
     """
 
     several_owners: ClassVar[bool] = False
@@ -254,6 +265,11 @@ class Examples(Participation):
       batch_size: B, expected number of examples per step (the divisor).
       group_size: most examples of one user; None: all, without which nothing is guaranteed.
       scheme: how examples are drawn.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import Examples
+      >>> Examples(batch_size=64, group_size=2).group_size
+      2
     """
 
     batch_size: float
@@ -412,6 +428,12 @@ class Users(_WithExamples):
 
     Source: Charles et al. 2024, Algorithm 2 and Theorem 2. Departures: M and the sampling
     probability may be declared as constants; by default the number of users is taken as public.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import Users
+      >>> from dpfl_jax.sampling import RandomAllocation
+      >>> Users(group_size=4, cohort_size=64, scheme=RandomAllocation(period=16)).cohort_size
+      64.0
     """
 
     kind: ClassVar[str] = "users"
@@ -442,6 +464,11 @@ class OwnerSets(_WithExamples):
 
     Attributes:
       sets_per_user: K, most sets of one user that are used in the whole run.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import OwnerSets
+      >>> OwnerSets(group_size=4, cohort_size=32, sets_per_user=3).sets_per_user
+      3
     """
 
     sets_per_user: int

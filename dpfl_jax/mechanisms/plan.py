@@ -116,6 +116,16 @@ class Plan:
       data: whose units are sampled.
       execution: how steps are computed.
       mesh: what they are computed on.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> x = np.linspace(-1, 1, 200, dtype="float32")[:, None]
+      >>> store = dpfl.from_arrays({"x": x, "label": x[:, 0] > 0}, users=np.arange(200) // 2)
+      >>> mechanism = dpfl.uls(group_size=2, cohort_size=16)
+      >>> plan = mechanism.plan(store, steps=20, epsilon=8.0, delta=1e-4)
+      >>> plan.guarantee().epsilon <= 8.0
+      True
     """
 
     calibrated: Calibrated

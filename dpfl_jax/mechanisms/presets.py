@@ -127,7 +127,16 @@ def _users(
 
 
 def non_private(*, batch_size: float) -> Mechanism:
-    """No privacy: plain SGD on Poisson-sampled examples, the baseline of the others."""
+    """No privacy: plain SGD on Poisson-sampled examples, the baseline of the others.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> rows = dpfl.Population(num_users=1000, num_examples=2000, num_units=2000)
+      >>> mechanism = dpfl.non_private(batch_size=64)
+      >>> calibrated = mechanism.calibrate(rows, steps=100, noise_multiplier=0.0)
+      >>> calibrated.guarantee().epsilon
+      inf
+    """
     return Mechanism(participation=Examples(batch_size=batch_size), clip=NoClip(), noise=NoNoise())
 
 
@@ -144,6 +153,14 @@ def els(
     at each step:
       S     = each example of D_sub independently with probability p # Poisson
       g     = (sum over S of clip(grad, C) + N(0, (C sigma)^2)) / B  # B = batch_size
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.els(group_size=2, batch_size=64)
+      >>> rows = dpfl.Population(num_users=1000, num_examples=2000, num_units=2000)
+      >>> calibrated = mechanism.calibrate(rows, steps=100, epsilon=4.0, delta=1e-5)
+      >>> round(calibrated.noise_multiplier, 3)
+      1.095
     """
     participation = Examples(
         batch_size=batch_size, group_size=group_size, scheme=Poisson(sampling_prob)
@@ -168,6 +185,14 @@ def uls(
 
     With ``local_learning_rate`` a step is a federated round: g_u is how far a user's own steps move
     the parameters (DP-FedAvg; McMahan et al. 2018).
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.uls(group_size=4, cohort_size=64)
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> calibrated = mechanism.calibrate(people, steps=100, epsilon=4.0, delta=1e-5)
+      >>> round(calibrated.noise_multiplier, 3)
+      1.059
     """
     return _users(group_size, cohort_size, Poisson(sampling_prob), **common)
 
@@ -186,6 +211,14 @@ def truncated(
     is accounted for as that one's replacement: the cap should be seldom reached. Without a cap
     (``uls``) room is made for what one draw in 10^15 exceeds, some 8 standard deviations; with one,
     4 are plenty, which is the default.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.truncated(group_size=4, cohort_size=64, cap=96)
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> calibrated = mechanism.calibrate(people, steps=100, noise_multiplier=1.0, delta=1e-5)
+      >>> round(calibrated.guarantee().epsilon, 2)
+      4.56
     """
     return _users(group_size, cohort_size, TruncatedPoisson(sampling_prob, cap), **common)
 
@@ -207,6 +240,14 @@ def allocation(
     Departures: k of T steps are one of T / k in each of k stretches, which is what the paper's
     bound for k of T is of; draws of different stretches are independent. A run may end within a
     stretch.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.allocation(group_size=4, cohort_size=50, period=20)
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> calibrated = mechanism.calibrate(people, steps=40, noise_multiplier=1.0, delta=1e-5)
+      >>> round(calibrated.guarantee().epsilon, 2)
+      2.03
     """
     return _users(group_size, cohort_size, RandomAllocation(period), **common)
 
@@ -239,6 +280,14 @@ def bandmf(
     Departures: groups are drawn user by user, not cut to equal sizes: a partition into equal parts
     depends on everybody. p = b M / N is a constant of the number of users, whatever the groups'
     sizes are; M is expected over the draws of groups, too.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.bandmf(group_size=4, cohort_size=64, bands=4)
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> calibrated = mechanism.calibrate(people, steps=100, epsilon=4.0, delta=1e-5)
+      >>> calibrated.guarantee().epsilon <= 4.0
+      True
     """
     noise = Banded(bands=bands, strategy=strategy)
     scheme = CyclicPoisson(sampling_prob, period=bands)
@@ -272,6 +321,14 @@ def blt(
     What that moves K G by is bounded for whoever knows whose turn it is: nothing rests on sampling
     being secret, and nothing is gained by it. Turns are drawn user by user, not by devices that
     check in, nor by cutting a list of users: a list of equal parts depends on everybody.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.blt(group_size=4, cohort_size=50, period=20)
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> calibrated = mechanism.calibrate(people, steps=100, epsilon=4.0, delta=1e-5)
+      >>> calibrated.guarantee().epsilon <= 4.0
+      True
     """
     noise = Buffered(buffers=buffers, decays=decays, scales=scales, horizon=horizon)
     return _users(group_size, cohort_size, Cyclic(period), noise, **common)
@@ -291,6 +348,14 @@ def banded_inverse(
     """Each user at every ``period``-th step, as ``blt``, with noise whose inverse has few bands.
 
     Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128).
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.banded_inverse(group_size=4, cohort_size=50, period=20, bands=3)
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> calibrated = mechanism.calibrate(people, steps=100, epsilon=4.0, delta=1e-5)
+      >>> calibrated.guarantee().epsilon <= 4.0
+      True
     """
     noise = BandedInverse(bands=bands, taken=taken, redrawn=redrawn, horizon=horizon)
     return _users(group_size, cohort_size, Cyclic(period), noise, **common)
@@ -311,6 +376,14 @@ def owner_sets(
       S     = each set of S_sub independently with probability q     # Poisson
       D_s   = at most group_size records of the set s, afresh, for s in S
       g     = (sum over S of clip(mean over D_s of grad, C) + N(0, (C sigma)^2)) / M
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.owner_sets(group_size=4, cohort_size=32, sets_per_user=3)
+      >>> mails = dpfl.Population(num_users=500, num_examples=4000, num_units=900, shared=True)
+      >>> calibrated = mechanism.calibrate(mails, steps=100, epsilon=4.0, delta=1e-5)
+      >>> round(calibrated.noise_multiplier, 3)
+      1.495
     """
     participation = OwnerSets(
         group_size=group_size,
@@ -331,7 +404,16 @@ def individual(
     sampling_prob: float | None = None,
     **common: Unpack[UserOptions],
 ) -> Mechanism:
-    """``uls``, in which every user has a privacy budget of their own (Feldman and Zrnic 2021)."""
+    """``uls``, in which every user has a privacy budget of their own (Feldman and Zrnic 2021).
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.individual(group_size=4, cohort_size=64, refresh=20)
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> calibrated = mechanism.calibrate(people, steps=100, epsilon=4.0, delta=1e-5)
+      >>> calibrated.guarantee().epsilon <= 4.0
+      True
+    """
     return _users(
         group_size,
         cohort_size,
@@ -352,7 +434,16 @@ def individual_els(
     sampling_prob: float | None = None,
     **common: Unpack[CommonOptions],
 ) -> Mechanism:
-    """``els``, in which every user has a privacy budget of their own (Feldman and Zrnic 2021)."""
+    """``els``, in which every user has a privacy budget of their own (Feldman and Zrnic 2021).
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> mechanism = dpfl.individual_els(group_size=2, batch_size=64, refresh=20)
+      >>> rows = dpfl.Population(num_users=1000, num_examples=2000, num_units=2000)
+      >>> calibrated = mechanism.calibrate(rows, steps=100, epsilon=4.0, delta=1e-5)
+      >>> calibrated.guarantee().epsilon <= 4.0
+      True
+    """
     participation = Examples(
         batch_size=batch_size, group_size=group_size, scheme=Poisson(sampling_prob)
     )

@@ -23,6 +23,15 @@ def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
     Args:
       loss_fn: of one example.
       axis: mesh axis over which the examples are split, where they are.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.mechanisms import mean_of_examples
+      >>> loss = mean_of_examples(lambda w, example: w * example["x"])
+      >>> examples = {"x": jnp.array([1.0, 3.0, 9.0])}
+      >>> user = {"examples": examples, "mask": jnp.array([True, True, False])}
+      >>> float(loss(1.0, user))
+      2.0
     """
 
     def user_loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:

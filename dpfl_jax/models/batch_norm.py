@@ -32,6 +32,15 @@ def without_batch_norm(module: Any) -> Any:
     Raises:
       BadInputError: it is of another library, is a BatchNorm itself, or normalises another axis
         than the last.
+
+    Examples:
+      >>> from flax import nnx
+      >>> import dpfl_jax as dpfl
+      >>> rngs = nnx.Rngs(0)
+      >>> net = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs))
+      >>> net = dpfl.without_batch_norm(net)
+      >>> any(isinstance(layer, nnx.BatchNorm) for layer in net.layers)
+      False
     """
     if not isinstance(module, nnx.Module) or isinstance(module, nnx.BatchNorm):
         raise BadInputError(

@@ -28,6 +28,13 @@ def build_by_name(kind: str, task: Task, options: Mapping[str, Any]) -> Any:
 
     Raises:
       BadInputError: the kind does not fit the task, or does not take the options.
+
+    Examples:
+      >>> from dpfl_jax.models import build_by_name
+      >>> from dpfl_jax.task import Task
+      >>> task = Task("classes", input_shape=(4,), classes=3)
+      >>> build_by_name("mlp", task, {"hidden": [8]}).num_params
+      67
     """
     shape, classes = task.input_shape, task.classes
     fitting: dict[str, Any] = {}

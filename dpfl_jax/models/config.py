@@ -134,6 +134,11 @@ class TransformerConfig:
       bos_id: put before every sequence by the model; None: nothing, and then a sequence's first
         token is not predicted.
       lora: adapters (a mapping is taken too); None: no adapters.
+
+    Examples:
+      >>> from dpfl_jax.models import TransformerConfig
+      >>> TransformerConfig(vocab_size=259, num_layers=2, embed_dim=64, num_heads=4).activation
+      'gelu'
     """
 
     vocab_size: int
@@ -312,6 +317,11 @@ def transformer_config(size: str, **overrides: Any) -> TransformerConfig:
 
     Raises:
       BadInputError: an unknown size or field.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> dpfl.transformer_config("tiny", vocab_size=259, max_seq_len=64).max_seq_len
+      64
     """
     one_of("model: size", size, SIZES)
     known = [f.name for f in dataclasses.fields(TransformerConfig)]

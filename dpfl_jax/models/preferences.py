@@ -31,6 +31,12 @@ def with_reference(params: PyTree, trained: Callable[[str], bool] | None = None)
     Returns:
       ``params``, with a copy of the trained ones under ``"reference"`` (``not_reference`` then
       tells them apart); adapters need no copy.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.models import with_reference
+      >>> sorted(with_reference({"w": jnp.ones(2)}))
+      ['reference', 'w']
     """
     chosen = {
         name: value
@@ -41,7 +47,13 @@ def with_reference(params: PyTree, trained: Callable[[str], bool] | None = None)
 
 
 def not_reference(name: str) -> bool:
-    """Whether a parameter is not of the reference; a run's ``trainable`` must ask it."""
+    """Whether a parameter is not of the reference; a run's ``trainable`` must ask it.
+
+    Examples:
+      >>> from dpfl_jax.models import not_reference
+      >>> not_reference("blocks/mlp/up/kernel"), not_reference("reference/blocks/mlp/up/kernel")
+      (True, False)
+    """
     return not name.startswith(f"{REFERENCE}/")
 
 
@@ -50,6 +62,11 @@ class PreferenceModel(LanguageModel):
 
     Attributes:
       beta: the cost of leaving the reference.
+
+    Examples:
+      >>> from dpfl_jax.models import PreferenceModel, transformer_config
+      >>> PreferenceModel(transformer_config("tiny", vocab_size=259), beta=0.1).beta
+      0.1
     """
 
     def __init__(self, config: TransformerConfig, beta: float = 0.1) -> None:

@@ -28,6 +28,15 @@ class FunctionalModel:
       module: maps one input to its outputs.
       input_shape: shape of one input.
       input_dtype: its type.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.models import MLP
+      >>> model = MLP((4,), num_classes=3)
+      >>> params = model.init(jax.random.key(0))
+      >>> model.loss(params, {"x": jnp.ones(4), "label": jnp.int32(2)}).shape
+      ()
     """
 
     def __init__(
@@ -81,7 +90,17 @@ def cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
 
 
 class Classifier(FunctionalModel):
-    """Outputs are one logit per class; the label is an int below their number."""
+    """Outputs are one logit per class; the label is an int below their number.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from dpfl_jax.models import Classifier
+      >>> model = Classifier(nn.Dense(3), input_shape=(4,))
+      >>> model.outputs(model.init(jax.random.key(0)), jnp.ones(4)).shape
+      (3,)
+    """
 
     def loss(
         self, params: PyTree, example: Mapping[str, jax.Array], rng: jax.Array | None = None
@@ -121,7 +140,13 @@ class _Regression(FunctionalModel):
 
 
 class LinearRegression(_Regression):
-    """``label ~ x @ w + b``, loss ``(prediction - label)^2 / 2``; x float32 [num_features]."""
+    """``label ~ x @ w + b``, loss ``(prediction - label)^2 / 2``; x float32 [num_features].
+
+    Examples:
+      >>> from dpfl_jax.models import LinearRegression
+      >>> LinearRegression(num_features=5).num_params
+      6
+    """
 
     def __init__(self, num_features: int) -> None:
         _check_sizes(num_features=num_features)
@@ -129,7 +154,13 @@ class LinearRegression(_Regression):
 
 
 class LogisticRegression(FunctionalModel):
-    """Two classes, labels 0 and 1, one score ``z = x @ w + b``; x float32 [num_features]."""
+    """Two classes, labels 0 and 1, one score ``z = x @ w + b``; x float32 [num_features].
+
+    Examples:
+      >>> from dpfl_jax.models import LogisticRegression
+      >>> LogisticRegression(num_features=13).num_params
+      14
+    """
 
     def __init__(self, num_features: int) -> None:
         _check_sizes(num_features=num_features)
@@ -167,6 +198,11 @@ class MLP(Classifier):
       input_shape: of one input, which is flattened.
       num_classes: labels are below it.
       hidden: sizes of the hidden layers.
+
+    Examples:
+      >>> from dpfl_jax.models import MLP
+      >>> MLP((784,), num_classes=10, hidden=(64,)).num_params
+      50890
     """
 
     def __init__(
@@ -178,7 +214,13 @@ class MLP(Classifier):
 
 
 class RegressionMLP(_Regression):
-    """Dense layers with ReLU, then one number; loss ``(prediction - label)^2 / 2``."""
+    """Dense layers with ReLU, then one number; loss ``(prediction - label)^2 / 2``.
+
+    Examples:
+      >>> from dpfl_jax.models import RegressionMLP
+      >>> RegressionMLP((5,), hidden=(8,)).num_params
+      57
+    """
 
     def __init__(self, input_shape: Sequence[int], hidden: Sequence[int] = (64,)) -> None:
         _check_sizes(
@@ -277,6 +319,11 @@ class LeafCNN(_Convolutional):
     """5x5 convolutions with ReLU and 2x2 max-pooling, one hidden dense layer, one logit per class.
 
     The defaults are LEAF's (6,603,710 parameters); ``channels=(8, 16), hidden=64`` is a quick one.
+
+    Examples:
+      >>> from dpfl_jax.models import LeafCNN
+      >>> LeafCNN(num_classes=62).num_params
+      6603710
     """
 
     def __init__(
@@ -324,6 +371,11 @@ class SmallCNN(_Convolutional):
 
     Two strided convolutions (16 of 8x8, 32 of 4x4), each with ReLU and overlapping max-pooling, one
     hidden layer of 32. Pixels in 0..1 are brought to -1..1 (Papernot et al. 2019; Liu et al. 2024).
+
+    Examples:
+      >>> from dpfl_jax.models import SmallCNN
+      >>> SmallCNN().num_params
+      26010
     """
 
     def __init__(self, num_classes: int = 10, input_shape: Sequence[int] = (28, 28)) -> None:
@@ -389,6 +441,11 @@ class StackedLSTM(Classifier):
 
     ``x`` int [window], characters; ``label`` int, the character that follows. The defaults are
     LEAF's: 817,872 parameters (one bias per gate).
+
+    Examples:
+      >>> from dpfl_jax.models import StackedLSTM
+      >>> StackedLSTM(vocab_size=80, hidden=16).num_params
+      5712
     """
 
     def __init__(

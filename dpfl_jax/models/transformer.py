@@ -420,6 +420,16 @@ class LanguageModel:
 
     Attributes:
       config: its shape.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import dpfl_jax as dpfl
+      >>> config = dpfl.transformer_config("tiny", vocab_size=259, max_seq_len=8)
+      >>> model = dpfl.LanguageModel(config)
+      >>> params = model.init(jax.random.key(0))
+      >>> model.logits(params, jnp.zeros(8, jnp.int32)).shape  # of one sequence
+      (8, 259)
     """
 
     def __init__(self, config: TransformerConfig) -> None:

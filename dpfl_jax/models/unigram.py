@@ -19,6 +19,14 @@ class UnigramModel:
 
     Attributes:
       log_probs: float64 [vocab_size], natural logarithms of probabilities.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.models import UnigramModel
+      >>> batch = {"tokens": np.array([[0, 1, 1]]), "mask": np.ones((1, 3), bool)}
+      >>> model = UnigramModel.from_batches([batch], vocab_size=2)
+      >>> np.exp(model.log_probs).round(2).tolist()
+      [0.4, 0.6]
     """
 
     log_probs: np.ndarray

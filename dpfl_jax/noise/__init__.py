@@ -14,18 +14,18 @@ from dpfl_jax.noise.transform import (
 from dpfl_jax.noise.workload import workload_of
 
 __all__ = [
-    "MOST_NOISE",
-    "ONE_RELEASE",
-    "GaussianNoise",
     "Noise",
+    "transformation",
     "NoiseState",
+    "refuse_key_reuse",
     "banded",
     "banded_inverse",
     "buffered",
-    "compiler_options",
     "redrawn",
     "redrawn_rows",
-    "refuse_key_reuse",
-    "transformation",
     "workload_of",
+    "GaussianNoise",
+    "compiler_options",
+    "MOST_NOISE",
+    "ONE_RELEASE",
 ]

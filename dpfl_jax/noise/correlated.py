@@ -123,6 +123,13 @@ def banded(
 
     Raises:
       BadInputError: ``rows`` of the noise is not the number of bands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.noise import Noise, banded
+      >>> noise = banded(Noise(1.0, 1.0, rows=2), column=(0.8, 0.6), divisor=8.0)
+      >>> noise.init({"w": jnp.zeros(3)}).memory["sums"]["w"].shape  # one earlier step
+      (1, 3)
     """
     if column == (1.0,):
         return transformation(noise, divisor)
@@ -180,6 +187,13 @@ def buffered(
 
     Returns:
       As ``correlated``, with arrays [2 B, ...] of sums, and [B, ...] of what was released.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.noise import Noise, buffered
+      >>> noise = buffered(Noise(1.0, 1.0), buffers=((0.9, 0.5), (0.2, 0.1)), divisor=8.0)
+      >>> noise.init({"w": jnp.zeros(3)}).memory["sums"]["w"].shape
+      (4, 3)
     """
     decays, scales = (np.asarray(numbers, np.float32) for numbers in buffers)
     number = len(scales)
@@ -229,6 +243,13 @@ def banded_inverse(
     Returns:
       As ``correlated``, with arrays [2 (b - 1), ...] of rows without noise, the newest first, in
       ``sums``, and [b - 1, ...] of noised rows in ``released``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.noise import Noise, banded_inverse
+      >>> noise = banded_inverse(Noise(1.0, 1.0), coefficients=(0.5, 0.25), divisor=8.0)
+      >>> noise.init({"w": jnp.zeros(3)}).memory["sums"]["w"].shape
+      (4, 3)
     """
     numbers = np.asarray(coefficients, np.float32)
     window = len(numbers)
@@ -271,6 +292,13 @@ def redrawn(
       As ``transformation``. ``noise_key`` is uint32 [8 b + 3]: the keys of the step and of the
       b - 1 steps before it, the latest first, its step and its run, which alone is in the state's
       memory. If the state's are others, what is released is NaN (``correlated``).
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.noise import Noise, redrawn
+      >>> noise = redrawn(Noise(1.0, 1.0), coefficients=(0.5, 0.25), divisor=8.0)
+      >>> noise.init({"w": jnp.zeros(3)}).memory.keys() >= {"sums"}  # no noise is kept
+      False
     """
     parts = np.asarray(coefficients, float) * 2**16
     whole = parts.astype(np.uint32)
@@ -298,6 +326,12 @@ def redrawn_rows(column: np.ndarray) -> int:
 
     Args:
       column: first of K, [T], numbers of 0 or more.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.noise import redrawn_rows
+      >>> redrawn_rows(np.array([1.0, 0.5, 0.25])) >= 2
+      True
     """
     # proof: redrawn-rows-1
     return math.ceil(4 * len(column) * column.sum() ** 2)

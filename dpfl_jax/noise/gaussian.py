@@ -39,6 +39,11 @@ class GaussianNoise:
 
     Attributes:
       stddev: standard deviation of the noise on the *sum* (noise multiplier x sensitivity).
+
+    Examples:
+      >>> from dpfl_jax.noise import GaussianNoise
+      >>> GaussianNoise(stddev=1.5).stddev
+      1.5
     """
 
     stddev: float

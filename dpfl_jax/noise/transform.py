@@ -39,6 +39,13 @@ class NoiseState(NamedTuple):
       memory: pytree of arrays, in checkpoints. What is secret in it is as secret as the root key,
         from which past noise can be drawn again: the guarantee must say so
         (``mechanisms/noise_strategies.py``).
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.noise import Noise, transformation
+      >>> state = transformation(Noise(1.0, 1.0), divisor=8.0).init({"w": jnp.zeros(2)})
+      >>> int(state.step), state.memory
+      (0, ())
     """
 
     step: jax.Array
@@ -76,6 +83,15 @@ class Noise:
       law: ``"exact"``: on an integer grid, with 256-bit keys; ``"float"``: float32 numbers, added
         in float32.
       rows: sums over which the ``sensitivity`` of one unit's part is spread (correlated noise).
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.noise import Noise
+      >>> key = jnp.asarray(dpfl.RootKey.from_seed(0).words("example"))
+      >>> noised = Noise(stddev=2.0, sensitivity=1.0).add(key, {"w": jnp.zeros(1000)})
+      >>> 1.8 < float(noised["w"].std()) < 2.2
+      True
     """
 
     stddev: Any
@@ -158,6 +174,17 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
       is float32; the gradient has the dtypes of ``params`` if they are given; noise_key is uint32
       [8] or more, for this step alone (``Plan.noise_key``). Where ``refused``, a bool scalar, the
       gradient is NaN (``refuse_key_reuse``).
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.noise import Noise, transformation
+      >>> noise = transformation(Noise(stddev=0.0, sensitivity=1.0), divisor=8.0)
+      >>> total = {"w": jnp.array([16.0])}
+      >>> key = jnp.asarray(dpfl.RootKey.from_seed(0).words("example"))
+      >>> mean, state = noise.update(total, noise.init(total), noise_key=key)
+      >>> print(mean["w"])
+      [2.]
     """
 
     def init(params: PyTree) -> NoiseState:
@@ -236,6 +263,12 @@ def refuse_key_reuse(
       if two arrays hold the same words. With a state from before the first release, a key is not
       seen that is given twice to a compiled function, by ``vmap``, ``scan`` or ``lax.map``, or as
       copies that a compiled function makes.
+
+    Examples:
+      >>> from dpfl_jax.noise import Noise, refuse_key_reuse, transformation
+      >>> noise = refuse_key_reuse(transformation(Noise(1.0, 1.0), divisor=8.0))
+      >>> sorted(noise._fields)
+      ['init', 'update']
     """
     words: set[int] = set()  # of this transformation: under a public seed a loop may run again
 

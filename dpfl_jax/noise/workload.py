@@ -26,6 +26,12 @@ def workload_of(optimizer: optax.GradientTransformation | None, steps: int) -> W
 
     Raises:
       BadInputError: it cannot be tried on one number.
+
+    Examples:
+      >>> import optax
+      >>> from dpfl_jax.noise import workload_of
+      >>> workload_of(optax.sgd(0.1, momentum=0.5), steps=4).memory
+      (1.0, 0.5, 0.25, 0.125)
     """
     if optimizer is None:
         return PREFIX_SUMS

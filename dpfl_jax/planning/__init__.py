@@ -19,13 +19,13 @@ from dpfl_jax.planning.planner import (
 )
 
 __all__ = [
+    "Planner",
+    "Users",
+    "Sensitivities",
     "Option",
     "Plan",
-    "Planner",
-    "Sensitivities",
-    "Users",
-    "estimate_and_double",
     "estimate_sensitivities",
     "median_group_size",
     "private_median_group_size",
+    "estimate_and_double",
 ]

@@ -36,6 +36,11 @@ def median_group_size(
 
     Raises:
       BadInputError: no users.
+
+    Examples:
+      >>> from dpfl_jax.planning import median_group_size
+      >>> median_group_size([1, 90, 183, 200, 4000])
+      128
     """
     if len(sizes) == 0:
         raise BadInputError("there are no users to take a median over")
@@ -61,6 +66,13 @@ def private_median_group_size(
 
     Raises:
       BadInputError: epsilon or the bound is out of range.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.planning import private_median_group_size
+      >>> rng = np.random.default_rng(0)  # secret in a real run
+      >>> private_median_group_size(np.full(1000, 64), epsilon=1.0, largest=512, rng=rng)
+      64
     """
     found = private_quantile(np.asarray(sizes), 0.5, epsilon, largest, rng)
     return median_group_size([found], rounding)
@@ -75,6 +87,12 @@ class Sensitivities:
       user: {G: L_ULS(G)}, of the mean over up to G examples of one user.
       intervals: {G: (low, high)}, 90 % bootstrap intervals of ``user``; 0 for the example's.
       source: how they were found.
+
+    Examples:
+      >>> from dpfl_jax.planning import Sensitivities
+      >>> norms = Sensitivities(2.0, {1: 2.0, 4: 1.2}, intervals={}, source="a proxy")
+      >>> norms.user[4]
+      1.2
     """
 
     example: float
@@ -134,6 +152,17 @@ def estimate_sensitivities(
       users: sampled (the paper: 128).
       batch: users at a time.
       trainable: which parameters are trained, as in ``fit``: norms are of these alone.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.planning import estimate_sensitivities
+      >>> store = dpfl.from_arrays({"x": np.ones((8, 1), "float32")}, users=np.arange(8) // 2)
+      >>> def loss(params, example):
+      ...     return jnp.sum(3.0 * example["x"] * params)
+      >>> estimate_sensitivities(loss, jnp.zeros(1), store, groups=[1, 2]).example
+      3.0
     """
     key = RootKey.from_seed(0)
     rng = key.numpy("planning-users")

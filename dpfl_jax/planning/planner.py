@@ -42,6 +42,12 @@ class Users:
       num_users: N.
       sizes: int [N], examples of each user; or None.
       limited: {G: examples left with at most G a user}, where ``sizes`` are not known.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.planning import Users
+      >>> Users(num_users=4, sizes=np.array([1, 2, 8, 8])).left(4)  # at most 4 of a user
+      11
     """
 
     num_users: int
@@ -91,6 +97,12 @@ class Option:
       error: of prefix sums, by independent noise of the same multiplier; else 1.
       noise: standard deviation of the noise on the averaged gradient, per coordinate (of
         independent noise with the same error in prefix sums).
+
+    Examples:
+      >>> from dpfl_jax.planning import Option
+      >>> option = Option("uls", 4, 64, 0.01, noise_multiplier=1.0, sensitivity=1.2)
+      >>> option.gradients, option.noise
+      (4, 0.01875)
     """
 
     kind: str
@@ -130,6 +142,15 @@ class Plan:
       doubling: of drawn users, by Estimate-and-Double.
       doubling_as_printed: the same as printed, for comparison.
       reason: why ``best``, in a sentence.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.planning import Planner, Sensitivities, Users
+      >>> users = Users(num_users=5000, sizes=np.full(5000, 8))
+      >>> norms = Sensitivities(2.0, {1: 2.0, 4: 1.2}, intervals={}, source="a proxy")
+      >>> plan = Planner(users, norms, epsilon=4.0, delta=1e-6, steps=100).plan(64)
+      >>> plan.best in plan.options
+      True
     """
 
     budget: int
@@ -186,6 +207,11 @@ def estimate_and_double(
       most_users: N, beyond which M cannot grow.
       largest_group: beyond which G cannot grow.
       literal: the printed rule.
+
+    Examples:
+      >>> from dpfl_jax.planning import estimate_and_double
+      >>> estimate_and_double(lambda g: g**-0.4, lambda m: 1 + m / 500, budget=512)
+      (1, 512)
     """
     most = math.inf if most_users is None else most_users
     largest = math.inf if largest_group is None else largest_group
@@ -224,7 +250,17 @@ class _Run:
 
 
 class Planner:
-    """Prices every option for one population, guarantee and model; calibrations are kept."""
+    """Prices every option for one population, guarantee and model; calibrations are kept.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.planning import Planner, Sensitivities, Users
+      >>> users = Users(num_users=5000, sizes=np.full(5000, 8))
+      >>> norms = Sensitivities(2.0, {1: 2.0, 4: 1.2}, intervals={}, source="a proxy")
+      >>> planner = Planner(users, norms, epsilon=4.0, delta=1e-6, steps=100)
+      >>> planner.option("uls", 4, 64).noise < planner.option("uls", 1, 64).noise
+      True
+    """
 
     def __init__(
         self,

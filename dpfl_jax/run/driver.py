@@ -71,6 +71,11 @@ class LoopConfig:
       keep_best: the checkpoint with the lowest held-out loss is kept, too.
       patience: the run stops once so many evaluations in a row found no lower held-out loss.
       profile: turns of the loop that are traced (``profile.Profile``).
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> dpfl.LoopConfig(eval_every=10, patience=3).checkpoint_every  # fit(..., loop=...)
+      50
     """
 
     checkpoint_every: int = 50
@@ -118,6 +123,14 @@ class Hooks:
       on_step: called with each row of metrics.
       on_evaluation: called with each row that holds an evaluation.
       on_checkpoint: called with the number of steps that a checkpoint was written after.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> losses = []
+      >>> hooks = dpfl.Hooks(on_step=lambda row: losses.append(row["loss"]))  # for fit(hooks=...)
+      >>> hooks.on_step({"loss": 2.0})
+      >>> losses
+      [2.0]
     """
 
     on_step: Callable[[dict[str, Any]], Any] | None = None

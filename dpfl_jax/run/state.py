@@ -36,6 +36,13 @@ class TrainState:
       step: int32 scalar, the number of steps taken.
       noise: what correlated noise keeps between steps (``noise.NoiseState.memory``).
       units: what is known of each unit between steps, unreadable without the run's key.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.training import TrainState
+      >>> state = TrainState(params={"w": jnp.zeros(2)}, opt_state=(), step=jnp.int32(0))
+      >>> int(state.step)
+      0
     """
 
     params: PyTree

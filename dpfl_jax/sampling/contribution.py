@@ -33,6 +33,13 @@ def limit_contributions(
 
     Returns:
       Sorted int64 [n], the store positions kept.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.sampling import limit_contributions
+      >>> offsets = np.array([0, 3, 4])  # two users, of three examples and one
+      >>> len(limit_contributions(np.random.default_rng(0), offsets, group_size=2))
+      3
     """
     check_group_size(group_size)
     offsets = np.asarray(user_offsets, dtype=np.int64)
@@ -98,7 +105,14 @@ def limit_shared(
 
 
 def limited_size(user_offsets: np.ndarray, group_size: int) -> int:
-    """Number of examples that ``limit_contributions`` keeps (no randomness in it)."""
+    """Number of examples that ``limit_contributions`` keeps (no randomness in it).
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.sampling import limited_size
+      >>> limited_size(np.array([0, 3, 4]), group_size=2)
+      3
+    """
     check_group_size(group_size)
     return int(np.minimum(np.diff(user_offsets), group_size).sum())
 
@@ -119,6 +133,13 @@ def choose_within_users(
 
     Returns:
       int64 [n, group_size], store positions; -1 where the user has no more examples.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.sampling import choose_within_users
+      >>> rng, offsets = np.random.default_rng(0), np.array([0, 3, 4])
+      >>> choose_within_users(rng, offsets, users=np.array([0, 1]), group_size=2).shape
+      (2, 2)
     """
     check_group_size(group_size)
     first = np.asarray(user_offsets)[users]

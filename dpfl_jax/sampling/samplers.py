@@ -27,6 +27,13 @@ class Draw:
       units: int64 [n], the index of each unit drawn (an example of the limited set, a user).
       positions: int64 [n] or [n, group_size], store positions of the examples of each unit; -1
         where a unit has fewer examples than group_size.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.sampling import Draw
+      >>> draw = Draw(units=np.array([3, 8]), positions=np.array([[30, 31], [80, -1]]))
+      >>> draw.size, draw.example_mask.tolist()
+      (2, [[True, True], [True, False]])
     """
 
     units: np.ndarray
@@ -44,7 +51,17 @@ class Draw:
 
 
 class Sampler(Protocol):
-    """Random access to the draws of a run."""
+    """Random access to the draws of a run.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import ExampleSampler, Poisson, Sampler
+      >>> key = dpfl.RootKey.from_seed(0)
+      >>> sampler: Sampler = ExampleSampler(Poisson(0.25), np.arange(100), key)
+      >>> sampler.expected_size, sampler.size_bound(1e-15) < 100
+      (25.0, True)
+    """
 
     @property
     def expected_size(self) -> float:
@@ -89,6 +106,14 @@ class ExampleSampler(_OfScheme):
       scheme: which of them.
       positions: int64 [n], store positions that may be drawn.
       key: root key of the run.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import ExampleSampler, Poisson
+      >>> sampler = ExampleSampler(Poisson(1.0), np.array([5, 7, 9]), dpfl.RootKey.from_seed(0))
+      >>> sampler.draw(0).positions.tolist()
+      [5, 7, 9]
     """
 
     scheme: Scheme
@@ -118,6 +143,16 @@ class UserSampler(_OfScheme):
       user_offsets: int64 [num_users + 1]; user u owns positions offsets[u]:offsets[u+1].
       group_size: most examples of one user in a step.
       key: root key of the run.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import Poisson, UserSampler
+      >>> offsets = np.array([0, 3, 4])  # two users, of three examples and one
+      >>> key = dpfl.RootKey.from_seed(0)
+      >>> draw = UserSampler(Poisson(1.0), offsets, group_size=2, key=key).draw(0)
+      >>> draw.positions.shape, int(draw.example_mask.sum())
+      ((2, 2), 3)
     """
 
     scheme: Scheme
@@ -172,6 +207,13 @@ class Share:
     Attributes:
       slots: int64 [rows, columns], index into the draw's units; -1 where there is padding.
       positions: int64 [rows, columns] or [rows, columns, group_size], store positions; -1 for none.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.sampling import Draw, share_of
+      >>> draw = Draw(units=np.arange(5), positions=10 + np.arange(5))
+      >>> share_of(draw, row=4, columns=[2, 3]).slots.tolist()
+      [[2, 3], [-1, -1]]
     """
 
     slots: np.ndarray
@@ -191,6 +233,13 @@ def share_of(
 
     Raises:
       ValueError: if the columns lie outside the row or the draw does not fit.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.sampling import Draw, share_of
+      >>> draw = Draw(units=np.arange(5), positions=10 + np.arange(5))
+      >>> share_of(draw, row=4, columns=[0, 1]).positions.tolist()  # -1 is padding
+      [[10, 11], [14, -1]]
     """
     needed = -(-draw.size // row)
     rows = needed if rows is None else rows

@@ -29,7 +29,14 @@ _MOST_PERIOD = 2**62 - 1
 
 
 class Scheme(Protocol):
-    """Random access to the indices drawn at each step."""
+    """Random access to the indices drawn at each step.
+
+    Examples:
+      >>> from dpfl_jax.sampling import Poisson, Scheme
+      >>> scheme: Scheme = Poisson(0.1)
+      >>> scheme.expected_size(population=200)
+      20.0
+    """
 
     def expected_size(self, population: int) -> float:
         """Expected number of indices in a draw."""
@@ -79,6 +86,12 @@ def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> n
 
     Returns:
       Sorted int64 [n], the units drawn.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.sampling import poisson_indices
+      >>> poisson_indices(np.random.default_rng(0), population=4, prob=1.0).tolist()
+      [0, 1, 2, 3]
     """
     if prob >= 1.0:
         return np.arange(population, dtype=np.int64)
@@ -194,6 +207,14 @@ class Poisson(_Poisson):
 
     Attributes:
       prob: of each unit; None: not given yet (``of_size``).
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import Poisson
+      >>> Poisson(0.1).expected_size(population=200)
+      20.0
+      >>> Poisson(1.0).indices(dpfl.RootKey.from_seed(0), step=0, population=4).tolist()
+      [0, 1, 2, 3]
     """
 
     kind: ClassVar[str] = "poisson"
@@ -209,6 +230,15 @@ class PoissonWithDropout(_Poisson):
     Attributes:
       prob: of each unit.
       until: int64 [population], the first step that each takes no part in.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import PoissonWithDropout
+      >>> scheme = PoissonWithDropout(1.0, until=np.array([1, 9, 9]))  # unit 0 leaves
+      >>> key = dpfl.RootKey.from_seed(0)
+      >>> [scheme.indices(key, step, population=3).tolist() for step in (0, 1)]
+      [[0, 1, 2], [1, 2]]
     """
 
     until: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
@@ -228,6 +258,13 @@ class TruncatedPoisson(_Poisson):
     Attributes:
       prob: of each unit; None: not given yet.
       cap: most units of a draw; None: 4 standard deviations above the expected size (``of_size``).
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import TruncatedPoisson
+      >>> key = dpfl.RootKey.from_seed(0)
+      >>> len(TruncatedPoisson(0.9, cap=4).indices(key, step=0, population=30))
+      4
     """
 
     cap: int | None = None
@@ -281,6 +318,11 @@ class CyclicPoisson(_Poisson):
     Attributes:
       prob: of each unit of the group whose turn it is; None: not given yet.
       period: b, number of groups. One group is ``Poisson``, draw by draw.
+
+    Examples:
+      >>> from dpfl_jax.sampling import CyclicPoisson
+      >>> CyclicPoisson(0.5, period=4).separation
+      4
     """
 
     period: int
@@ -385,6 +427,14 @@ class RandomAllocation(_OncePerPeriod):
 
     Attributes:
       period: t; None: not given yet.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import RandomAllocation
+      >>> scheme, key = RandomAllocation(period=2), dpfl.RootKey.from_seed(0)
+      >>> drawn = [scheme.indices(key, step, population=6).tolist() for step in range(2)]
+      >>> sorted(drawn[0] + drawn[1])
+      [0, 1, 2, 3, 4, 5]
     """
 
     kind: ClassVar[str] = "random_allocation"
@@ -412,6 +462,14 @@ class Cyclic(_OncePerPeriod):
 
     Attributes:
       period: s; None: not given yet.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import Cyclic
+      >>> scheme, key = Cyclic(period=2), dpfl.RootKey.from_seed(0)
+      >>> drawn = [scheme.indices(key, step, population=6) for step in range(3)]
+      >>> len(drawn[0]) + len(drawn[1]), drawn[0].tolist() == drawn[2].tolist()
+      (6, True)
     """
 
     kind: ClassVar[str] = "cyclic"
@@ -443,7 +501,14 @@ class Cyclic(_OncePerPeriod):
 
 @dataclasses.dataclass(frozen=True)
 class FixedSize:
-    """A uniform subset of exactly ``size`` units, afresh in each step (replace-one adjacency)."""
+    """A uniform subset of exactly ``size`` units, afresh in each step (replace-one adjacency).
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import FixedSize
+      >>> len(FixedSize(4).indices(dpfl.RootKey.from_seed(0), step=0, population=30))
+      4
+    """
 
     size: int
 
@@ -478,6 +543,14 @@ class PersonalizedPoisson:
 
     Attributes:
       probs: float64 [population], in [0, 1]; 0 leaves a unit out.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.sampling import PersonalizedPoisson
+      >>> scheme = PersonalizedPoisson(np.array([0.0, 1.0, 0.0, 1.0]))
+      >>> scheme.indices(dpfl.RootKey.from_seed(0), step=0, population=4).tolist()
+      [1, 3]
     """
 
     probs: np.ndarray

@@ -20,7 +20,13 @@ _HOMES = {
     "make_train_step": "dpfl_jax.training.step",
 }
 
-__all__ = ["FitResult", "TrainState", "data_parallel_mesh", "fit", "make_train_step"]
+__all__ = [
+    "fit",
+    "FitResult",
+    "make_train_step",
+    "TrainState",
+    "data_parallel_mesh",
+]
 
 
 def __getattr__(name: str) -> Any:

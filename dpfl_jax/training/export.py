@@ -60,6 +60,23 @@ def export(
 
     Raises:
       BadInputError: the run is not finished, its base is gone, or there are no adapters alone.
+
+    Examples:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import optax
+      >>> import dpfl_jax as dpfl
+      >>> store = dpfl.from_arrays({"x": np.ones((64, 1), "float32")}, users=np.arange(64))
+      >>> mechanism = dpfl.uls(group_size=1, cohort_size=16)
+      >>> plan = mechanism.plan(store, steps=2, epsilon=8.0, delta=1e-3)
+      >>> def loss(params, example):
+      ...     return jnp.sum(example["x"] * params["w"])
+      >>> folder, start = tempfile.mkdtemp(), {"w": jnp.zeros(1)}
+      >>> result = dpfl.fit(loss, start, plan, optax.sgd(0.1), run_dir=f"{folder}/run")
+      >>> written = dpfl.export(f"{folder}/run", f"{folder}/model")
+      >>> sorted(written)
+      ['guarantee', 'layout', 'out', 'parameters', 'privacy', 'step']
     """
     if max_file_bytes < 1:
         raise BadInputError("the size of a weights file must be above 0")

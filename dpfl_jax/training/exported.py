@@ -121,6 +121,23 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
 
     Raises:
       BadInputError: it is none, or ``like`` has other parameters.
+
+    Examples:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import optax
+      >>> import dpfl_jax as dpfl
+      >>> store = dpfl.from_arrays({"x": np.ones((64, 1), "float32")}, users=np.arange(64))
+      >>> mechanism = dpfl.uls(group_size=1, cohort_size=16)
+      >>> plan = mechanism.plan(store, steps=2, epsilon=8.0, delta=1e-3)
+      >>> def loss(params, example):
+      ...     return jnp.sum(example["x"] * params["w"])
+      >>> folder, start = tempfile.mkdtemp(), {"w": jnp.zeros(1)}
+      >>> result = dpfl.fit(loss, start, plan, optax.sgd(0.1), run_dir=f"{folder}/run")
+      >>> written = dpfl.export(f"{folder}/run", f"{folder}/model")
+      >>> dpfl.load_exported(f"{folder}/model", like=start).params["w"].shape
+      (1,)
     """
     folder = pathlib.Path(path)
     if (folder / ADAPTER_CONFIG).exists():

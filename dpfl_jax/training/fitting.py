@@ -54,6 +54,20 @@ class FitResult(RunResult):
       guarantee: what holds for everything the run has released.
       initial: evaluation before the first step, if there was validation data.
       final: evaluation after the last step; None if the run was interrupted.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import optax
+      >>> import dpfl_jax as dpfl
+      >>> store = dpfl.from_arrays({"x": np.ones((64, 1), "float32")}, users=np.arange(64))
+      >>> mechanism = dpfl.uls(group_size=1, cohort_size=16)
+      >>> plan = mechanism.plan(store, steps=3, epsilon=8.0, delta=1e-3)
+      >>> def loss(params, example):
+      ...     return jnp.sum(example["x"] * params)
+      >>> result = dpfl.fit(loss, jnp.zeros(1), plan, optax.sgd(0.1))
+      >>> result.params.shape, len(result.metrics)
+      ((1,), 3)
     """
 
     guarantee: accounting.Guarantee
@@ -122,6 +136,21 @@ def fit(
       BadInputError: unusable arguments, or a run directory that holds something else.
       clipping.SelfCheckError: the sum on this mesh, or the strategy's norms, disagree with plain
         per-unit gradients, or units mix; no step was taken.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import optax
+      >>> import dpfl_jax as dpfl
+      >>> x = np.linspace(-1, 1, 64, dtype="float32")[:, None]
+      >>> store = dpfl.from_arrays({"x": x, "label": 2 * x[:, 0]}, users=np.arange(64))
+      >>> mechanism = dpfl.uls(group_size=1, cohort_size=16)
+      >>> plan = mechanism.plan(store, steps=3, epsilon=8.0, delta=1e-3)
+      >>> def loss(params, example):
+      ...     return (example["x"] @ params - example["label"]) ** 2
+      >>> result = dpfl.fit(loss, jnp.zeros(1), plan, optax.sgd(0.1))
+      >>> result.steps, result.guarantee.epsilon <= 8.0
+      (3, True)
     """
     _check_arguments(plan, key, run_dir, loop, hooks, audit, validation)
     loss = named_loss(loss_fn, params, model) if isinstance(loss_fn, str) else loss_fn

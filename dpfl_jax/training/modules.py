@@ -55,6 +55,13 @@ def functional(model: Any) -> Functional:
       BadInputError: an NNX module that changes as it computes: statistics of a batch that are not
         frozen, or dropout with randomness of its own; variables of a Linen module with statistics
         of a batch.
+
+    Examples:
+      >>> from flax import nnx
+      >>> import dpfl_jax as dpfl
+      >>> params, rebuild, is_module = dpfl.functional(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+      >>> rebuild(params).kernel.shape, is_module
+      ((2, 3), True)
     """
     homes = {c.__module__.partition(".")[0] for c in type(model).__mro__}
     if "equinox" in homes:

@@ -106,6 +106,19 @@ def make_train_step(
       over the mesh's unit axes, num_microbatches int32 scalar <= capacity, and noise_key that of
       ``Plan.noise_key``, used for this step alone. The first three may be tuples of equal length,
       for units of several shapes.
+
+    Examples:
+      >>> import jax
+      >>> import optax
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.training import data_parallel_mesh, make_train_step
+      >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
+      >>> mechanism = dpfl.uls(group_size=4, cohort_size=64)
+      >>> calibrated = mechanism.calibrate(people, steps=100, epsilon=4.0, delta=1e-5)
+      >>> mesh = data_parallel_mesh(jax.devices()[:1])
+      >>> step = make_train_step(calibrated, lambda w, e: w @ e["x"], optax.sgd(0.1), mesh)
+      >>> callable(step)
+      True
     """
 
     def update(state: TrainState, total: PyTree, noise_key: jax.Array) -> TrainState:

@@ -2,6 +2,13 @@
 
 Everything is in log space: the lemma multiplies delta by about e^(G epsilon), so it needs
 example-level deltas far below what a floating-point number holds.
+
+Examples:
+  >>> from dpfl_jax import accounting
+  >>> from dpfl_jax.accounting.closed_forms import group
+  >>> example = accounting.events.gaussian(8.0, steps=1)
+  >>> round(group.black_box_epsilon(example, group_size=4, delta=1e-5), 2)
+  2.19
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 L is the per-example gradient bound, K the local minibatch, n records in a silo, R rounds. Noise is
 given as a standard deviation on the *mean* gradient, divided by L; the noise multiplier of the
 accountant is that times K (noise on the sum over L).
+
+Examples:
+  >>> from dpfl_jax.accounting.closed_forms import isrl
+  >>> round(isrl.minibatch_noise(rounds=35, silo_size=1238, epsilon=3.0, delta=1e-6), 4)
+  0.4151
 """
 
 from __future__ import annotations

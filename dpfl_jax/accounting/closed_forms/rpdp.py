@@ -1,4 +1,10 @@
-"""Liu et al. 2024 (CCS), "Cross-silo federated learning with record-level personalized DP"."""
+"""Liu et al. 2024 (CCS), "Cross-silo federated learning with record-level personalized DP".
+
+Examples:
+  >>> from dpfl_jax.accounting.closed_forms import rpdp
+  >>> rpdp.poisson_gaussian([2, 4], 0.1, 1.0).round(4).tolist()
+  [0.017, 0.0587]
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,11 @@
 A: "Subject Granular Differential Privacy in Federated Learning". B: "Subject Level Differential
 Privacy with Hierarchical Gradient Averaging". K is the most records of a subject in a silo, q the
 sampling probability of a record, T R the number of local steps of the whole run.
+
+Examples:
+  >>> from dpfl_jax.accounting.closed_forms import subject
+  >>> subject.rounds_printed(30, silos=10)
+  9
 """
 
 from __future__ import annotations

@@ -29,6 +29,15 @@ class DataSource:
       unit: what a user is.
       task: what is learned; None for texts, which are tokenised.
       splits: the splits that the files define; ``("all",)`` if they define none.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.data import DataSource
+      >>> def read(section, split):
+      ...     yield "ann", {"x": np.zeros((2, 3), np.float32), "label": np.zeros(2, np.int32)}
+      >>> source = DataSource(read, unit="person")  # `data.source: package.module:NAME` in YAML
+      >>> [user for user, _ in source.read(None, "all")]
+      ['ann']
     """
 
     read: Callable[[SourceConfig, str], Iterator[tuple[str, Any]]]

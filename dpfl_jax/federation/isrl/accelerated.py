@@ -28,6 +28,12 @@ def accelerated(
       strong_convexity: mu of the loss; 0 if it is only convex.
       project: on W.
       begins: bool [R], rounds that begin a stage, from w^ag; None if there is one stage.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> alphas, prox = isrl.step_weights(35, smoothness=1.0, variance=0.01, distance=2.0)
+      >>> isrl.accelerated(alphas, prox, 0.0, project=lambda w: w).rounds
+      35
     """
     mu = strong_convexity
     if begins is None:
@@ -71,6 +77,12 @@ def step_weights(
       smoothness: beta.
       variance: V^2 of the mean noisy gradient.
       distance: D_0 >= |w_0 - w*|.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> alphas, prox = isrl.step_weights(3, smoothness=1.0, variance=0.0, distance=1.0)
+      >>> alphas.shape, float(alphas[0])
+      ((3,), 1.0)
     """
     r = np.arange(1, rounds + 1, dtype=float)
     grown = 2 * variance * rounds * (rounds + 1) * (rounds + 2) / (3 * distance**2)

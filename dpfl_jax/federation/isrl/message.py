@@ -39,6 +39,13 @@ class SiloData:
     Attributes:
       examples: pytree of arrays [N, n_max, ...].
       sizes: int32 [N], records that are real; the first ones. Public.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.federation import isrl
+      >>> data = isrl.SiloData({"x": jnp.zeros((2, 5, 3))}, sizes=jnp.array([5, 4]))  # 2 silos
+      >>> data.examples["x"].shape
+      (2, 5, 3)
     """
 
     examples: PyTree
@@ -63,6 +70,11 @@ class MessageSpec:
       sampling: ``"poisson"`` (each record with probability K/n; the default), ``"full"`` (all), or
         ``"disjoint"`` (each record at most once in the run: one-pass).
       noise: ``"exact"`` or ``"float"``, as of central mechanisms.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> isrl.MessageSpec("disjoint").noise
+      'exact'
     """
 
     sampling: Sampling = "poisson"
@@ -230,6 +242,25 @@ def make_oracle(
     ``round`` is one row of ``Schedule``: ``present`` bool [N], ``turn`` int [N], ``keys`` uint32
     [N, 2, 8], from which this oracle derives those of its own and of w (``schedule.own_keys``):
     what is accounted is one call for each row. If nobody answers the mean is zero.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.federation import isrl
+      >>> data = isrl.SiloData({"x": jnp.ones((2, 8, 3))}, sizes=jnp.array([8, 8]))
+      >>> def loss(w, record):
+      ...     return 0.5 * jnp.sum((w - record["x"]) ** 2)
+      >>> oracle = isrl.make_oracle(
+      ...     loss, isrl.MessageSpec(), data,
+      ...     batch=jnp.full(2, 4.0), clip_norm=1.0, stddev=jnp.full(2, 2.0),
+      ... )
+      >>> key = dpfl.RootKey.from_seed(0)
+      >>> schedule = isrl.make_schedule(key, rounds=1, sizes=np.array([8, 8]))
+      >>> row = jax.tree.map(lambda x: x[0], schedule.rows())
+      >>> oracle(jnp.zeros(3), row).shape
+      (3,)
     """
     messages = make_messages(
         loss, spec, data, batch=batch, clip_norm=clip_norm, stddev=stddev, rank=rank

@@ -24,6 +24,14 @@ class Method:
         ``(w, row) -> mean noisy gradient``.
       output: ``(state, rounds taken) -> w``.
       values: pytree of arrays [R, ...].
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.federation import isrl
+      >>> steps, weights = jnp.full(20, 0.5), jnp.zeros(21)
+      >>> method: isrl.Method = isrl.minibatch_sgd(steps, weights, project=lambda w: w)
+      >>> method.rounds
+      20
     """
 
     start: Callable[[jax.Array], Any]
@@ -53,6 +61,16 @@ def iterate(method: Method, oracle: Oracle, rows: Any, start: jax.Array) -> jax.
       oracle: ``(w, row) -> mean noisy gradient``.
       rows: R rounds of a schedule. Their keys are made this use's own.
       start: w_0.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.federation import isrl
+      >>> def oracle(w, row):  # the gradient of (w - 3)^2 / 2, without noise
+      ...     return w - 3.0
+      >>> steps = jnp.full(20, 0.5)
+      >>> method = isrl.minibatch_sgd(steps, jnp.zeros(21), project=lambda w: w)
+      >>> print(isrl.iterate(method, oracle, {"r": jnp.arange(20)}, jnp.zeros(1)).round(2))
+      [2.71]
     """
     state = method.start(start)
     row, values = jax.tree.map(lambda x: x[0], (rows, method.values))

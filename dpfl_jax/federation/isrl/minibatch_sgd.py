@@ -41,6 +41,13 @@ def minibatch_sgd(step_sizes: jax.Array, log_weights: jax.Array, project: Projec
       log_weights: float [R+1], log gamma_r of w_0 .. w_R. The paper leaves out w_R (-inf); its
         gamma_r of strongly convex losses grow exponentially, hence logs.
       project: on W.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.federation import isrl
+      >>> method = isrl.minibatch_sgd(jnp.full(20, 0.5), jnp.zeros(21), project=lambda w: w)
+      >>> method.rounds
+      20
     """
 
     def start(w: jax.Array) -> MinibatchState:

@@ -22,6 +22,11 @@ class Stage:
     Attributes:
       rounds: R_k.
       scale: u_k; prox weights are 4 u_k / (r (r+1)).
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> isrl.Stage(rounds=10, scale=2.0).rounds
+      10
     """
 
     rounds: int
@@ -55,6 +60,12 @@ def stages(
 
     Raises:
       BadInputError: mu is not positive.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> plan = isrl.stages(100, smoothness=2.0, strong_convexity=1.0, variance=0.1, gap=1.0)
+      >>> sum(stage.rounds for stage in plan)
+      100
     """
     if strong_convexity <= 0:
         raise BadInputError(
@@ -80,7 +91,14 @@ def stages(
 
 
 def multi_stage(plan: Sequence[Stage], strong_convexity: float, project: Project) -> Method:
-    """The stages over consecutive rounds of a schedule; no round serves twice."""
+    """The stages over consecutive rounds of a schedule; no round serves twice.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> plan = isrl.stages(100, smoothness=2.0, strong_convexity=1.0, variance=0.1, gap=1.0)
+      >>> isrl.multi_stage(plan, strong_convexity=1.0, project=lambda w: w).rounds
+      100
+    """
     rounds = [np.arange(1, stage.rounds + 1, dtype=float) for stage in plan]
     alphas = np.concatenate([2 / (r + 1) for r in rounds])
     prox = np.concatenate([4 * s.scale / (r * (r + 1)) for s, r in zip(plan, rounds, strict=True)])

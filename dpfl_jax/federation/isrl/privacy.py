@@ -33,6 +33,11 @@ class Budget:
     Attributes:
       epsilon: > 0.
       delta: in (0, 1); the paper takes 1 / n^2.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> isrl.Budget(epsilon=3.0, delta=1e-6).epsilon
+      3.0
     """
 
     epsilon: float
@@ -57,6 +62,13 @@ class SiloNoise:
       sampling: of records.
       budget: asked for.
       noise: law of the noise that is drawn.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> budget = isrl.Budget(epsilon=3.0, delta=1e-6)
+      >>> noise = isrl.silo_noise(budget, silo_size=1238, batch=443, rounds=35)
+      >>> noise.rounds, noise.sampling
+      (35, 'poisson')
     """
 
     noise_multiplier: float
@@ -124,6 +136,13 @@ def silo_noise(
 
     Raises:
       BadInputError: K above n.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> budget = isrl.Budget(epsilon=3.0, delta=1e-6)
+      >>> noise = isrl.silo_noise(budget, silo_size=1238, batch=443, rounds=35)
+      >>> round(noise.noise_multiplier, 2)
+      6.52
     """
     if sampling == "full":
         batch = float(silo_size)
@@ -143,7 +162,16 @@ def silo_noise(
 
 
 def silo_guarantee(noise: SiloNoise) -> Guarantee:
-    """What a silo's records have against everybody else."""
+    """What a silo's records have against everybody else.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> budget = isrl.Budget(epsilon=3.0, delta=1e-6)
+      >>> noise = isrl.silo_noise(budget, silo_size=1238, batch=443, rounds=35)
+      >>> guarantee = isrl.silo_guarantee(noise)
+      >>> guarantee.unit, guarantee.epsilon <= 3.0
+      ('record', True)
+    """
     caveats = [
         "the clip norm, step sizes, preprocessing and the choice of rounds must be public or paid "
         "for apart; metrics of silo data are not private",

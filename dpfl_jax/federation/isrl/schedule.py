@@ -30,6 +30,15 @@ class Schedule:
       turn: int32 [R, N], rounds in which the silo answered before.
       keys: uint32 [R, N, 2, 8], keys for sampling and for noise, each used once.
       rank: int32 [N, n_max], a random order of each silo's records, drawn before the run.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.federation import isrl
+      >>> key = dpfl.RootKey.from_seed(0)
+      >>> schedule = isrl.make_schedule(key, rounds=4, sizes=np.array([20, 30, 40]))
+      >>> schedule.rounds, schedule.rows(0, 2)["present"].shape
+      (4, (2, 3))
     """
 
     present: jax.Array
@@ -100,6 +109,15 @@ def make_schedule(
 
     Raises:
       BadInputError: a law of M_r that is none, or names more silos than there are.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.federation import isrl
+      >>> key = dpfl.RootKey.from_seed(0)
+      >>> schedule = isrl.make_schedule(key, rounds=4, sizes=np.array([20, 30, 40]), available=2)
+      >>> schedule.present.sum(axis=1).tolist()  # silos that answer, by round
+      [2, 2, 2, 2]
     """
     sizes = np.asarray(sizes)
     silos = len(sizes)

@@ -30,6 +30,15 @@ class Problem:
       phi: standard deviation of a record's gradient within its silo.
       upsilon: heterogeneity, root of the mean squared distance of silos' gradients from their mean.
       gap: >= F(w_0) - F*.
+
+    Examples:
+      >>> from dpfl_jax.federation import isrl
+      >>> problem = isrl.Problem(
+      ...     lipschitz=1.0, diameter=2.0, dim=10, silos=25, silo_size=1000,
+      ...     budget=isrl.Budget(3.0, 1e-6), cohort=25,
+      ... )
+      >>> problem.noise < problem.signal
+      True
     """
 
     lipschitz: float

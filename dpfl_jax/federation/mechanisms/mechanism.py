@@ -57,6 +57,13 @@ class SiloMechanism(Composed):
       participation: which of its records a step draws, and how much of each.
       clip: bounds what a unit contributes.
       noise: ``Independent(...)`` or ``NoNoise()``.
+
+    Examples:
+      >>> from dpfl_jax.federation import Records, SiloMechanism, local_item
+      >>> SiloMechanism(participation=Records(sampling_prob=0.1, unit="record")).kind
+      'local_item'
+      >>> local_item(sampling_prob=0.1).participation.sampling_prob
+      0.1
     """
 
     participation: Annotated[SiloParticipation, SILO_PARTICIPATIONS]

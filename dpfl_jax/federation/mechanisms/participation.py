@@ -36,6 +36,11 @@ class SiloFacts:
     Attributes:
       num_records: records it holds.
       num_subjects: subjects it holds.
+
+    Examples:
+      >>> from dpfl_jax.federation import SiloFacts
+      >>> SiloFacts(num_records=500, num_subjects=200).num_subjects
+      200
     """
 
     num_records: int
@@ -54,6 +59,12 @@ class SiloDraw:
     Attributes:
       positions: int64 [n], or [n, g] for units of several records (-1: none).
       weight: float32 [n], from 0 to 1: what each unit's clipped gradient is multiplied by.
+
+    Examples:
+      >>> import numpy as np
+      >>> from dpfl_jax.federation.mechanisms import SiloDraw
+      >>> SiloDraw.of(np.array([3, 8])).weight.tolist()
+      [1.0, 1.0]
     """
 
     positions: np.ndarray
@@ -78,6 +89,12 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
       drawn: what coins are tossed for, in words.
       personal: whether records have rates of their own, which the silo holds (``Silo.rates``).
       one_unit: whether all records of a step are one unit.
+
+    Examples:
+      >>> from dpfl_jax.federation import Subjects
+      >>> from dpfl_jax.federation.mechanisms import SiloParticipation
+      >>> isinstance(Subjects(sampling_prob=0.1), SiloParticipation)
+      True
     """
 
     drawn: ClassVar[str] = "records"
@@ -269,6 +286,13 @@ class Records(_AtOneRate):
       average: of the records that a subject has in a batch: None (each counts in full),
         ``"clip_then_average"`` (the mean of their clipped gradients) or ``"average_then_clip"``
         (the gradient of their mean loss, clipped once).
+
+    Examples:
+      >>> from dpfl_jax.federation import SiloFacts
+      >>> from dpfl_jax.federation.mechanisms import Records
+      >>> facts = SiloFacts(num_records=500, num_subjects=200)
+      >>> Records(batch_size=50).sampling_prob_of(facts)
+      0.1
     """
 
     unit: Protected = "subject"
@@ -338,6 +362,12 @@ class Subjects(_AtOneRate):
 
     Attributes:
       group_size: G, most records of a subject in a step; privacy does not depend on it.
+
+    Examples:
+      >>> from dpfl_jax.federation import SiloFacts, Subjects
+      >>> facts = SiloFacts(num_records=500, num_subjects=200)
+      >>> Subjects(batch_size=50).sampling_prob_of(facts)
+      0.25
     """
 
     group_size: int = 1
@@ -382,7 +412,14 @@ class Subjects(_AtOneRate):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WholeBatch(_AtOneRate):
-    """All records of a step together, drawn by coins, as one unit: their mean loss."""
+    """All records of a step together, drawn by coins, as one unit: their mean loss.
+
+    Examples:
+      >>> from dpfl_jax.federation import SiloFacts, WholeBatch
+      >>> facts = SiloFacts(num_records=500, num_subjects=200)
+      >>> WholeBatch(batch_size=50).sampling_prob_of(facts)
+      0.1
+    """
 
     kind: ClassVar[str] = "whole_batch"
     one_unit: ClassVar[bool] = True
@@ -425,6 +462,11 @@ class PersonalRecords(SiloParticipation):
       expected_batch: b, public; never computed from the records or their budgets. None until
         personalised: then by default from the public distribution of budgets.
       setting: what is accounted, the same for all silos.
+
+    Examples:
+      >>> from dpfl_jax.federation import PersonalRecords
+      >>> PersonalRecords(expected_batch=32.0).personal
+      True
     """
 
     expected_batch: float | None = None

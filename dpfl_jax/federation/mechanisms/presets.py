@@ -65,6 +65,11 @@ def fed_avg(**common: Unpack[SiloOptions]) -> SiloMechanism:
     """FedAvg: plain local SGD, no clipping, no noise. The baseline (McMahan et al. 2017).
 
     It takes the options of the others, and makes nothing of those of clipping and noise.
+
+    Examples:
+      >>> from dpfl_jax.federation import fed_avg
+      >>> fed_avg(batch_size=32).private
+      False
     """
     names = ("batch_size", "sampling_prob", "max_items_per_subject")
     drawn: dict[str, Any] = {name: value for name, value in common.items() if name in names}
@@ -79,6 +84,11 @@ def local_item(**common: Unpack[SiloOptions]) -> SiloMechanism:
 
         S   = each record of the silo independently with probability q
         g~  = (sum over S of clip(grad, C) + N(0, sigma^2 C^2)) / B
+
+    Examples:
+      >>> from dpfl_jax.federation import local_item
+      >>> local_item(sampling_prob=0.1).privacy_unit
+      'record'
     """
     return _mechanism(functools.partial(Records, unit="record"), **common)
 
@@ -97,6 +107,11 @@ def local_group(*, batch_cap: int | None = None, **common: Unpack[SiloOptions]) 
     by which neighbours differ. Here sigma is one constant, for a subject of up to K records in the
     silo, accounted by the mixture of Gaussians with Binomial(K, q) shifts; ``batch_cap`` is the
     honest form of Z: at most that many records of a subject stay in a batch.
+
+    Examples:
+      >>> from dpfl_jax.federation import local_group
+      >>> local_group(sampling_prob=0.1, max_items_per_subject=4).privacy_unit
+      'subject'
     """
     return _mechanism(functools.partial(Records, batch_cap=batch_cap), **common)
 
@@ -121,6 +136,11 @@ def hi_grad_avg(
     others' and the sensitivity is not C. The divisor is the constant B: the number of distinct
     subjects (text A's choice) can be read off the size of the noise. A subject is in a batch with
     probability 1 - (1-q)^K; text B accounts for q.
+
+    Examples:
+      >>> from dpfl_jax.federation import hi_grad_avg
+      >>> hi_grad_avg(sampling_prob=0.1, max_items_per_subject=4).privacy_unit
+      'subject'
     """
     return _mechanism(functools.partial(Records, average=order), **common)
 
@@ -135,6 +155,11 @@ def user_ldp(**common: Unpack[SiloOptions]) -> SiloMechanism:
 
     Departure. The papers take C for the sensitivity; two clipped means can point in opposite
     directions, so it is 2C. No amplification by sampling is claimed, as in the papers.
+
+    Examples:
+      >>> from dpfl_jax.federation import user_ldp
+      >>> user_ldp(batch_size=32).privacy_unit
+      'subject'
     """
     return _mechanism(WholeBatch, **common)
 
@@ -148,6 +173,11 @@ def subject_uls(*, group_size: int = 1, **common: Unpack[SiloOptions]) -> SiloMe
         S   = each subject of the silo independently with probability q
         g_a = clip(gradient of the mean loss of up to G of a's records, C)
         g~  = (sum over S of g_a + N(0, sigma^2 C^2)) / (expected number of subjects)
+
+    Examples:
+      >>> from dpfl_jax.federation import subject_uls
+      >>> subject_uls(sampling_prob=0.1, group_size=4, max_items_per_subject=8).privacy_unit
+      'subject'
     """
     return _mechanism(functools.partial(Subjects, group_size=group_size), **common)
 
@@ -172,6 +202,11 @@ def rpdp(
     logs it. The round after which a record leaves depends on its own rate and budget alone, and
     what it then spent is its rate's epsilon after that many rounds. Rounds in which the silo sits
     out are charged like all others, which is what makes the amplification by participation true.
+
+    Examples:
+      >>> from dpfl_jax.federation import rpdp
+      >>> rpdp(expected_batch=32.0).privacy_unit
+      'record'
     """
     if max_items_per_subject != 1:  # a subject of several costs what no event here says
         raise BadInputError("rpdp protects records: set max_items_per_subject to 1")

@@ -9,12 +9,12 @@ from dpfl_jax.models.checkpoint.load import describe, fingerprint, load_checkpoi
 from dpfl_jax.models.checkpoint.save import save_adapter, save_checkpoint
 
 __all__ = [
+    "load_checkpoint",
+    "save_checkpoint",
+    "save_adapter",
+    "read_config",
     "checkpoint_dir",
+    "tokenizer_file",
     "describe",
     "fingerprint",
-    "load_checkpoint",
-    "read_config",
-    "save_adapter",
-    "save_checkpoint",
-    "tokenizer_file",
 ]

@@ -42,6 +42,11 @@ def checkpoint_dir(name: str | os.PathLike[str]) -> pathlib.Path:
 
     Raises:
       BadInputError: there is no such bundled checkpoint, or the cache does not hold it.
+
+    Examples:
+      >>> from dpfl_jax.models.checkpoint import checkpoint_dir
+      >>> checkpoint_dir("bundled:quickstart").name
+      'quickstart'
     """
     text = os.fspath(name)
     if not text.startswith(BUNDLED):
@@ -258,6 +263,11 @@ def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:
 
     Raises:
       BadInputError: there is none.
+
+    Examples:
+      >>> from dpfl_jax.models.checkpoint import checkpoint_dir, tokenizer_file
+      >>> tokenizer_file(checkpoint_dir("bundled:quickstart")).name
+      'tokenizer.json'
     """
     names: Iterable[str] = ("tokenizer.json", "tokenizer.model")
     folder = checkpoint_dir(path)

@@ -35,13 +35,25 @@ def read_config(path: Any) -> TransformerConfig:
 
     Raises:
       BadInputError: no checkpoint, or of an unknown family.
+
+    Examples:
+      >>> from dpfl_jax.models.checkpoint import checkpoint_dir, read_config
+      >>> read_config(checkpoint_dir("bundled:quickstart")).num_layers
+      2
     """
     file = checkpoint_dir(path) / CONFIG
     return to_transformer(read_json(file, "checkpoint"), str(file))
 
 
 def fingerprint(path: Any) -> str:
-    """Identifies a checkpoint by its configuration and some rows of every tensor."""
+    """Identifies a checkpoint by its configuration and some rows of every tensor.
+
+    Examples:
+      >>> from dpfl_jax.models.checkpoint import checkpoint_dir, fingerprint
+      >>> path = checkpoint_dir("bundled:quickstart")
+      >>> fingerprint(path) == fingerprint(path)
+      True
+    """
     return TensorFiles(path).fingerprint()
 
 
@@ -51,6 +63,11 @@ def describe(path: Any) -> dict[str, Any]:
     Returns:
       ``name`` (of the directory without its parents, or on the hub), ``digest`` (``fingerprint``),
       and ``files``: bytes of each weights file by name.
+
+    Examples:
+      >>> from dpfl_jax.models.checkpoint import checkpoint_dir, describe
+      >>> sorted(describe(checkpoint_dir("bundled:quickstart")))
+      ['digest', 'files', 'name']
     """
     files = TensorFiles(path)
     is_path = files.path == pathlib.Path(path)
@@ -82,6 +99,17 @@ def load_checkpoint(
 
     Raises:
       BadInputError: a tensor is missing, unknown, or has another shape.
+
+    Examples:
+      >>> import jax
+      >>> from dpfl_jax.models import LanguageModel
+      >>> from dpfl_jax.models.checkpoint import checkpoint_dir, load_checkpoint, read_config
+      >>> path = checkpoint_dir("bundled:quickstart")
+      >>> config = read_config(path)
+      >>> shapes = jax.eval_shape(LanguageModel(config).init, jax.random.key(0))
+      >>> params = load_checkpoint(path, config, shapes)
+      >>> jax.tree.structure(params) == jax.tree.structure(shapes)
+      True
     """
     files = TensorFiles(path)
     to_transformer(files.config, str(files.path / CONFIG))  # refuses what is not known

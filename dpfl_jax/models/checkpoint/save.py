@@ -61,6 +61,17 @@ def save_checkpoint(
 
     Raises:
       BadInputError: the model is of no known family, has adapters, or the directory is in use.
+
+    Examples:
+      >>> import tempfile
+      >>> import jax
+      >>> from dpfl_jax.models import LanguageModel, transformer_config
+      >>> from dpfl_jax.models.checkpoint import read_config, save_checkpoint
+      >>> config = transformer_config("tiny", vocab_size=259, activation="swiglu")
+      >>> params = LanguageModel(config).init(jax.random.key(0))
+      >>> path = save_checkpoint(tempfile.mkdtemp() + "/model", config, params)
+      >>> read_config(path).num_layers == config.num_layers
+      True
     """
     target = pathlib.Path(path)
     flat = flat_paths(params)
@@ -125,6 +136,20 @@ def save_adapter(
 
     Raises:
       BadInputError: there are no adapters, or of experts some alone; or the directory is in use.
+
+    Examples:
+      >>> import tempfile
+      >>> import jax
+      >>> from dpfl_jax.models import LanguageModel
+      >>> from dpfl_jax.models.checkpoint import checkpoint_dir, read_config, save_adapter
+      >>> from dpfl_jax.models.config import Lora
+      >>> import dataclasses
+      >>> base = checkpoint_dir("bundled:quickstart")
+      >>> config = dataclasses.replace(read_config(base), lora=Lora(rank=2))
+      >>> model = LanguageModel(config)
+      >>> params = model.init(jax.random.key(0))
+      >>> save_adapter(tempfile.mkdtemp() + "/adapter", model, params, base=str(base)).name
+      'adapter'
     """
     lora, flat = model.config.lora, flat_paths(params)
     shapes = flat_paths(jax.eval_shape(model.init, jax.random.key(0)))
