@@ -47,7 +47,6 @@ class RootKey:
     public: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the length."""
         if len(self.secret) != _KEY_BYTES:
             raise ValueError(f"a root key has {_KEY_BYTES} bytes, got {len(self.secret)}")
 

@@ -125,7 +125,7 @@ class RateSolver:
 
     @property
     def evaluations(self) -> int:
-        """Rates accounted so far."""
+        """Rates accounted so far: what a solution cost."""
         return len(self._known)
 
     def at(self, index: int) -> float:

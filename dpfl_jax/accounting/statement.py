@@ -164,7 +164,7 @@ class Statement(_Part):
 
     @property
     def cases(self) -> list[list[dp_accounting.DpEvent]]:
-        """``events``, parsed."""
+        """``events`` as events of dp-accounting, which ``dpfl verify`` accounts again."""
         return [[event_types.from_json(values) for values in case] for case in self.events]
 
     @property
@@ -190,7 +190,7 @@ class Statement(_Part):
         return meaning_of_bound(privacy.epsilon, privacy.delta, self.relation)
 
     def in_words(self) -> list[str] | None:
-        """``meaning`` in sentences."""
+        """The sentences that ``meaning`` leads to; None if the statement has none."""
         meaning = self.meaning()
         return None if meaning is None else meaning.sentences()
 

@@ -16,7 +16,7 @@ _CENTRAL = (
 
 
 def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
-    """Plans, prints, writes.
+    """Plans a federation, prints the table, and writes the best configuration if asked.
 
     Raises:
       BadInputError: nobody trusted, arguments for central runs, or no way meets the target.

@@ -30,7 +30,7 @@ class Options(options.Options):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the script."""
+    """Prints a completion script for the user's shell."""
     from dpfl_jax.cli.main import COMMANDS, build_parser
 
     try:

@@ -134,7 +134,7 @@ class Options(Configured):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Plans, prints, writes."""
+    """Plans, prints the table and answers, and writes files that options ask for."""
     from dpfl_jax.config import load_config
     from dpfl_jax.planning.costs import Start, add_bills, add_memory, prices
     from dpfl_jax.planning.figures import draw_heat_map

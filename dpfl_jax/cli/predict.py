@@ -60,7 +60,7 @@ class Options(options.Options):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Reads, predicts, writes."""
+    """Reads rows, predicts them by the model of a run or export, writes a CSV file."""
     import numpy as np
 
     from dpfl_jax.data.rows import CsvFormat

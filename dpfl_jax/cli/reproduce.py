@@ -68,7 +68,7 @@ class Options(options.Options):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Lists, or runs."""
+    """Lists the reproductions, or runs those that are named."""
     registry = from_checkout("reproductions.registry")
     console = Console(stderr=args.json)
     known = registry.figures()

@@ -67,7 +67,7 @@ class Options(Configured):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Trains, or prices."""
+    """Trains as a configuration says; with ``--dry-run`` says what that costs and guarantees."""
     from dpfl_jax.config import load_config
 
     console = RunConsole(stderr=args.json)

@@ -181,7 +181,7 @@ class Pipeline:
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of a step."""
+        """How many buffers of different group sizes (or shapes) a step has."""
         return len(self.shapes or self.group_sizes or (1,))
 
     def build(self, step: int) -> StepBatch:

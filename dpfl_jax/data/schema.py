@@ -209,5 +209,5 @@ class Schema:
         return records
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON object."""
+        """The schema as plain JSON, as a store's manifest has it."""
         return dataclasses.asdict(self)

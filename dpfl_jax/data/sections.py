@@ -169,7 +169,7 @@ class SourceConfig:
 
     @property
     def csv(self) -> CsvFormat:
-        """How CSV files are written."""
+        """Delimiter, encoding and decimal mark of CSV files."""
         return CsvFormat(self.delimiter, self.encoding)
 
 

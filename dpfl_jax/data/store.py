@@ -72,7 +72,7 @@ class Store(abc.ABC):
 
     @property
     def examples_per_user(self) -> np.ndarray:
-        """int64 [num_users]."""
+        """int64 [num_users], how many examples each user has."""
         return np.diff(self.user_offsets)
 
     @abc.abstractmethod

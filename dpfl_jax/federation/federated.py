@@ -140,7 +140,7 @@ class Federated(Algorithm):
         }
 
     def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
-        """Of one unit over the whole federation."""
+        """Epsilon of one unit over the whole federation, after so many rounds."""
         if not (self.show_spent and self.private):
             return [math.inf] * len(counts)
         curves = [

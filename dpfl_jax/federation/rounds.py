@@ -124,7 +124,7 @@ class RoundBuilder:
         return self._bytes(max([*most, self._usual]) + self.row)
 
     def _bytes(self, units: int) -> int:
-        """Of so many units in each local step."""
+        """Memory of a round with so many units in each local step."""
         one = self.data.read(np.zeros(1, np.int64)) if self.data.num_records else {}
         record = sum(np.asarray(v).nbytes for v in one.values())
         slots = self.federation.max_local_steps * units * (self.unit_size or 1)

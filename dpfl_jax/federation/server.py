@@ -71,11 +71,11 @@ class OptimizerServer:
     )
 
     def init(self, params: PyTree) -> PyTree:
-        """Parameters and optimiser state."""
+        """The parameters, and the optimiser's state for them."""
         return {"params": params, "opt_state": self.optimizer.init(params)}
 
     def broadcast(self, state: PyTree) -> PyTree:
-        """The parameters."""
+        """The parameters of the state, from which silos start a round."""
         return state["params"]
 
     def apply(self, state: PyTree, update: PyTree, round_index: jax.Array) -> PyTree:
@@ -87,5 +87,5 @@ class OptimizerServer:
         return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
 
     def model(self, state: PyTree) -> PyTree:
-        """The parameters."""
+        """The parameters of the state: the last model."""
         return state["params"]

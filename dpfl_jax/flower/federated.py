@@ -124,12 +124,12 @@ class Subjects:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """Public sizes."""
+        """The sizes of the silo that its server and other silos may know."""
         return dataclasses.asdict(SiloFacts.of(self.as_silo(0, 1).silos[0]))
 
     @property
     def num_params(self) -> int:
-        """Of the study's model."""
+        """Number of parameters of the study's model."""
         model = self.config.model
         return build_by_name(model.kind, self.task, model.options).num_params
 
@@ -355,7 +355,7 @@ class RemoteFederated(Federated):
 
 
 class RemoteRounds(Steps):
-    """Rounds of messages."""
+    """Steps of the driver that each ask the silos for one round's messages."""
 
     def __init__(self, run: RemoteFederated, start: int) -> None:
         self.run, self.start = run, start

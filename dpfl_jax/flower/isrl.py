@@ -102,7 +102,7 @@ class MessageWork:
 
     @property
     def fingerprint(self) -> str:
-        """Of the records; sensitive."""
+        """Identifies the records; it tells of them, and stays at the silo."""
         return self.held.fingerprint
 
     def start(self) -> Any:
@@ -131,7 +131,7 @@ class MessageWork:
         return Charge(self.noise.event, policy.delta, "row", policy.unit, adjacency)
 
     def guarantee(self) -> Guarantee:
-        """Of the whole run, for this silo's records."""
+        """What this silo's records have over the whole run."""
         made = silo_guarantee(self.noise)
         return dataclasses.replace(made, caveats=(*made.caveats, *self.config.data.caveats()))
 

@@ -155,7 +155,7 @@ class Plan:
     noise: list[float]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The plan as plain JSON, which all parties hash."""
         return dataclasses.asdict(self)
 
     @classmethod

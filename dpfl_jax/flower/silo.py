@@ -238,7 +238,7 @@ class Silo:
         return (1 << 20) + 8 * self.held.num_params
 
     def close(self) -> None:
-        """Lets another process work."""
+        """Releases the folder's lock, so that another process may open it."""
         self._lock.close()
 
     # ---- requests --------------------------------------------------------------------------

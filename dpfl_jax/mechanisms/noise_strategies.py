@@ -164,7 +164,7 @@ class Banded(NoiseStrategy):
     """K has few bands: the noise of a step is subtracted again, in parts, over the next steps.
 
     Source: Choquette-Choo et al. 2023 (arXiv 2306.08153); strategies of McKenna 2024 (arXiv
-    2405.15913). The matrix is that of ``matrices/banded.py``.
+    2405.15913). The matrix is that of ``matrices/strategies.py``.
 
     Attributes:
       bands: b. 1 is independent noise.
@@ -334,7 +334,7 @@ class Buffered(_Toeplitz):
     """Buffered linear Toeplitz noise (BLT): a few decaying buffers carry it over all steps.
 
     Source: Dvijotham et al. 2024 (arXiv 2404.16706); McMahan, Xu and Xu 2024 (arXiv 2408.08868).
-    The matrix is that of ``matrices/buffered.py``.
+    The matrix is that of ``matrices/strategies.py``.
 
     Attributes:
       buffers: B.
@@ -395,7 +395,7 @@ class BandedInverse(_Toeplitz):
     """K^-1 has few bands.
 
     Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128). The matrix is that of
-    ``matrices/banded_inverse.py``. At the same memory ``Buffered`` is as good to 0.1 % where units
+    ``matrices/strategies.py``. At the same memory ``Buffered`` is as good to 0.1 % where units
     pause for 6 to 10 steps, and else less.
 
     Attributes:

@@ -157,12 +157,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """T."""
+        """T, the number of steps that are accounted."""
         return self.calibrated.steps
 
     @property
     def delta(self) -> float:
-        """Of the guarantee."""
+        """Delta of the guarantee."""
         return self.calibrated.delta
 
     # ---- what runs -------------------------------------------------------------------------

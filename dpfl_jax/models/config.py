@@ -237,12 +237,12 @@ class TransformerConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads; fewer than query heads where these share them."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def width(self) -> int:
-        """Width of a head."""
+        """Length of the vectors of one head."""
         return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property

@@ -162,7 +162,7 @@ def _drawn(key: jax.Array, tree: PyTree) -> PyTree:
 
 
 def transformation(noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
-    """Independent noise at every step.
+    """Adds independent noise to the sum of each step, and divides by the expected number of units.
 
     Args:
       noise: on the sum.

@@ -43,7 +43,6 @@ class Chip:
     step_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Validates."""
         if not (math.isfinite(self.peak) and self.peak > 0):
             raise BadInputError(f"a chip of {self.peak} FLOP/s: give a number above 0")
         if not 0 < self.mfu <= 1:

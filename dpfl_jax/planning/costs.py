@@ -23,7 +23,7 @@ class Start:
 
     @functools.cached_property
     def data(self) -> Any:
-        """(data set, model)."""
+        """The data set, and the model for it."""
         from dpfl_jax.training.central_run import read_data
 
         return read_data(self.config, self.console)

@@ -55,7 +55,6 @@ class Users:
     limited: dict[int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Validates."""
         if self.num_users < 1:
             raise BadInputError(f"the number of users is {self.num_users}, but it must be positive")
 
@@ -165,7 +164,7 @@ class Plan:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The answer as plain values, for ``--json``."""
         return {
             "budget": self.budget,
             "epsilon": self.epsilon,

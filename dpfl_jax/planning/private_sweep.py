@@ -126,7 +126,6 @@ class PrivateSweep:
     key: RootKey | None = None
 
     def __post_init__(self) -> None:
-        """Validates."""
         RunCount(self.expected_runs)
 
     def run(self, console: Console) -> dict[str, Any]:

@@ -79,7 +79,6 @@ class RunCount:
     shape: float = 0.0
 
     def __post_init__(self) -> None:
-        """Validates."""
         if not 1.001 <= self.mean <= _MOST_RUNS:  # nearer to 1 gamma would lose its digits
             raise BadInputError(
                 f"the expected number of runs is {self.mean:g}: give 1.001 or more, at most "
@@ -169,7 +168,6 @@ class Selection:
     score_noise: float
 
     def __post_init__(self) -> None:
-        """Validates."""
         require_positive("the bound of a person's loss (--loss-bound)", self.bound)
         if self.held_out < 1:
             raise BadInputError("nobody is held out: raise data.validation_fraction")
@@ -311,7 +309,7 @@ class Selection:
 
     @functools.cached_property
     def epsilon(self) -> float:
-        """Of the whole sweep, at its delta."""
+        """Epsilon of the whole sweep, at its delta."""
         return accounting.epsilon(self.event, self.delta, accountant="rdp")
 
     def guarantee(self, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:

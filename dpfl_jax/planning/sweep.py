@@ -105,7 +105,6 @@ class Sweep:
     allow_code: bool = False
 
     def __post_init__(self) -> None:
-        """Validates."""
         if not self.axes or any(not values for values in self.axes.values()):
             raise BadInputError("a sweep needs at least one axis, with at least one value each")
         if {"cohort_size", "budget"} <= set(self.axes):

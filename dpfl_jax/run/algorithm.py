@@ -168,7 +168,7 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def terms(self) -> Terms:
-        """What the run is."""
+        """What a run must have alike to be resumed: data, mechanism, loss, parameters, ..."""
 
     @abc.abstractmethod
     def init(self) -> TrainState:

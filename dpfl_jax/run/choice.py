@@ -24,7 +24,7 @@ BEST_CAVEAT = (
 
 
 def stopped_caveat(done: int, steps: int, word: str) -> str:
-    """Of a run that a rule has stopped."""
+    """The caveat of a run that a rule has stopped after ``done`` of its steps."""
     return (
         f"the run stopped after {done} of {steps} {word} by held-out loss, without noise: nobody "
         f"who was held out is covered; epsilon is that of all {steps}, since when to stop followed "

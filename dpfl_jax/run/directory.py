@@ -362,7 +362,7 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Appends one line."""
+        """Appends one line to metrics.jsonl."""
         if not self.writes:
             return
         try:

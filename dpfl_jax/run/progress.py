@@ -51,7 +51,7 @@ class RunConsole(TextConsole):
         super().print(*objects, **options)
 
     def begin(self, doing: str) -> None:
-        """What is being done from now on, for whoever wonders why nothing is said."""
+        """Shows what is being done, until something else is said."""
         self._doing, self._since = doing, time.monotonic()
 
     def status(self, status: Any, **options: Any) -> Any:

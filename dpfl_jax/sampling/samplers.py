@@ -51,7 +51,7 @@ class Draw:
 
 
 class Sampler(Protocol):
-    """Random access to the draws of a run.
+    """Random access to the draws of a run: any step's, without drawing earlier ones.
 
     Examples:
       >>> import numpy as np

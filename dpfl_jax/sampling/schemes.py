@@ -513,7 +513,7 @@ class FixedSize:
     size: int
 
     def expected_size(self, population: int) -> float:
-        """The size."""
+        """``size``, which every draw has."""
         return float(self.size_bound(population))
 
     def size_bound(self, population: int, tail: float = 1e-15) -> int:

@@ -64,7 +64,7 @@ class Rows:
     user_offsets: np.ndarray
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows."""
+        """The rows at these positions, people's and canaries'."""
         offsets = np.asarray(self.people.user_offsets)
         behind = positions - offsets[-1]
         person = behind < 0
@@ -94,26 +94,26 @@ class JointSampler:
 
     @property
     def expected_size(self) -> float:
-        """Of both."""
+        """Expected number of people and canaries in a draw."""
         return self.people.expected_size + self.canaries.expected_size
 
     @property
     def group_size(self) -> int | None:
-        """As both have it."""
+        """The group size, which is the same for people and canaries."""
         return self.people.group_size
 
     def size_bound(self, tail: float = 1e-15) -> int:
-        """Of both."""
+        """A number that people and canaries together exceed with probability ``tail``."""
         return self.people.size_bound(tail / 2) + self.canaries.size_bound(tail / 2)
 
     def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
-        """Of both."""
+        """Bounds of both samplers added up, for each bucket."""
         parts = (self.people, self.canaries)
         bounds = [part.bucket_bounds(sizes, tail / 2) for part in parts]  # type: ignore[attr-defined]
         return tuple(map(sum, zip(*bounds, strict=True)))
 
     def draw(self, step: int) -> Draw:
-        """People first."""
+        """The draw of both, people before canaries."""
         people, more = self.people.draw(step), self.canaries.draw(step)
         positions = np.where(more.positions < 0, -1, more.positions + self.first)
         return Draw(

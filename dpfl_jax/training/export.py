@@ -200,7 +200,7 @@ def _other(
 def _built(
     build: Callable[..., Any] | None, section: Any, task: Task, key: jax.Array, digest: str
 ) -> PyTree:
-    """What ``model.module`` began with."""
+    """The parameters that ``model.module`` began with, which name what was trained."""
     if build is None:
         raise BadInputError(
             f"some of what {section.module} builds was not trained, and is not in the run: give "

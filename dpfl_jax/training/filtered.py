@@ -51,7 +51,7 @@ class Spending:
 
     @classmethod
     def none(cls, users: int) -> Spending:
-        """Before the first step."""
+        """The state before the first step: nobody has spent anything."""
         return cls(np.zeros(users, np.int64), np.zeros(users, np.uint8))
 
     def encrypt(self, key: RootKey, stretch: int) -> np.ndarray:
@@ -62,7 +62,7 @@ class Spending:
 
     @classmethod
     def decrypt(cls, encrypted: Any, key: RootKey, stretch: int) -> Spending:
-        """The same again."""
+        """The inverse of ``encrypt``, with the same key and stretch."""
         words = np.asarray(encrypted) ^ _pad(key, stretch, encrypted.shape)
         spent = np.ascontiguousarray(words[:, :2]).view(np.int64).reshape(-1)
         return cls(spent, words[:, 2].astype(np.uint8))

@@ -66,7 +66,7 @@ def predict(
 
 
 def _inputs(task: Task | None, rows: Any) -> np.ndarray:
-    """``x`` of all rows."""
+    """The entries ``x`` of all rows, as one array [n, ...]."""
     if task is not None and task.table is not None:
         if isinstance(rows, np.ndarray | jax.Array):
             raise BadInputError(

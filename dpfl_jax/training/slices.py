@@ -170,7 +170,7 @@ class Step:
         return counted / self.mesh.size if splits_parameters(self.mesh) else counted
 
     def compile(self, units: Units) -> Compiled:
-        """Compiles it."""
+        """Compiles the step for a slice that need not be there."""
         import jax
 
         step, arguments = self._lowerable(units)

@@ -38,7 +38,7 @@ class Dense:
 
     @property
     def bits(self) -> int:
-        """Bits of an entry."""
+        """Bits of an entry, by which memory is estimated."""
         return 8 * self.array.dtype.itemsize
 
     def squares(self) -> jax.Array:
@@ -97,7 +97,7 @@ class Windows:
 
     @property
     def bits(self) -> int:
-        """Bits of an entry."""
+        """Bits of an entry, by which memory is estimated."""
         return 8 * self.array.dtype.itemsize
 
     @functools.cached_property

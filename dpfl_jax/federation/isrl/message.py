@@ -53,12 +53,12 @@ class SiloData:
 
     @property
     def num_silos(self) -> int:
-        """N."""
+        """N, the number of silos."""
         return self.sizes.shape[0]
 
     @property
     def capacity(self) -> int:
-        """n_max."""
+        """n_max, the records of the largest silo, to which all are padded."""
         return jax.tree.leaves(self.examples)[0].shape[1]
 
 

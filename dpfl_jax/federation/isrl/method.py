@@ -41,7 +41,7 @@ class Method:
 
     @property
     def rounds(self) -> int:
-        """R."""
+        """R, the number of rounds."""
         return jax.tree.leaves(self.values)[0].shape[0]
 
     def scan(self, oracle: Oracle, state: Any, rows: Any, values: Any) -> Any:

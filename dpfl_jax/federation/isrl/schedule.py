@@ -48,7 +48,7 @@ class Schedule:
 
     @property
     def rounds(self) -> int:
-        """R."""
+        """R, the number of rounds."""
         return self.present.shape[0]
 
     def rows(self, start: int = 0, stop: int | None = None) -> dict[str, jax.Array]:

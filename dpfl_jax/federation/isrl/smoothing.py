@@ -61,7 +61,7 @@ def smoothed(kind: str, beta: float) -> Callable[[jax.Array, Any], jax.Array]:
 
 
 def plain(kind: str) -> Callable[[jax.Array, Any], jax.Array]:
-    """The loss itself."""
+    """The loss of a kind without smoothing."""
 
     def loss(w: jax.Array, example: Any) -> jax.Array:
         score = example["x"] @ w

@@ -77,7 +77,7 @@ class SiloDraw:
 
     @property
     def size(self) -> int:
-        """Number of units."""
+        """Number of units that were drawn."""
         return len(self.positions)
 
 
@@ -125,7 +125,7 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     @abc.abstractmethod
     def sampling_prob_of(self, facts: SiloFacts) -> float:
-        """Of each unit that may be drawn, at most."""
+        """The largest probability with which a unit is drawn in a step."""
 
     @abc.abstractmethod
     def at_sampling_prob(self: Self, sampling_prob: float, cap: int | None = None) -> Self:
@@ -380,14 +380,14 @@ class Subjects(_AtOneRate):
         at_least("group_size", self.group_size, 1)
 
     def sampling_prob_of(self, facts: SiloFacts) -> float:
-        """Of each subject."""
+        """The probability with which each subject is drawn in a step."""
         if self.sampling_prob is not None:
             return self.sampling_prob
         assert self.batch_size is not None
         return min(1.0, self.batch_size / (self.group_size * max(facts.num_subjects, 1)))
 
     def num_units(self, facts: SiloFacts) -> int:
-        """Its subjects."""
+        """The silo's subjects: they are the units."""
         # proof: subject-uls-sampling-1
         return facts.num_subjects
 
@@ -407,7 +407,7 @@ class Subjects(_AtOneRate):
         return self.group_size
 
     def contribution(self, unit: str) -> None:
-        """Subjects are drawn."""
+        """None: subjects are drawn themselves, so that nothing adds up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -438,11 +438,11 @@ class WholeBatch(_AtOneRate):
         return mean_of_examples(loss_fn)
 
     def unit_size(self, facts: SiloFacts) -> int | None:
-        """The largest batch."""
+        """The largest batch, as all its records are one unit."""
         return max(1, super().usual_size(facts))
 
     def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
-        """One unit."""
+        """1: the whole batch is one unit."""
         return 1
 
     def scheme(self, facts: SiloFacts, unit: str) -> Any:
@@ -532,7 +532,7 @@ class PersonalRecords(SiloParticipation):
             )
 
     def divisor(self, facts: SiloFacts) -> float:
-        """The public constant b."""
+        """``expected_batch``, a public constant: the real expectation follows from secret rates."""
         if self.expected_batch is None:
             raise BadInputError("this rpdp mechanism has no expected batch: personalise it")
         # proof: rpdp-divisor-1
@@ -547,7 +547,7 @@ class PersonalRecords(SiloParticipation):
         return PersonalizedPoisson(self._rates(silo)).indices(key, step, silo.num_records)
 
     def expected_records(self, facts: SiloFacts) -> float:
-        """The declared number."""
+        """``expected_batch``, as declared; the real number is secret."""
         return min(self.divisor(facts), facts.num_records)
 
     def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:

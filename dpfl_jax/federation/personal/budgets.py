@@ -42,7 +42,7 @@ class ThreeLevels:
         check_shares(self.levels, self.shares)
 
     def quantiles(self, u: np.ndarray) -> np.ndarray:
-        """The level of each."""
+        """The level, float [n], at each ``u`` in [0, 1]."""
         return np.asarray(self.levels)[component(u, self.shares)[0]]
 
 
@@ -96,7 +96,7 @@ class BoundedPareto:
         check_bounds(self.bounds)
 
     def quantiles(self, u: np.ndarray) -> np.ndarray:
-        """By inversion."""
+        """Budgets at ``u`` in [0, 1], by inversion of the distribution function."""
         tail = stats.pareto.ppf(u, self.shape)
         low, high = self.bounds
         return np.clip(low * tail if self.kind == "classical" else low + tail - 1.0, low, high)
@@ -109,7 +109,7 @@ class Constant:
     epsilon: float = 1.0
 
     def quantiles(self, u: np.ndarray) -> np.ndarray:
-        """The budget."""
+        """The one budget, whatever ``u`` is."""
         return np.full(len(u), float(self.epsilon))
 
 

@@ -198,7 +198,7 @@ class TensorWriter:
         self._size = self._total = 0
 
     def add(self, name: str, value: np.ndarray) -> None:
-        """Adds a tensor."""
+        """Writes a tensor behind those before; a file that is full is closed."""
         if self._pending and self._size + value.nbytes > self.limit:
             self._flush()
         self._pending[name] = np.asarray(value, order="C")  # a scalar keeps its shape
@@ -259,7 +259,7 @@ def without_code(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The tokeniser in a checkpoint's directory.
+    """The path of the tokeniser's file in a checkpoint's directory.
 
     Raises:
       BadInputError: there is none.

@@ -184,12 +184,12 @@ class Messages(Algorithm):
         return _terms(self.config, self.task, self.data, self.parameters, self.method)
 
     def init(self) -> TrainState:
-        """From zero."""
+        """The state before the first round: parameters are zero."""
         start = self.method.start(jnp.zeros(self.task.shape))
         return self.packed(self.everywhere(start), 0)
 
     def everywhere(self, tree: Any) -> Any:
-        """On all devices, whole."""
+        """The tree, whole on every device."""
         return place(tree, replicated(self.mesh))
 
     def packed(self, state: Any, done: int) -> TrainState:
@@ -205,7 +205,7 @@ class Messages(Algorithm):
         return {"messages": messages, "outside_guarantee": {"train_loss": loss}}
 
     def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
-        """Of every silo, at the largest delta."""
+        """The largest epsilon of all silos after so many rounds, at the largest of their deltas."""
         noise = self.parameters.noise
         if not noise:
             return [math.inf] * len(counts)
@@ -228,7 +228,7 @@ _take = jax.jit(lambda tree, r: jax.tree.map(lambda x: x[r], tree))
 
 
 class MessageSteps(Steps):
-    """Blocks of the schedule."""
+    """Steps of the driver that each take a block of rounds of the schedule."""
 
     def __init__(self, run: Messages, key: RootKey, start: int) -> None:
         self.run, self.start = run, start

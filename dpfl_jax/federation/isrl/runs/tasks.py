@@ -45,7 +45,7 @@ class Task:
 
 
 def logistic(w: jax.Array, example: Any) -> jax.Array:
-    """Labels 0 and 1."""
+    """The logistic loss of one record, whose label is 0 or 1."""
     score = example["x"] @ w
     return jnp.logaddexp(0.0, score) - example["y"] * score
 
@@ -57,7 +57,7 @@ def softmax(w: jax.Array, example: Any) -> jax.Array:
 
 
 def squared(w: jax.Array, example: Any) -> jax.Array:
-    """Half the squared error."""
+    """Half the squared error of one record."""
     return 0.5 * jnp.square(example["x"] @ w - example["y"])
 
 
