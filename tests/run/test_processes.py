@@ -332,7 +332,7 @@ def whole_of_adapters(workspace):
     return run_dir
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_two_processes_train_the_same_adapters(workspace, whole_of_adapters):
     run_dir = workspace / "lora-two"
     with_key_of(run_dir, whole_of_adapters)
