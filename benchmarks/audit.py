@@ -146,8 +146,8 @@ SOUND: dict[str, Callable[[float, int, int], Trials]] = {
     "truncated": lambda e, s, n: central(truncated, e, 5, 0.2, s, trials=n, fields={"cap": 260}),
     "allocation": lambda e, s, n: central(allocation, e, 8, 0.25, s, trials=n),
     "blt": lambda e, s, n: central(blt, e, 8, 0.25, s, trials=n),
-    "blt, local steps": lambda e, s, n: central(
-        blt, e, 8, 0.25, s, trials=n, fields={"local_learning_rate": 0.1, "local_epochs": 2}
+    "blt, user updates": lambda e, s, n: central(
+        blt, e, 8, 0.25, s, trials=n, fields={"user_learning_rate": 0.1, "user_epochs": 2}
     ),
     "banded_inverse": lambda e, s, n: central(banded_inverse, e, 8, 0.25, s, trials=n),
     "els": lambda e, s, n: central(els, e, 5, 0.1, s, trials=n, group_size=3),

@@ -123,8 +123,8 @@ SOUND = {
         uls(
             group_size=3,
             cohort_size=20,
-            local_learning_rate=0.1,
-            local_epochs=2,
+            user_learning_rate=0.1,
+            user_epochs=2,
         ),
         1.0,
     ),

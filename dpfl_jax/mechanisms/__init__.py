@@ -4,7 +4,6 @@
 """
 
 from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate
 from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
     Banded,
@@ -36,6 +35,7 @@ from dpfl_jax.mechanisms.presets import (
     uls,
 )
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples
+from dpfl_jax.mechanisms.user_update import Gradient, UserUpdate
 
 __all__ = [
     "Banded",
@@ -45,7 +45,6 @@ __all__ = [
     "Examples",
     "Gradient",
     "Independent",
-    "LocalUpdate",
     "Mechanism",
     "NoNoise",
     "NoiseStrategy",
@@ -53,6 +52,7 @@ __all__ = [
     "OwnerSets",
     "Participation",
     "Population",
+    "UserUpdate",
     "Users",
     "allocation",
     "banded_inverse",

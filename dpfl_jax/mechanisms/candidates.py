@@ -14,8 +14,8 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.mechanism import Mechanism
 
 # What mechanisms of all kinds take.
-_LOCAL_STEPS = ("local_learning_rate", "local_batch_size", "local_epochs")
-_COMMON = ("clip_norm", "clipping", "clip", "arithmetic", *_LOCAL_STEPS)
+_USER_UPDATE = ("user_learning_rate", "user_batch_size", "user_epochs")
+_COMMON = ("clip_norm", "clipping", "clip", "arithmetic", *_USER_UPDATE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What central training states in guarantee.json, once more from the file."""
+"""Rebuilds what central training states from the guarantee.json that it wrote."""
 
 from __future__ import annotations
 
@@ -13,18 +13,39 @@ from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.run.public_inputs import of_the_mechanism
 
+# What keys and kinds of a section were called in files that were written before.
+_ONCE = {
+    "gives": "update",
+    "local_learning_rate": "user_learning_rate",
+    "local_batch_size": "user_batch_size",
+    "local_epochs": "user_epochs",
+}
+_ONCE_KINDS = {"local_update": "user_update"}
+
+
+def _today(section: Any) -> Any:
+    """A section, and those within it, with the keys and kinds of today."""
+    if not isinstance(section, dict):
+        return section
+    found = {_ONCE.get(name, name): _today(value) for name, value in section.items()}
+    if len(found) < len(section):
+        raise BadInputError(f"the section has a key twice, under two names: {sorted(section)}")
+    if isinstance(kind := found.get("kind"), str):
+        found["kind"] = _ONCE_KINDS.get(kind, kind)
+    return found
+
 
 def is_earlier(section: dict[str, Any]) -> bool:
     """Whether an earlier version of this package wrote a section."""
-    return isinstance(section.get("noise"), str) or "gives" in section
+    return isinstance(section.get("noise"), str) or _today(section) != section
 
 
 def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
     """What somebody else says was run, with an earlier version of this package too.
 
-    There ``update`` was ``gives``; before that the clipping ``flat`` was ``standard``,
-    ``arithmetic`` was ``noise``, ``cap`` was ``cohort_cap``, and the ``period`` of allocation, blt
-    and banded_inverse was one over ``sampling_prob``.
+    In the first of these the clipping ``flat`` was ``standard``, ``arithmetic`` was ``noise``,
+    ``cap`` was ``cohort_cap``, and the ``period`` of allocation, blt and banded_inverse was one
+    over ``sampling_prob``.
 
     Args:
       stated: ``mechanism`` (with its noise multiplier), ``population`` and ``steps``.
@@ -33,10 +54,8 @@ def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
     Raises:
       BadInputError: no mechanism has it.
     """
-    section = dict(stated["mechanism"])
-    if "gives" in section:
-        section["update"] = section.pop("gives")
-    elif is_earlier(section):
+    section = _today(stated["mechanism"])
+    if isinstance(section.get("noise"), str):
         if today := {"arithmetic", "cap", "period"} & {*section}:
             raise BadInputError(
                 f"the section has {', '.join(sorted(today))} beside `noise` of an earlier version"

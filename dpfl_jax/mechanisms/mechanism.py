@@ -57,12 +57,12 @@ from dpfl_jax.config.kinds import (
 from dpfl_jax.data.store import Readable, check_offsets, expect_store
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate, UnitUpdate
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy
 from dpfl_jax.mechanisms.own_budget import OwnBudget
 from dpfl_jax.mechanisms.participation import SHARED_KINDS, Examples, Participation, Population
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
+from dpfl_jax.mechanisms.user_update import Gradient, UnitUpdate, UserUpdate
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.noise import workload_of
 from dpfl_jax.randomness import RootKey
@@ -87,8 +87,8 @@ class Mechanism(Composed):
       participation: which units contribute to which step.
       clip: bounds what a unit contributes; it carries the sensitivity that noise is scaled to.
       noise: how noise is correlated over steps.
-      update: what is clipped of a unit, its gradient or a local update.
-      budget: of each user's own; None: all take part in all steps.
+      update: what is clipped of a unit, its gradient or a user update.
+      budget: of each user's own; None: nobody leaves before the last step.
     """
 
     participation: Annotated[Participation, PARTICIPATIONS]
@@ -106,9 +106,9 @@ class Mechanism(Composed):
           BadInputError: they do not.
         """
         check_types(self)
-        if isinstance(self.update, LocalUpdate) and isinstance(self.clip, NoClip):
+        if isinstance(self.update, UserUpdate) and isinstance(self.clip, NoClip):
             raise BadInputError(
-                "mechanism.clip is none, but updates of local steps are clipped: take another rule"
+                "mechanism.clip is none, but user updates are clipped: take another rule"
             )
         if not self.private:
             return
@@ -124,9 +124,9 @@ class Mechanism(Composed):
                 "mechanism.clip is adaptive, which is proven for independent noise alone: take it, "
                 "or another clip rule"
             )
-        if isinstance(self.update, LocalUpdate) and self.participation.unit_examples is None:
+        if isinstance(self.update, UserUpdate) and self.participation.unit_examples is None:
             raise BadInputError(
-                "local steps (mechanism.update) are of users with several examples: take a "
+                "user updates (mechanism.update) are of users with several examples: take a "
                 "participation of users"
             )
         if self.budget is not None:
@@ -182,9 +182,9 @@ class Mechanism(Composed):
         return self.participation.divisor * (self.participation.unit_examples or 1)
 
     @property
-    def takes_local_steps(self) -> bool:
-        """Whether users are devices of a federated round, whose updates are clipped."""
-        return isinstance(self.update, LocalUpdate)
+    def clips_user_updates(self) -> bool:
+        """Whether users are devices of a federated round (``UserUpdate``)."""
+        return isinstance(self.update, UserUpdate)
 
     def bounded(self, data: Readable) -> Readable:
         """What may be used of the data; see ``Participation.bounded``."""

@@ -13,7 +13,6 @@ from dpfl_jax import accounting
 from dpfl_jax.clipping import Adaptive, NoClip, Rule
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
 from dpfl_jax.errors import BadInputError, one_of
-from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate, UnitUpdate
 from dpfl_jax.mechanisms.mechanism import NAMED_CLIPS, Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
     Banded,
@@ -25,6 +24,7 @@ from dpfl_jax.mechanisms.noise_strategies import (
 )
 from dpfl_jax.mechanisms.own_budget import OwnBudget
 from dpfl_jax.mechanisms.participation import Examples, OwnerSets, Participation, Users
+from dpfl_jax.mechanisms.user_update import Gradient, UnitUpdate, UserUpdate
 from dpfl_jax.sampling import (
     Cyclic,
     CyclicPoisson,
@@ -59,17 +59,18 @@ class CommonOptions(TypedDict, total=False):
 
 
 class UserOptions(CommonOptions, total=False):
-    """What presets take whose units are users; without a learning rate they take no local steps.
+    """What presets take whose units are users.
 
     Attributes:
-      local_learning_rate: of the steps that a user takes by itself.
-      local_batch_size: most examples of such a step; None: all.
-      local_epochs: passes over the user's examples.
+      user_learning_rate: of a user update (``UserUpdate``), which is then clipped; None: a user's
+        gradient is.
+      user_batch_size: most examples of a step of it; None: all.
+      user_epochs: passes over the user's examples.
     """
 
-    local_learning_rate: float | None
-    local_batch_size: int | None
-    local_epochs: int
+    user_learning_rate: float | None
+    user_batch_size: int | None
+    user_epochs: int
 
 
 def _mechanism(
@@ -82,9 +83,9 @@ def _mechanism(
     clipping: Clipping = "flat",
     clip: Rule | Adaptive | None = None,
     arithmetic: accounting.NoiseLaw = "exact",
-    local_learning_rate: float | None = None,
-    local_batch_size: int | None = None,
-    local_epochs: int = 1,
+    user_learning_rate: float | None = None,
+    user_batch_size: int | None = None,
+    user_epochs: int = 1,
 ) -> Mechanism:
     one_of("clipping", clipping, NAMED_CLIPS)
     if clip is not None and (clip_norm, clipping) != (1.0, "flat"):
@@ -93,16 +94,16 @@ def _mechanism(
             "set the fields of clip"
         )
     update: UnitUpdate = Gradient()
-    if local_learning_rate is not None:
-        update = LocalUpdate(
-            local_learning_rate=local_learning_rate,
-            local_batch_size=local_batch_size,
-            local_epochs=local_epochs,
+    if user_learning_rate is not None:
+        update = UserUpdate(
+            user_learning_rate=user_learning_rate,
+            user_batch_size=user_batch_size,
+            user_epochs=user_epochs,
         )
-    elif local_batch_size is not None or local_epochs != 1:
+    elif user_batch_size is not None or user_epochs != 1:
         raise BadInputError(
-            "local_batch_size and local_epochs are of the steps that users take by themselves: "
-            "give local_learning_rate, too, or leave them out"
+            "user_batch_size and user_epochs are of a user update: give user_learning_rate, too, "
+            "or leave them out"
         )
     return Mechanism(
         participation=participation,
@@ -166,8 +167,8 @@ def uls(
           g_u = mean over D_u of grad                                    # the user's own count
           g   = (sum over U of clip(g_u, C) + N(0, (C sigma)^2)) / M     # M = cohort_size
 
-    With ``local_learning_rate`` a step is a federated round: g_u is how far a user's own steps move
-    the parameters (DP-FedAvg; McMahan et al. 2018).
+    With ``user_learning_rate`` a step is a federated round, and g_u a user update (DP-FedAvg;
+    McMahan et al. 2018).
     """
     return _users(group_size, cohort_size, Poisson(sampling_prob), **common)
 

@@ -114,7 +114,7 @@ class Central(Algorithm):
         return CentralSteps(self, key, start)
 
     def without_privacy(self) -> Central:
-        """The same without noise, from where this starts; of local steps, updates are clipped."""
+        """The same without noise, from where this starts; user updates are clipped."""
         plan = self.plan
         execution = plan.execution.model_copy(
             update={"examples_at_once": None, "split_users": False}
@@ -122,7 +122,7 @@ class Central(Algorithm):
         offsets = plan.data.user_offsets
         budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
         mechanism: Mechanism = non_private(batch_size=budget)
-        if plan.mechanism.takes_local_steps:
+        if plan.mechanism.clips_user_updates:
             # Its optimiser is the server's, which is given updates. It clips, too.
             mechanism = dataclasses.replace(plan.mechanism, noise=NoNoise(), budget=None)
         population = mechanism.participation.count(plan.data)

@@ -15,12 +15,12 @@ from dpfl_jax.clipping import Adaptive, NoClip, PerGroup
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import (
-    LocalUpdate,
     Mechanism,
     NoNoise,
     OwnBudget,
     OwnerSets,
     Users,
+    UserUpdate,
     bandmf,
     individual,
     uls,
@@ -147,9 +147,9 @@ def test_a_clip_norm_that_adapts_follows_the_quantile_and_is_resumed(tmp_path, m
                 participation=Users(**SIZES),
                 clip=NoClip(),
                 noise=NoNoise(),
-                update=LocalUpdate(local_learning_rate=0.1),
+                update=UserUpdate(user_learning_rate=0.1),
             ),
-            "updates of local steps are clipped",
+            "user updates are clipped",
         ),
         (
             lambda: Mechanism(
