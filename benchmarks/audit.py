@@ -141,7 +141,7 @@ def messages(epsilon: float, seed: int, sampling: Any = "poisson", trials: int =
 SOUND: dict[str, Callable[[float, int, int], Trials]] = {
     "uls": lambda e, s, n: central(uls, e, 5, 0.2, s, trials=n),
     "bandmf": lambda e, s, n: central(
-        bandmf, e, 8, 0.1, s, trials=n, fields={"bands": 3, "strategy": (0.75, 0.5, 0.4375)}
+        bandmf, e, 8, 0.1, s, trials=n, fields={"bands": 3, "column": (0.75, 0.5, 0.4375)}
     ),
     "truncated": lambda e, s, n: central(truncated, e, 5, 0.2, s, trials=n, fields={"cap": 260}),
     "allocation": lambda e, s, n: central(allocation, e, 8, 0.25, s, trials=n),

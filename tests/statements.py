@@ -98,7 +98,7 @@ SOUND = {
     "uls": lambda: central(uls(group_size=3, cohort_size=20), 1.0),
     "uls, declared": lambda: central(uls(group_size=3, cohort_size=20, sampling_prob=0.1), 1.0),
     "bandmf": lambda: central(
-        bandmf(group_size=3, cohort_size=20, bands=2, strategy=(0.8, 0.6)),
+        bandmf(group_size=3, cohort_size=20, bands=2, column=(0.8, 0.6)),
         1.0,
         steps=31,
     ),
@@ -115,7 +115,7 @@ SOUND = {
         steps=31,
     ),
     "banded_inverse": lambda: central(
-        banded_inverse(group_size=3, cohort_size=20, taken=(0.5, 0.25), horizon=40),
+        banded_inverse(group_size=3, cohort_size=20, fractions=(0.5, 0.25), horizon=40),
         5.0,
         steps=31,
     ),

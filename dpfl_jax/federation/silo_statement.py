@@ -55,7 +55,7 @@ def federated_statement(
         "rounds": rounds,
         "max_silos_per_subject": federation.max_silos_per_subject,
         "silos_per_round": cohort.size if isinstance(cohort, FixedSize) else None,
-        "participation_prob": cohort.prob if isinstance(cohort, Poisson) else None,
+        "participation_prob": cohort.sampling_prob if isinstance(cohort, Poisson) else None,
         "num_subjects": num_subjects,
         "delta": guarantee.delta,
     }

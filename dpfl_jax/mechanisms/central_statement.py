@@ -19,6 +19,9 @@ _ONCE = {
     "local_learning_rate": "user_learning_rate",
     "local_batch_size": "user_batch_size",
     "local_epochs": "user_epochs",
+    "prob": "sampling_prob",
+    "strategy": "column",
+    "taken": "fractions",
 }
 _ONCE_KINDS = {"local_update": "user_update"}
 

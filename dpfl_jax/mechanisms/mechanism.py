@@ -144,7 +144,7 @@ class Mechanism(Composed):
             values = {"clipping": self.clip.kind, "clip_norm": norm}
         scheme = getattr(self.participation, "scheme", None)
         parts = fields_of(self.participation, scheme, self.noise, self.update, self.budget)
-        return values | {"sampling_prob": parts.get("prob")} | parts
+        return values | parts
 
     # ---- what runs -------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.accountant import Accountant
-from dpfl_jax.accounting.cells import Contribution
+from dpfl_jax.accounting.cells import Contribution, SeveralUnits
 from dpfl_jax.accounting.renyi import ORDERS
 from dpfl_jax.accounting.renyi_filter import RenyiFilter, best_order
 from dpfl_jax.clipping import Flat, Normalized, OwnBound
@@ -97,7 +97,7 @@ class OwnBudget(Named, kinds=BUDGETS):
         The run (``training.filtered``) replaces that as it learns how long each stays.
         """
         nobody = np.zeros(made.population, np.int64)
-        return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.prob, nobody))
+        return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.draw_prob, nobody))
 
     def fit(self, steps: int) -> OwnBudget:
         """With the budget of half the steps, unless it has one.
@@ -135,20 +135,19 @@ class OwnBudget(Named, kinds=BUDGETS):
 
     def filter(self, sigma: float, scheme: Any, contribution: Contribution | None) -> RenyiFilter:
         """What a step costs each user."""
-        units = contribution.units if contribution else 1
-        return RenyiFilter.of(sigma, _poisson(scheme).sampling_prob, *self._chosen(), units)
+        of = (*self._chosen(), _max_units(contribution))
+        return RenyiFilter.of(sigma, _poisson(scheme).draw_prob, *of)
 
     def event(
         self, sigma: float, scheme: Any, contribution: Contribution | None, steps: int
     ) -> Any:
         """The filter's, once anybody can have spent a budget."""
-        given = (sigma, _poisson(scheme).sampling_prob, *self._chosen(), steps)
-        units = contribution.units if contribution else 1
-        return accounting.events.filtered(*given, group_size=units)
+        given = (sigma, _poisson(scheme).draw_prob, *self._chosen(), steps)
+        return accounting.events.filtered(*given, group_size=_max_units(contribution))
 
     def accountant(self, scheme: Any) -> Accountant:
         """Which calibrates the noise of a budget."""
-        return "pld" if _poisson(scheme).sampling_prob == 1 else "rdp"
+        return "pld" if _poisson(scheme).draw_prob == 1 else "rdp"
 
     def describe(self, sampling: str, contribution: Contribution | None) -> str:
         """The sampling in words, with who leaves."""
@@ -173,6 +172,10 @@ class OwnBudget(Named, kinds=BUDGETS):
 
 
 BUDGETS.register(OwnBudget)
+
+
+def _max_units(contribution: Contribution | None) -> int:
+    return contribution.max_units if isinstance(contribution, SeveralUnits) else 1
 
 
 def _poisson(scheme: Any) -> Poisson:

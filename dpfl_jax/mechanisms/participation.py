@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 import jax
 import numpy as np
 
-from dpfl_jax.accounting.cells import Contribution
+from dpfl_jax.accounting.cells import Contribution, SeveralUnits
 from dpfl_jax.accounting.statement import whole_number
 from dpfl_jax.config.kinds import PARTICIPATIONS, SCHEMES, Named
 from dpfl_jax.data.owners import BoundedStore, grouped_by_owner_set, shared_store
@@ -326,7 +326,7 @@ class Examples(Participation):
     @property
     def contribution(self) -> Contribution | None:
         """A draw holds at most ``group_size`` examples of a user (Theorem 1)."""
-        return None if self.group_size is None else Contribution(units=self.group_size)
+        return None if self.group_size is None else SeveralUnits(self.group_size)
 
     def units_of_users(self, user_offsets: np.ndarray) -> np.ndarray:
         held = np.diff(user_offsets).astype(np.int64)
@@ -478,9 +478,9 @@ class OwnerSets(_WithExamples):
         return 1, min(population.num_examples, self.sets_per_user * population.num_users)
 
     @property
-    def contribution(self) -> Contribution:
+    def contribution(self) -> SeveralUnits:
         """A user is in at most ``sets_per_user`` of the sets, each moving the sum by C."""
-        return Contribution(units=self.sets_per_user)
+        return SeveralUnits(self.sets_per_user)
 
     def describe(self, population: Population, more: str = "") -> str:
         drawn = self.scheme_of(population).describe(f"the {population.num_units} kept", "set")

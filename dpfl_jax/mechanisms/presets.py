@@ -217,7 +217,7 @@ def bandmf(
     group_size: int,
     cohort_size: float,
     bands: int = 4,
-    strategy: tuple[float, ...] | None = None,
+    column: tuple[float, ...] | None = None,
     sampling_prob: float | None = None,
     **common: Unpack[UserOptions],
 ) -> Mechanism:
@@ -241,7 +241,7 @@ def bandmf(
     depends on everybody. p = b M / N is a constant of the number of users, whatever the groups'
     sizes are; M is expected over the draws of groups, too.
     """
-    noise = Banded(bands=bands, strategy=strategy)
+    noise = Banded(bands=bands, column=column)
     scheme = CyclicPoisson(sampling_prob, period=bands)
     return _users(group_size, cohort_size, scheme, noise, **common)
 
@@ -284,7 +284,7 @@ def banded_inverse(
     cohort_size: float,
     period: int | None = None,
     bands: int = 3,
-    taken: tuple[float, ...] | None = None,
+    fractions: tuple[float, ...] | None = None,
     redrawn: bool = False,
     horizon: int | None = None,
     **common: Unpack[UserOptions],
@@ -293,7 +293,7 @@ def banded_inverse(
 
     Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128).
     """
-    noise = BandedInverse(bands=bands, taken=taken, redrawn=redrawn, horizon=horizon)
+    noise = BandedInverse(bands=bands, fractions=fractions, redrawn=redrawn, horizon=horizon)
     return _users(group_size, cohort_size, Cyclic(period), noise, **common)
 
 

@@ -360,7 +360,7 @@ class Planner:
             kind,
             group,
             size,
-            scheme.sampling_prob,
+            scheme.draw_prob,
             math.nan,
             self.sensitivities.norm(kind, group),
             getattr(noise, "bands", 1),

@@ -383,7 +383,7 @@ class CentralRun(Run):
             else pretraining.steps * pretraining.batch_size * config.data.seq_len,
             # The reference of pairs is evaluated, too.
             "training_flops": (8.0 if is_dpo else 6.0) * self.model.num_params * computed,
-            "sampling_prob": self.calibrated.scheme.sampling_prob,
+            "sampling_prob": self.calibrated.scheme.draw_prob,
             "noise_multiplier": self.calibrated.noise_multiplier,
             "noise_on_mean": self.calibrated.noise_stddev / mechanism.participation.divisor,
         }

@@ -29,7 +29,7 @@ from dpfl_jax.accounting import (
     epsilon,
     statement,
 )
-from dpfl_jax.accounting.cells import Contribution, Everyone, NoisedSums, OnePass, TwoStagePoisson
+from dpfl_jax.accounting.cells import Everyone, NoisedSums, OnePass, Sensitivity, TwoStagePoisson
 from dpfl_jax.audit import audit
 from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.clipping import Flat
@@ -101,7 +101,7 @@ PRIVATE = [name for name in CASES if name != "none"]
 BUDGETS = ("individual", "individual_els")
 # What silos and ISRL look up: cells, a statement of theirs, and simulated runs.
 SILOS = {
-    "user_ldp": (NoisedSums(Everyone(), 1.0, 8, 1, contribution=Contribution(2)), "user_ldp"),
+    "user_ldp": (NoisedSums(Everyone(), 1.0, 8, 1, contribution=Sensitivity(2)), "user_ldp"),
     "rpdp": (NoisedSums(TwoStagePoisson(0.2, 0.7, 4), 1.0, 8, 1), "rpdp, smallest budget"),
     "isrl": (NoisedSums(Poisson(0.2), 1.0, 8, 50, relation=REPLACE), "isrl"),
     "isrl, full": (NoisedSums(Everyone(), 1.0, 8, 50, relation=REPLACE), "isrl, full"),
@@ -277,15 +277,15 @@ def test_who_is_drawn_is_what_is_accounted(name):
     if isinstance(scheme, TruncatedPoisson):
         sizes = counts.sum(axis=1)
         assert sizes.max() == scheme.cap  # of 60 units with a rate of 1/6 some draws are cut
-        law = stats.binom(sampler.population, scheme.prob)
+        law = stats.binom(sampler.population, scheme.sampling_prob)
         kept = sum(min(k, scheme.cap) * law.pmf(k) for k in range(61)) / sampler.population
-        assert kept < scheme.prob
+        assert kept < scheme.sampling_prob
         for user in counts.sum(axis=(0, 2)):
             assert stats.binomtest(int(user), keys * steps, kept).pvalue > ALARM / 60
     elif isinstance(scheme, Poisson):
         if name == "owner_sets":  # sets are of two people each: every second one
             counts = counts[:, ::2]
-        law = stats.binom.pmf(np.arange(most + 1), most, scheme.prob)
+        law = stats.binom.pmf(np.arange(most + 1), most, scheme.sampling_prob)
         observed = np.bincount(counts.ravel(), minlength=most + 1)
         assert stats.chisquare(observed, law * counts.size).pvalue > ALARM
         assert independent(counts[..., 1:], counts[..., :-1], most + 1) > ALARM
@@ -298,7 +298,9 @@ def test_who_is_drawn_is_what_is_accounted(name):
             group = np.argmax(ever, axis=-1)
             assert uniform(group[ever.any(axis=-1)], period) > ALARM
             coins = turns.sum(axis=-1)
-            assert stats.binomtest(int(coins.sum()), coins.size, scheme.prob).pvalue > ALARM
+            assert (
+                stats.binomtest(int(coins.sum()), coins.size, scheme.sampling_prob).pvalue > ALARM
+            )
             assert independent(coins[..., 1:], coins[..., :-1], 2) > ALARM
         else:
             assert (turns.sum(axis=-1) == 1).all()

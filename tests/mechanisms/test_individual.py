@@ -132,7 +132,7 @@ def test_small_gradients_stay_for_longer_and_are_drawn_as_often_as_is_paid_for()
     counts = np.bincount(np.concatenate([who for who, _, _ in found]), minlength=600)
     assert not owing(found, may)
     # Each of 6 sizes: coins with q = 1/4 in every step that is paid for; wrong once in 10^4 keys.
-    prob = plan.calibrated.scheme.sampling_prob
+    prob = plan.calibrated.scheme.draw_prob
     for size in SIZES:
         there = own == size
         got = stats.binomtest(int(counts[there].sum()), int(may[there].sum()), prob)

@@ -296,7 +296,7 @@ def test_what_is_drawn_of_a_user_is_what_is_accounted(mechanism):
     counts = np.zeros(limit + 1)
     for step in range(2000):
         counts[whose[sampler.draw(step).units].sum()] += 1
-    prob = plan.calibrated.scheme.sampling_prob
+    prob = plan.calibrated.scheme.draw_prob
     expected = 2000 * stats.binom.pmf(np.arange(limit + 1), limit, prob)
     assert stats.chisquare(counts, expected).pvalue > 0.001
     step = plan.event().event
@@ -334,7 +334,7 @@ def test_the_guarantee_says_what_it_is_of():
         assert not any("exactly one user" in words for words in told.assumptions)
         assert any("public: what is in a record is protected" in w for w in told.assumptions)
         limit = getattr(mechanism.participation, "sets_per_user", mechanism.group_size)
-        prob = plan.calibrated.scheme.sampling_prob
+        prob = plan.calibrated.scheme.draw_prob
         own = accounting.epsilon(accounting.events.els(1.0, prob, limit, 10), 1e-5)
         assert told.epsilon == own
         assert plan.population.num_users == 6

@@ -33,7 +33,7 @@ COLUMN = (0.75, 0.5, 0.4375)
 KINDS = {
     "uls": (uls, {}),
     "blt": (blt, BUFFERS),
-    "bandmf": (bandmf, {"bands": 3, "strategy": COLUMN}),
+    "bandmf": (bandmf, {"bands": 3, "column": COLUMN}),
     "allocation": (allocation, {}),
     "truncated": (truncated, {"cap": 40}),
 }

@@ -202,7 +202,7 @@ def central(
       execution: how steps are computed.
     """
     refuse_filtered(calibrated.mechanism)
-    rate, steps = calibrated.scheme.sampling_prob, calibrated.steps
+    rate, steps = calibrated.scheme.draw_prob, calibrated.steps
     mechanism = calibrated.at_own_rates()
     calibrated = dataclasses.replace(calibrated, mechanism=mechanism)
     units = min(trials, directions or max(200, min(_MOST_DIRECTIONS, round(400 / rate))))

@@ -14,7 +14,13 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from dpfl_jax.accounting.cells import Contribution, Everyone
+from dpfl_jax.accounting.cells import (
+    AveragedUnits,
+    Contribution,
+    Everyone,
+    Sensitivity,
+    SeveralUnits,
+)
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.kinds import DERIVED, SILO_PARTICIPATIONS, Named
 from dpfl_jax.errors import BadInputError, at_least, probability
@@ -324,8 +330,9 @@ class Records(_AtOneRate):
         if unit == self.unit == "record":
             # proof: local-item-event-1
             return None
-        averaged = self.average is not None
-        return Contribution(self.max_items_per_subject, self.batch_cap, averaged)
+        if self.average is not None:
+            return AveragedUnits(self.max_items_per_subject)
+        return SeveralUnits(self.max_items_per_subject, self.batch_cap)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -414,7 +421,7 @@ class WholeBatch(_AtOneRate):
 
     def contribution(self, unit: str) -> Contribution:
         """A subject turns the unit into another: as if one went and one came, 2C."""
-        return Contribution(units=2)
+        return Sensitivity(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
