@@ -18,8 +18,8 @@ from dpfl_jax.data import ArrayStore, Schema, Store, from_texts, load_tokenizer
 from dpfl_jax.data.rows import guess_format, read_rows
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, els, uls
-from dpfl_jax.mechanisms.batches import step_arguments
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import step_arguments
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
 

@@ -365,7 +365,7 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
 def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
+    from dpfl_jax.planning.candidates import CANDIDATES, plain
     from dpfl_jax.planning.costs import in_order
 
     lossy = ["loss", "90 % band"] if "prediction" in result else []
@@ -449,7 +449,7 @@ def _memory_words(option: dict[str, Any]) -> tuple[str, str]:
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
     from dpfl_jax.config.load import load_config, write_config
-    from dpfl_jax.mechanisms.candidates import at_budget
+    from dpfl_jax.planning.candidates import at_budget
 
     base: Any = load_config(args.config, args.overrides, args.allow_code)
     budget = cell["size"] * cell["gradients"]

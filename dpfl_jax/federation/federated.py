@@ -27,7 +27,7 @@ from dpfl_jax.federation.engine import Chunk, Released, make_release, mean_updat
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.rounds import Piece, RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer, ServerRule
-from dpfl_jax.mechanisms.sum_check import Sum, only, unmixed
+from dpfl_jax.mechanisms.plan.sum_check import Sum, only, unmixed
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps

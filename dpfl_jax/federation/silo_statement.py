@@ -15,6 +15,7 @@ from typing import Any, get_args
 from dpfl_jax.accounting import Guarantee, NoiseLaw, events
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.accounting.statement import Statement, whole_number
+from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import worst_cases
 from dpfl_jax.federation.federation import Cohort, Federation, SiloPlan
@@ -27,13 +28,37 @@ from dpfl_jax.federation.isrl.privacy import (
     worst_guarantee,
 )
 from dpfl_jax.federation.mechanisms import PersonalRecords, SiloFacts, SiloMechanism
-from dpfl_jax.federation.mechanisms.presets import is_earlier, parse_known
 from dpfl_jax.federation.personal.personalise import Published, published_guarantee
 from dpfl_jax.run.public_inputs import of_the_mechanism
 from dpfl_jax.sampling import FixedSize, Poisson
 
-# An option that there was, with the values that gave a guarantee: files say them.
+# Options that there were, with the values that gave a guarantee: files say them.
+_ONCE = {"sampling": "poisson", "denominator": "expected_batch"}
 _ONCE_OF_MESSAGES = {"arm": ("sound", "paper_closed_form")}
+
+
+def is_earlier(section: dict[str, Any]) -> bool:
+    """Whether an earlier version of this package wrote a section."""
+    return isinstance(section.get("noise"), str)
+
+
+def parse_known(section: dict[str, Any]) -> tuple[SiloMechanism, float | None]:
+    """What somebody else says a silo did, with an earlier version of this package too.
+
+    There ``arithmetic`` was ``noise``.
+
+    Args:
+      section: of the mechanism, with its noise multiplier.
+
+    Raises:
+      BadInputError: no mechanism has it.
+    """
+    if is_earlier(section):
+        section = {k: v for k, v in section.items() if k not in _ONCE or v != _ONCE[k]}
+        section["arithmetic"] = section.pop("noise")
+    bare = {name: value for name, value in section.items() if name != "noise_multiplier"}
+    mechanism: SiloMechanism = SILOS.parse_known(bare)
+    return mechanism, section.get("noise_multiplier")
 
 
 def federated_statement(

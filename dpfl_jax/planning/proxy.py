@@ -29,12 +29,12 @@ from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.data import limit_store
 from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.batches import example_loss, step_arguments
-from dpfl_jax.mechanisms.candidates import at_budget, draws_examples, plain
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, place, replicated
 from dpfl_jax.noise import Noise, transformation
+from dpfl_jax.planning.candidates import at_budget, draws_examples, plain
 from dpfl_jax.planning.planner import Planner
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import read_data

@@ -15,9 +15,14 @@ from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.mechanisms import Mechanism, NoNoise, non_private
-from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import in_pieces
+from dpfl_jax.mechanisms.plan.batches import (
+    check_packed_loss,
+    draw_digest,
+    step_arguments,
+    units_of,
+)
+from dpfl_jax.mechanisms.plan.sums import in_pieces
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps

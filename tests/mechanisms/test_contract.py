@@ -46,7 +46,6 @@ from dpfl_jax.mechanisms import (
     banded_inverse,
     bandmf,
     blt,
-    central_statement,
     els,
     individual,
     individual_els,
@@ -55,12 +54,13 @@ from dpfl_jax.mechanisms import (
     truncated,
     uls,
 )
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mechanisms.presets import PRESETS
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
 from dpfl_jax.sampling import Cyclic, CyclicPoisson, Poisson, RandomAllocation, TruncatedPoisson
+from dpfl_jax.training import central_statement
 from tests.statements import SOUND
 
 STEPS, EPSILON, DELTA, CLIP, ALARM = 8, 4.0, 1e-3, 0.5, 1e-6

@@ -19,9 +19,9 @@ import dpfl_jax as dpfl
 from dpfl_jax import accounting
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.owners import store_from_users
-from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.calibrated import SHARED_ADJACENCY
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.contribution import limit_shared

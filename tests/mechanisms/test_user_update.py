@@ -20,7 +20,7 @@ from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.matrices import buffered_column
 from dpfl_jax.mechanisms import Population, allocation, bandmf, blt, truncated, uls
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.baseline import WITHOUT_PRIVACY

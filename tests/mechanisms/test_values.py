@@ -19,10 +19,10 @@ from dpfl_jax.mechanisms import (
     individual,
     uls,
 )
-from dpfl_jax.mechanisms.candidates import at_budget
-from dpfl_jax.mechanisms.central_statement import parse_calibrated
+from dpfl_jax.planning.candidates import at_budget
 from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.sampling import Cyclic, CyclicPoisson, TruncatedPoisson
+from dpfl_jax.training.central_statement import parse_calibrated
 
 SIZES = {"group_size": 2, "cohort_size": 5}
 

@@ -25,9 +25,6 @@ from dpfl_jax.federation.mechanisms.participation import (
 )
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoNoise
 
-# Options that there were, with the values that gave a guarantee: files say them.
-_ONCE = {"sampling": "poisson", "denominator": "expected_batch"}
-
 
 class SiloOptions(TypedDict, total=False):
     """What presets take; see ``Records``, which most of them draw.
@@ -189,27 +186,3 @@ PRESETS: dict[str, Callable[..., SiloMechanism]] = {
 }
 for _name, _preset in PRESETS.items():
     SILOS.register(_preset, _name)
-
-
-def is_earlier(section: dict[str, Any]) -> bool:
-    """Whether an earlier version of this package wrote a section."""
-    return isinstance(section.get("noise"), str)
-
-
-def parse_known(section: dict[str, Any]) -> tuple[SiloMechanism, float | None]:
-    """What somebody else says a silo did, with an earlier version of this package too.
-
-    There ``arithmetic`` was ``noise``.
-
-    Args:
-      section: of the mechanism, with its noise multiplier.
-
-    Raises:
-      BadInputError: no mechanism has it.
-    """
-    if is_earlier(section):
-        section = {k: v for k, v in section.items() if k not in _ONCE or v != _ONCE[k]}
-        section["arithmetic"] = section.pop("noise")
-    bare = {name: value for name, value in section.items() if name != "noise_multiplier"}
-    mechanism: SiloMechanism = SILOS.parse_known(bare)
-    return mechanism, section.get("noise_multiplier")

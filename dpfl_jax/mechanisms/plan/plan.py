@@ -32,7 +32,9 @@ from dpfl_jax.data.store import (
     unit_key_of,
 )
 from dpfl_jax.errors import BadInputError, expect
-from dpfl_jax.mechanisms.batches import (
+from dpfl_jax.mechanisms.calibrated import Calibrated
+from dpfl_jax.mechanisms.participation import Population
+from dpfl_jax.mechanisms.plan.batches import (
     check_packed_loss,
     check_packing,
     example_loss,
@@ -40,10 +42,8 @@ from dpfl_jax.mechanisms.batches import (
     training_pipeline,
     units_of,
 )
-from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.participation import Population
-from dpfl_jax.mechanisms.sum_check import check_sum
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches, in_pieces
+from dpfl_jax.mechanisms.plan.sum_check import check_sum
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, in_pieces
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
 from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse

@@ -20,7 +20,7 @@ import numpy as np
 from dpfl_jax.clipping import SelfCheckError, Trainable, join
 from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, is_low, unoptimised
 from dpfl_jax.data.pipeline import Bucket, Pipeline
-from dpfl_jax.mechanisms.batches import units_of
+from dpfl_jax.mechanisms.plan.batches import units_of
 from dpfl_jax.mesh import place, replicated
 from dpfl_jax.run import processes
 
