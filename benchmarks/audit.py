@@ -103,7 +103,7 @@ def silos(
 ) -> Trials:  # fmt: skip
     """Trials of a mechanism of silos at a target."""
     facts = SiloFacts(records, records // cap)
-    made = kind(sampling_prob=prob, max_items_per_subject=cap)
+    made = kind(sampling_prob=prob, max_records_per_subject=cap)
 
     def at(sigma: float) -> SiloPlan:
         return SiloPlan(made, facts, local_steps, noise_multiplier=sigma)

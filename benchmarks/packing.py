@@ -127,7 +127,7 @@ def _one(
         row[f"{name}_shapes"] = pipeline.num_buckets
         if args.places_only:
             continue
-        loss = plan.shipped(model.loss if shapes else lambda p, e: model.loss(p, e))
+        loss = plan.shipped_loss(model.loss if shapes else lambda p, e: model.loss(p, e))
         summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss, plan.mesh))
         params = jax.jit(model.init)(jax.random.key(0))
         begun = time.perf_counter()

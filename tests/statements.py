@@ -67,7 +67,7 @@ def federated(mechanism, sigmas, silos_per_subject=2, delta=1e-5, rounds=5):
     plans = []
     for i, sigma in enumerate(sigmas):
         records = 100 + 7 * i
-        subjects = max(40 + i, math.ceil(records / mechanism.participation.max_items_per_subject))
+        subjects = max(40 + i, math.ceil(records / mechanism.participation.max_records_per_subject))
         plans.append(SiloPlan(mechanism, SiloFacts(records, subjects), 3, noise_multiplier=sigma))
     federation = Federation(tuple(plans), rounds, silos_per_subject)
     people = sum(plan.facts.num_subjects for plan in plans)
@@ -130,10 +130,10 @@ SOUND = {
     ),
     "truncated": lambda: central(truncated(group_size=3, cohort_size=20, cap=36), 1.0),
     "individual": lambda: central(
-        individual(group_size=3, cohort_size=20, refresh=4, least_steps=9, order=4.0), 1.0
+        individual(group_size=3, cohort_size=20, refresh=4, least_steps=9, renyi_order=4.0), 1.0
     ),
     "individual_els": lambda: central(
-        individual_els(group_size=3, batch_size=20, refresh=4, least_steps=9, order=4.0), 3.0
+        individual_els(group_size=3, batch_size=20, refresh=4, least_steps=9, renyi_order=4.0), 3.0
     ),
     "selection": lambda: selection().statement(EXTRA),
     "els, several owners": lambda: central(els(group_size=4, batch_size=30), 2.0, shared=True),
@@ -142,10 +142,10 @@ SOUND = {
     ),
     "none": lambda: central(non_private(batch_size=8)),
     "hi_grad_avg": lambda: federated(
-        hi_grad_avg(batch_size=20, max_items_per_subject=4), [3.0 + i for i in range(4)]
+        hi_grad_avg(batch_size=20, max_records_per_subject=4), [3.0 + i for i in range(4)]
     ),
     "local_group": lambda: federated(
-        local_group(batch_size=20, max_items_per_subject=3, batch_cap=2),
+        local_group(batch_size=20, max_records_per_subject=3, batch_cap=2),
         [4.0 + i for i in range(3)],
         silos_per_subject=1,
     ),

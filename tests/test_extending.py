@@ -139,17 +139,17 @@ class Fading(NoiseStrategy):
 class WholeSilo(SiloParticipation):
     """Every record in every local step; a subject of K records moves the sum by up to K C."""
 
-    max_items_per_subject: int = 1
+    max_records_per_subject: int = 1
 
     kind: ClassVar[str] = "whole_silo"
-    unit = "subject"
+    protected = "subject"
     has_fixed_sampling_prob = True
 
     def sampling_prob_of(self, facts):
         return 1.0
 
     def at_sampling_prob(self, sampling_prob, cap=None):
-        return self if cap is None else dataclasses.replace(self, max_items_per_subject=cap)
+        return self if cap is None else dataclasses.replace(self, max_records_per_subject=cap)
 
     def select(self, silo, key, step):
         return np.arange(silo.num_records)
@@ -157,11 +157,11 @@ class WholeSilo(SiloParticipation):
     def divisor(self, facts):
         return max(facts.num_records, 1)
 
-    def scheme(self, facts, unit):
+    def scheme_of(self, facts, protected):
         return Everyone()
 
-    def contribution(self, unit):
-        return Sensitivity(self.max_items_per_subject)
+    def contribution(self, protected):
+        return Sensitivity(self.max_records_per_subject)
 
 
 TEXTS = {
@@ -195,7 +195,7 @@ CONFIGS = {
         "data": {"source": "digits", "records_per_user": 6},
         "federation": {"silos": 3, "rounds": 4, "local_steps": 1},
         "model": {"kind": "mlp", "options": {"hidden": [4]}},
-        "mechanism": {"participation": {"kind": "whole_silo", "max_items_per_subject": 2}},
+        "mechanism": {"participation": {"kind": "whole_silo", "max_records_per_subject": 2}},
         "train": {"checkpoint_every": 2},
     },
 }

@@ -82,7 +82,7 @@ def uls(noise_multiplier: float, sampling_prob: float, steps: int) -> DpEvent:
     return repeated(step, steps)
 
 
-def filtered(
+def individual(
     noise_multiplier: float,
     sampling_prob: float,
     least_steps: int,

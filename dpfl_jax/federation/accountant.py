@@ -49,7 +49,7 @@ class _Profile:
         return cls(
             plan,
             participation.sampling_prob_of(plan.facts),
-            participation.max_items_per_subject,
+            participation.max_records_per_subject,
             plan.sigma,
             plan.local_steps,
         )

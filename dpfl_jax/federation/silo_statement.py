@@ -31,21 +31,27 @@ from dpfl_jax.federation.mechanisms import PersonalRecords, SiloFacts, SiloMecha
 from dpfl_jax.federation.personal.personalise import Published, published_guarantee
 from dpfl_jax.run.public_inputs import of_the_mechanism
 from dpfl_jax.sampling import FixedSize, Poisson
+from dpfl_jax.training.central_statement import renamed
 
 # Options that there were, with the values that gave a guarantee: files say them.
 _ONCE = {"sampling": "poisson", "denominator": "expected_batch"}
+_ONCE_KEYS = {
+    "max_items_per_subject": "max_records_per_subject",
+    "order": "average",
+    "unit": "protected",
+}
 _ONCE_OF_MESSAGES = {"arm": ("sound", "paper_closed_form")}
 
 
 def is_earlier(section: dict[str, Any]) -> bool:
     """Whether an earlier version of this package wrote a section."""
-    return isinstance(section.get("noise"), str)
+    return isinstance(section.get("noise"), str) or renamed(section, _ONCE_KEYS) != section
 
 
 def parse_known(section: dict[str, Any]) -> tuple[SiloMechanism, float | None]:
     """What somebody else says a silo did, with an earlier version of this package too.
 
-    There ``arithmetic`` was ``noise``.
+    In the first of these ``arithmetic`` was ``noise``.
 
     Args:
       section: of the mechanism, with its noise multiplier.
@@ -53,7 +59,8 @@ def parse_known(section: dict[str, Any]) -> tuple[SiloMechanism, float | None]:
     Raises:
       BadInputError: no mechanism has it.
     """
-    if is_earlier(section):
+    section = renamed(section, _ONCE_KEYS)
+    if isinstance(section.get("noise"), str):
         section = {k: v for k, v in section.items() if k not in _ONCE or v != _ONCE[k]}
         section["arithmetic"] = section.pop("noise")
     bare = {name: value for name, value in section.items() if name != "noise_multiplier"}
@@ -103,11 +110,11 @@ def _federated(basis: dict[str, Any]) -> Statement:
     def plan(row: dict[str, Any]) -> SiloPlan:
         mechanism, sigma = parse_known({**basis["mechanism"], **row.get("mechanism", {})})
         facts = SiloFacts(whole_number(row, "num_records"), whole_number(row, "num_subjects"))
-        subjects, cap = facts.num_subjects, mechanism.participation.max_items_per_subject
+        subjects, cap = facts.num_subjects, mechanism.participation.max_records_per_subject
         if not subjects <= facts.num_records <= cap * subjects:
             raise BadInputError(
                 f"a silo of {subjects} subjects has {subjects} to {cap * subjects} records under "
-                f"max_items_per_subject={cap}, but the file says {facts.num_records}"
+                f"max_records_per_subject={cap}, but the file says {facts.num_records}"
             )
         steps = whole_number(row, "local_steps", 1)
         return SiloPlan(mechanism, facts, steps, noise_multiplier=sigma)
@@ -239,4 +246,11 @@ def restate(basis: dict[str, Any]) -> Statement:
     made = {"federated": _federated, "personal": _personal, "isrl": _isrl}[basis["system"]](basis)
     if basis["system"] == "isrl" or not is_earlier(basis["mechanism"]):
         return made
-    return made.model_copy(update={"basis": {**made.basis, "mechanism": basis["mechanism"]}})
+    told = {**made.basis, "mechanism": basis["mechanism"]}
+    if "silos" in told:
+        rows = zip(told["silos"], basis["silos"], strict=True)
+        told["silos"] = [
+            {**now, **({"mechanism": row["mechanism"]} if "mechanism" in row else {})}
+            for now, row in rows
+        ]
+    return made.model_copy(update={"basis": told})

@@ -4,6 +4,7 @@
 """
 
 from dpfl_jax.mechanisms.calibrated import Calibrated
+from dpfl_jax.mechanisms.individual_budget import IndividualBudget
 from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
     Banded,
@@ -13,7 +14,6 @@ from dpfl_jax.mechanisms.noise_strategies import (
     NoiseStrategy,
     NoNoise,
 )
-from dpfl_jax.mechanisms.own_budget import OwnBudget
 from dpfl_jax.mechanisms.participation import (
     Examples,
     OwnerSets,
@@ -45,10 +45,10 @@ __all__ = [
     "Examples",
     "Gradient",
     "Independent",
+    "IndividualBudget",
     "Mechanism",
     "NoNoise",
     "NoiseStrategy",
-    "OwnBudget",
     "OwnerSets",
     "Participation",
     "Population",

@@ -1,7 +1,9 @@
 """Noise strategies: how the noise of a step is correlated with that of others, K^-1 Z.
 
+A *row* is one of K G, where row t of G is the clipped sum of step t, and of Z, the noise drawn.
+
 A strategy is fitted to the number of steps, to how far apart a unit's steps are and to what the
-optimiser does with gradients (``fit``); then it has a matrix, by which it is accounted, and a
+optimiser does with gradients (``fitted_to``); then it has a matrix, by which it is accounted, and a
 transformation, which runs. No strategy holds a standard deviation. A new one is a frozen dataclass
 that extends ``NoiseStrategy``.
 """
@@ -80,7 +82,7 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
     def check_sensitivity(self, sensitivity: float) -> None:
         """Raises BadInputError if sums of so large contributions may not stay finite."""
 
-    def fit(self: Self, steps: int, separation: int | None, workload: Workload) -> Self:
+    def fitted_to(self: Self, steps: int, separation: int | None, workload: Workload) -> Self:
         """With what is best for these, of all that was not given.
 
         Args:
@@ -185,7 +187,7 @@ class Banded(NoiseStrategy):
     def assumptions(self) -> tuple[str, ...]:
         return (_KEPT_SUMS.format("the last"),) if self.bands > 1 else ()
 
-    def fit(self, steps: int, separation: int | None, workload: Workload) -> Banded:
+    def fitted_to(self, steps: int, separation: int | None, workload: Workload) -> Banded:
         if self.column is not None or self.bands == 1:
             return self
         return dataclasses.replace(self, column=banded_strategy(self.bands, steps, workload))
@@ -245,7 +247,7 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
                 f"must stay finite: set it to at most {_LARGEST_SENSITIVITY:g}"
             )
 
-    def _as_they_run(self, name: str, count: int, what: str) -> None:
+    def _round_to_float32(self, name: str, count: int, what: str) -> None:
         """Checks numbers from 0 to 1, and makes them those of float32: no others are accounted.
 
         Args:
@@ -300,8 +302,9 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
         self, stddev: float, sensitivity: float, divisor: float
     ) -> optax.GradientTransformationExtraArgs:
         """Noise of the standard deviation in every row of K G, correlated over all steps."""
-        # Only the grid on which exact noise is drawn follows from this: one turn of a unit moves
-        # rows by so much, less than the sum of all turns that is accounted, so it is fine enough.
+        # Only the grid on which exact noise is drawn follows from reach and rows. One participation
+        # of a unit moves rows by so much, less than all of them together, which is accounted; and
+        # with room for 4 times as many rows as there are steps the grid is fine enough for these.
         matrix = self._matrix(self._steps)
         reach = float(np.linalg.norm(matrix.bounding_column or matrix.column)) * sensitivity
         # proof: in-turns-noise-1
@@ -334,10 +337,10 @@ class Buffered(_Toeplitz):
         if self.decays is None and self.scales is None:
             return
         for name in ("decays", "scales"):
-            self._as_they_run(name, self.buffers, f"{self.buffers} buffers")
+            self._round_to_float32(name, self.buffers, f"{self.buffers} buffers")
         self._check_total("scales")
 
-    def fit(self, steps: int, separation: int | None, workload: Workload) -> Buffered:
+    def fitted_to(self, steps: int, separation: int | None, workload: Workload) -> Buffered:
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.decays is not None:
             return made
@@ -395,7 +398,7 @@ class BandedInverse(_Toeplitz):
             parts = tuple(math.floor(f * 2**16) / 2**16 if f == f else f for f in self.fractions)
             object.__setattr__(self, "fractions", parts)
         if self.fractions is not None:
-            self._as_they_run("fractions", self.bands - 1, f"{self.bands} bands but the first")
+            self._round_to_float32("fractions", self.bands - 1, f"{self.bands} bands but the first")
             self._check_total("fractions")
 
     @property
@@ -407,7 +410,7 @@ class BandedInverse(_Toeplitz):
         """Checkpoints hold no sums if noise is drawn again."""
         return () if self.redrawn else super().assumptions
 
-    def fit(self, steps: int, separation: int | None, workload: Workload) -> BandedInverse:
+    def fitted_to(self, steps: int, separation: int | None, workload: Workload) -> BandedInverse:
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.fractions is not None:
             return made

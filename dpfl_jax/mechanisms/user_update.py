@@ -36,7 +36,7 @@ from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.config.kinds import UPDATES, Named
 from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.participation import Participation, require_positive
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
+from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_unit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class UserUpdate(UnitUpdate):
             trained, frozen = split(params, trainable)
             start = jax.lax.stop_gradient(trained)
             size = user["mask"].shape[0]
-            batches = pieces_of_user(user, min(self.user_batch_size or size, size))
+            batches = pieces_of_unit(user, min(self.user_batch_size or size, size))
             del batches["count"]  # that of the whole user
 
             def mean(at: PyTree, batch: PyTree) -> jax.Array:

@@ -24,12 +24,13 @@ class Candidate:
 
     Attributes:
       name: for people.
-      is_plain: whether it is Poisson sampling with independent noise: laws of loss are fitted to
-        these, and inverse questions are about them. There is one of examples and one of users.
+      is_plain: whether it is Poisson sampling with independent noise: scaling laws of the loss are
+        fitted to these, and questions (``dpfl plan --ask``) are about them. There is one of
+        examples and one of users.
       bands: numbers of bands that are tried; () if it has no bands, or its default ones.
       is_slow: whether a calibration takes seconds.
       sentence: of a winner; fields are ``period`` (steps between two of a unit), ``bands``,
-        ``noise_multiplier`` and ``error`` (of prefix sums, by independent noise's).
+        ``noise_multiplier`` and ``error`` (of prefix sums, relative to independent noise).
     """
 
     name: str

@@ -353,7 +353,7 @@ class Planner:
         budget, more = size * (1 if examples else group), {} if bands is None else {"bands": bands}
         made = at_budget(None, kind, budget, group, **more)
         scheme = made.participation.scheme_of(Population(self.users.num_users, units, units))
-        noise = made.noise.fit(self.steps, scheme.separation, self.workload)
+        noise = made.noise.fitted_to(self.steps, scheme.separation, self.workload)
         if noise not in self._errors:
             self._errors[noise] = noise.error(self.steps, self.workload)
         option = Option(

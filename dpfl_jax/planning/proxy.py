@@ -146,7 +146,7 @@ class Proxy:
         how = self.config.execution.unpacked
         # Rows of few large users, not of many.
         how = how.model_copy(update={"microbatch_size": max(1, how.microbatch_size // each)})
-        population = mechanism.participation.count(self.data.train)
+        population = mechanism.participation.population_of(self.data.train)
         calibrated = mechanism.calibrate(  # its noise is not used: see _update
             population, trial.steps, noise_multiplier=1.0, delta=1e-5
         )

@@ -58,7 +58,7 @@ class Central(Algorithm):
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
         self.can_reshard_on_resume = not plan.calibrated.is_stateful
-        self.random, self.shipped = plan.random(loss_fn), plan.shipped(loss_fn)
+        self.random, self.shipped = plan.key_argument_of(loss_fn), plan.shipped_loss(loss_fn)
         if plan.execution.packing:
             check_packed_loss(loss_fn, plan.data, params)
         self.traced = with_any_key(loss_fn, key_argument(loss_fn))
@@ -113,7 +113,7 @@ class Central(Algorithm):
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
         """As the plan says, of the key of this run alone."""
-        return self.plan.about(self.plan.calibrated.guarantee(steps, caveats))
+        return self.plan.with_public_inputs(self.plan.calibrated.guarantee(steps, caveats))
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         return CentralSteps(self, key, start)
@@ -130,7 +130,7 @@ class Central(Algorithm):
         if plan.mechanism.clips_user_updates:
             # Its optimiser is the server's, which is given updates. It clips, too.
             mechanism = dataclasses.replace(plan.mechanism, noise=NoNoise(), budget=None)
-        population = mechanism.participation.count(plan.data)
+        population = mechanism.participation.population_of(plan.data)
         calibrated = mechanism.calibrate(population, plan.steps, delta=plan.delta)
         plain = Plan(calibrated, plan.data, execution, plan.mesh)
         return Central(self.loss_fn, self.given, plain, self.optimizer, self.trainable)

@@ -301,7 +301,7 @@ class CentralRun(Run):
         """What another mechanism would sample from."""
         if self.data is None:
             return _declared_population(self.config, other)
-        return other.participation.count(other.bounded(self.train))
+        return other.participation.population_of(other.bounded(self.train))
 
     @property
     def bounding(self) -> Bounding | None:
@@ -455,7 +455,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     data, model = read_data(config, console, load)
     data = dataclasses.replace(data, train=mechanism.bounded(data.train))
-    population = mechanism.participation.count(data.train)
+    population = mechanism.participation.population_of(data.train)
     with console.status("calibrating noise"):
         calibrated = calibrate(config, population, optimizer)
     held_out: Store | None = grouped_by_owner_set(getattr(data, config.eval.split))

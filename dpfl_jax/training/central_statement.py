@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from dpfl_jax.accounting.statement import Statement, whole_number
@@ -19,28 +20,40 @@ _ONCE = {
     "local_learning_rate": "user_learning_rate",
     "local_batch_size": "user_batch_size",
     "local_epochs": "user_epochs",
+    "order": "renyi_order",
     "prob": "sampling_prob",
     "strategy": "column",
     "taken": "fractions",
 }
-_ONCE_KINDS = {"local_update": "user_update"}
+_ONCE_KINDS = {"local_update": "user_update", "renyi_filter": "individual"}
 
 
-def _today(section: Any) -> Any:
-    """A section, and those within it, with the keys and kinds of today."""
+def renamed(
+    section: Any, keys: Mapping[str, str] = _ONCE, kinds: Mapping[str, str] = _ONCE_KINDS
+) -> Any:
+    """A section, and those within it, with the keys and kinds of today.
+
+    Args:
+      section: as somebody else wrote it.
+      keys: of before, with those of today.
+      kinds: likewise.
+
+    Raises:
+      BadInputError: a key is there twice.
+    """
     if not isinstance(section, dict):
         return section
-    found = {_ONCE.get(name, name): _today(value) for name, value in section.items()}
+    found = {keys.get(name, name): renamed(value, keys, kinds) for name, value in section.items()}
     if len(found) < len(section):
         raise BadInputError(f"the section has a key twice, under two names: {sorted(section)}")
     if isinstance(kind := found.get("kind"), str):
-        found["kind"] = _ONCE_KINDS.get(kind, kind)
+        found["kind"] = kinds.get(kind, kind)
     return found
 
 
 def is_earlier(section: dict[str, Any]) -> bool:
     """Whether an earlier version of this package wrote a section."""
-    return isinstance(section.get("noise"), str) or _today(section) != section
+    return isinstance(section.get("noise"), str) or renamed(section) != section
 
 
 def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
@@ -57,7 +70,7 @@ def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
     Raises:
       BadInputError: no mechanism has it.
     """
-    section = _today(stated["mechanism"])
+    section = renamed(stated["mechanism"])
     if isinstance(section.get("noise"), str):
         if today := {"arithmetic", "cap", "period"} & {*section}:
             raise BadInputError(

@@ -127,7 +127,7 @@ class Filtered(Central):
         self.bounds = bounds(mechanism.clip_norm)
         self.users, self.every = self.plan.population.num_users, mechanism.budget.refresh
         offsets = np.asarray(self.data.user_offsets)
-        self.parts: np.ndarray = mechanism.participation.units_of_users(offsets)
+        self.parts: np.ndarray = mechanism.participation.unit_counts(offsets)
 
     def terms(self) -> Terms:
         """As every run's; and what bounds are computed with, whose rounding could move a level."""

@@ -15,9 +15,9 @@ from dpfl_jax.clipping import Adaptive, NoClip, PerGroup
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import (
+    IndividualBudget,
     Mechanism,
     NoNoise,
-    OwnBudget,
     OwnerSets,
     Users,
     UserUpdate,
@@ -153,8 +153,8 @@ def test_a_clip_norm_that_adapts_follows_the_quantile_and_is_resumed(tmp_path, m
         ),
         (
             lambda: Mechanism(
-                participation=OwnerSets(**SIZES, sets_per_user=2), budget=OwnBudget()
-            ).participation.units_of_users(np.arange(4)),
+                participation=OwnerSets(**SIZES, sets_per_user=2), budget=IndividualBudget()
+            ).participation.unit_counts(np.arange(4)),
             "cannot take part as owner_sets",
         ),
     ],

@@ -62,7 +62,7 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
     assert accounting.accountant_of(whole.event()) == "pld"
     assert 3.99 < whole.guarantee().epsilon <= 4.0
     # An order that is given is kept, and paid for.
-    odd = individual(**given, order=20.0).calibrate(population, 60, **target)
+    odd = individual(**given, renyi_order=20.0).calibrate(population, 60, **target)
     assert odd.mechanism.budget.order == 20.0
     assert odd.noise_multiplier > planned.noise_multiplier
     assert 3.99 < odd.guarantee().epsilon <= 4.0

@@ -391,7 +391,7 @@ def _records(
     for g in range(groups):
         for i, plan in enumerate(plans):
             drawn = plan.mechanism.participation
-            many = 1 if plan.mechanism.privacy_unit == "record" else drawn.max_items_per_subject
+            many = 1 if plan.mechanism.privacy_unit == "record" else drawn.max_records_per_subject
             who = np.flatnonzero(inside[g]) if i < len(plans) - 1 else np.zeros(0, np.int64)
             rows = np.repeat(who, many)
             owner.append(g * (units + against) + rows)

@@ -221,7 +221,7 @@ class Plan:
                 "this plan splits parameters over devices (execution.mesh), which a loop of one's "
                 "own does not: use fit, or a mesh with data alone"
             )
-        shipped, random = self.shipped(loss_fn), self.random(loss_fn)
+        shipped, random = self.shipped_loss(loss_fn), self.key_argument_of(loss_fn)
         summed = jax.jit(
             clipped_sum_over_microbatches(
                 self.mechanism,
@@ -348,7 +348,7 @@ class Plan:
             how.packing,
         )
 
-    def shipped(self, loss_fn: LossFn) -> LossFn:
+    def shipped_loss(self, loss_fn: LossFn) -> LossFn:
         """A loss of one example as one of what the pipeline ships.
 
         Raises:
@@ -357,7 +357,7 @@ class Plan:
         check_packing(loss_fn, self.data, self.execution)
         return example_loss(loss_fn, self.data, bool(self.execution.packing))
 
-    def random(self, loss_fn: LossFn) -> str | None:
+    def key_argument_of(self, loss_fn: LossFn) -> str | None:
         """The name under which a loss takes each example's own key; None: it gets none."""
         return None if self.execution.packing else key_argument(loss_fn)
 
@@ -467,9 +467,9 @@ class Plan:
         public = bool(self._public_seeds) or (key is not None and key.public)
         if public and self.mechanism.private and PUBLIC_KEY_CAVEAT not in caveats:
             caveats = (*caveats, PUBLIC_KEY_CAVEAT)
-        return self.about(self.calibrated.guarantee(steps, caveats))
+        return self.with_public_inputs(self.calibrated.guarantee(steps, caveats))
 
-    def about(self, guarantee: accounting.Guarantee) -> accounting.Guarantee:
+    def with_public_inputs(self, guarantee: accounting.Guarantee) -> accounting.Guarantee:
         """A guarantee of this plan that names its unit's key and what it takes as public."""
         inputs = public_inputs(self.population.description, self.mechanism.bounds)
         return about(guarantee, unit_key_of(self.data), inputs)

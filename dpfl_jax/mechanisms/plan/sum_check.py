@@ -102,7 +102,7 @@ def check_sum(
     given = zip(host, capacities, widths, strict=True)
     which = [_places(b.num_units, min(_ROWS, most), width) for b, most, width in given]
     # As training gives it, which is the same program then.
-    adapting = place(mechanism.first_clip_norm, replicated(pipeline.mesh))
+    adapting = place(mechanism.initial_extra_args, replicated(pipeline.mesh))
     buckets = pipeline.spread(host, which)
     trial = _Trial(summed, mechanism, params, frozen, buckets, adapting)
     reference = mechanism.clipped_grad(loss_fn, strategy="vmap", trainable=trainable)
@@ -112,7 +112,7 @@ def check_sum(
         low = is_low(reference, join(params, frozen), one)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
     check = _Check(trial, which, each, mechanism.clip.sensitivity, tolerance)
-    plain = functools.partial(mechanism.summed(reference), None)
+    plain = functools.partial(mechanism.sum_fn(reference), None)
     zeros = jax.eval_shape(mechanism.zero_sum, params)
     check.alone = _OneDevice.made(plain, zeros, params, frozen, pipeline.mesh)
     check.go()
