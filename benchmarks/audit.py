@@ -184,14 +184,14 @@ TIGHTNESS: dict[str, Callable[[], Trials]] = {
 @contextlib.contextmanager
 def _wrong_sum(change: Callable[..., Any]) -> Iterator[None]:
     """The clipped sum of central mechanisms, changed: ``change(real, loss, rule, options)``."""
-    from dpfl_jax.mechanisms import local_steps
+    from dpfl_jax.mechanisms import user_update
 
-    real = local_steps.clipped_grad
+    real = user_update.clipped_grad
 
     def wrong(loss: Any, *, rule: Any, **options: Any) -> Any:
         return change(real, loss, rule, options)
 
-    with mock.patch.object(local_steps, "clipped_grad", wrong):
+    with mock.patch.object(user_update, "clipped_grad", wrong):
         yield
 
 
