@@ -29,7 +29,14 @@ from dpfl_jax.accounting import (
     epsilon,
     statement,
 )
-from dpfl_jax.accounting.cells import Everyone, NoisedSums, OnePass, Sensitivity, TwoStagePoisson
+from dpfl_jax.accounting.cells import (
+    AveragedUnits,
+    Everyone,
+    NoisedSums,
+    OnePass,
+    Sensitivity,
+    TwoStagePoisson,
+)
 from dpfl_jax.audit import audit
 from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.clipping import Flat
@@ -101,6 +108,10 @@ PRIVATE = [name for name in CASES if name != "none"]
 BUDGETS = ("individual", "individual_els")
 # What silos and ISRL look up: cells, a statement of theirs, and simulated runs.
 SILOS = {
+    "hi_grad_avg": (
+        NoisedSums(Poisson(0.2), 1.0, 8, 1, contribution=AveragedUnits(4)),
+        "hi_grad_avg",
+    ),
     "user_ldp": (NoisedSums(Everyone(), 1.0, 8, 1, contribution=Sensitivity(2)), "user_ldp"),
     "rpdp": (NoisedSums(TwoStagePoisson(0.2, 0.7, 4), 1.0, 8, 1), "rpdp, smallest budget"),
     "isrl": (NoisedSums(Poisson(0.2), 1.0, 8, 50, relation=REPLACE), "isrl"),
@@ -189,7 +200,7 @@ def test_a_privacy_unit_moves_the_sum_by_no_more_than_is_stated(name, devices):
     """All that it has in a draw is left out, and has other data, on the layout that runs."""
     mechanism = plan_of(name).mechanism
     contribution = mechanism.participation.contribution
-    units = 1 if contribution is None else contribution.units
+    units = 1 if contribution is None else contribution.max_units
     mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
     summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss_fn, mesh))
     group = (
@@ -271,7 +282,7 @@ def test_who_is_drawn_is_what_is_accounted(name):
     plan, keys, steps = plan_of(name), 60, 12
     scheme = plan.calibrated.scheme
     contribution = plan.mechanism.participation.contribution
-    most = 1 if contribution is None else contribution.units
+    most = 1 if contribution is None else contribution.max_units
     counts, sampler = drawn_of(name, keys, steps)
     assert counts.max() == most
     if isinstance(scheme, TruncatedPoisson):

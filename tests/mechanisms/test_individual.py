@@ -63,7 +63,7 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
     assert 3.99 < whole.guarantee().epsilon <= 4.0
     # An order that is given is kept, and paid for.
     odd = individual(**given, renyi_order=20.0).calibrate(population, 60, **target)
-    assert odd.mechanism.budget.order == 20.0
+    assert odd.mechanism.budget.renyi_order == 20.0
     assert odd.noise_multiplier > planned.noise_multiplier
     assert 3.99 < odd.guarantee().epsilon <= 4.0
 
@@ -74,7 +74,7 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
         ({"least_steps": 60}, "nobody would ever leave: set it lower, or let"),
         ({"refresh": 0}, "mechanism.refresh is 0, but it must be at least 1"),
         ({"clipping": "per_layer"}, "mechanism.clipping is per_layer, but a user's own bound"),
-        ({"order": 1.0}, "leave it out, and the best is taken"),
+        ({"renyi_order": 1.0}, "leave it out, and the best is taken"),
         ({"noise_multiplier": 0.0}, "without noise nobody can pay for a step"),
     ],
 )

@@ -4,8 +4,9 @@ Their options are those of the parts (``participation``, clip rules, noise) unde
 In the pseudo-code q is ``sampling_prob``, or by default batch_size / (the silo's records), and B is
 the expected size of a draw, the divisor.
 
-Sources: "text A" is Marathe et al., "Subject Granular Differential Privacy in Federated Learning";
-"text B" is "Subject Level Differential Privacy with Hierarchical Gradient Averaging".
+Sources: "text A" is Marathe et al., "Subject Granular Differential Privacy in Federated Learning"
+(2022, arXiv 2206.03617); "text B" is "Subject Level Differential Privacy with Hierarchical
+Gradient Averaging".
 """
 
 from __future__ import annotations
