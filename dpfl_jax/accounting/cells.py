@@ -74,7 +74,7 @@ class SeveralUnits:
     """Several of the units that are drawn, each of which moves the sum by C at most.
 
     Attributes:
-      max_units: K.
+      max_units: L.
       per_step_cap: Z, most of these in one step; None: all.
     """
 
@@ -87,7 +87,7 @@ class AveragedUnits:
     """Several of the units that are drawn, whose average in a step moves the sum by C at most.
 
     Attributes:
-      max_units: K.
+      max_units: L.
     """
 
     max_units: int

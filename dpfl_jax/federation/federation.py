@@ -90,7 +90,7 @@ class Federation:
     Attributes:
       silos: one plan per silo of the data; a silo without records takes no part.
       rounds: R.
-      max_silos_per_subject: H, most silos in which one subject has records. An assumption that no
+      max_silos_per_subject: J, most silos in which one subject has records. An assumption that no
         silo can check alone.
       cohort: how the silos of a round are drawn, which is visible; None: all take part.
     """

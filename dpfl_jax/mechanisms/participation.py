@@ -438,11 +438,11 @@ class OwnerSets(_SeveralExamples):
     Source: bounding as in Ganesh et al. 2025 (arXiv 2503.03622).
 
     A set is what the same people wrote together: a conversation, the papers of some co-authors.
-    Emptying all records of one user empties every record of at most K = sets_per_user sets, and
-    touches no other: what is accounted is ELS of K examples, with sets for examples.
+    Emptying all records of one user empties every record of at most L = sets_per_user sets, and
+    touches no other: what is accounted is ELS of L examples, with sets for examples.
 
     Attributes:
-      sets_per_user: K, most sets of one user that are used in the whole run.
+      sets_per_user: L, most sets of one user that are used in the whole run.
     """
 
     sets_per_user: int

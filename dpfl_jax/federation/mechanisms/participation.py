@@ -100,7 +100,7 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
     @property
     @abc.abstractmethod
     def max_records_per_subject(self) -> int:
-        """K, most records of a subject in the silo; enforced on the data before the run; public."""
+        """L, most records of a subject in the silo; enforced on the data before the run; public."""
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     @abc.abstractmethod
     def at_sampling_prob(self: Self, sampling_prob: float, cap: int | None = None) -> Self:
-        """A copy that draws each unit with this probability, and takes ``cap`` for K."""
+        """A copy that draws each unit with this probability, and takes ``cap`` for L."""
 
     @abc.abstractmethod
     def scheme_of(self, facts: SiloFacts, protected: str) -> Any:
@@ -210,7 +210,7 @@ class _AtOneRate(SiloParticipation, abc.ABC, kinds=SILO_PARTICIPATIONS):
     Attributes:
       batch_size: expected records per local step; give this or ``sampling_prob``.
       sampling_prob: q, probability of each unit in each local step.
-      max_records_per_subject: K, most records of a subject in this silo. Enforced on the data
+      max_records_per_subject: L, most records of a subject in this silo. Enforced on the data
         before the run; public.
     """
 
@@ -328,7 +328,7 @@ class Records(_AtOneRate):
         return self.max_records_per_subject if self.average == "average_then_clip" else None
 
     def contribution(self, protected: str) -> Contribution | None:
-        """A subject has K records, at most ``batch_cap`` of them in a batch, or their average."""
+        """A subject has L records, at most ``batch_cap`` of them in a batch, or their average."""
         if protected == self.protected == "record":
             # proof: local-item-event-1
             return None

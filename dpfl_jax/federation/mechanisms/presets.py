@@ -36,7 +36,7 @@ class SiloOptions(TypedDict, total=False):
     Attributes:
       batch_size: expected records per local step; give this or ``sampling_prob``.
       sampling_prob: q, probability of each unit in each local step.
-      max_records_per_subject: K, most records of a subject in a silo.
+      max_records_per_subject: L, most records of a subject in a silo.
       clip_norm: C, the largest norm of one unit's gradient.
       arithmetic: of the noise, ``"exact"`` or ``"float"``.
     """
@@ -95,8 +95,8 @@ def local_group(*, batch_cap: int | None = None, **common: Unpack[SiloOptions]) 
     Departures. The paper picks sigma anew for each batch, for groups of Z = the largest number of
     records of one subject in that batch, with the amplification of one record. That is not private
     (the scale of the noise is a statistic of the private batch) and Z is not the number of records
-    by which neighbours differ. Here sigma is one constant, for a subject of up to K records in the
-    silo, accounted by the mixture of Gaussians with Binomial(K, q) shifts; ``batch_cap`` is the
+    by which neighbours differ. Here sigma is one constant, for a subject of up to L records in the
+    silo, accounted by the mixture of Gaussians with Binomial(L, q) shifts; ``batch_cap`` is the
     honest form of Z: at most that many records of a subject stay in a batch.
     """
     return _mechanism(functools.partial(Records, batch_cap=batch_cap), **common)
@@ -121,7 +121,7 @@ def hi_grad_avg(
     Departures. Sampling is Poisson: with batches of a fixed size a subject's records displace
     others' and the sensitivity is not C. The divisor is the constant B: the number of distinct
     subjects (text A's choice) can be read off the size of the noise. A subject is in a batch with
-    probability 1 - (1-q)^K; text B accounts for q.
+    probability 1 - (1-q)^L; text B accounts for q.
     """
     return _mechanism(functools.partial(Records, average=average), **common)
 
