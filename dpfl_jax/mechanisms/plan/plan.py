@@ -337,7 +337,7 @@ class Plan:
 
         Looked at again before units are drawn, as records of a user-defined store may change.
         """
-        drawn = self.mechanism.participation.count(self.data)
+        drawn = self.mechanism.participation.population_of(self.data)
         if drawn != self.population:
             raise BadInputError(
                 f"the noise was calibrated for {self.population.description}, but these data hold "
