@@ -15,9 +15,12 @@ from dpfl_jax import matrices
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, epsilon, events
 from dpfl_jax.accounting.cells import (
     INDEPENDENT,
+    AveragedUnits,
     Contribution,
     Everyone,
     NoisedSums,
+    Sensitivity,
+    SeveralUnits,
     StrategyMatrix,
     TwoStagePoisson,
 )
@@ -25,15 +28,22 @@ from dpfl_jax.accounting.closed_forms import group, isrl, rpdp
 from dpfl_jax.sampling import schemes
 
 Values = dict[str, Any]
+_OWN = "most examples of a user (of the whole run), or records of a subject"
+_CAP = "most units (truncated Poisson), or records of a subject, in a batch"
 # By field, or keyword of a matrix: the option and its help.
 OPTIONS = {
-    "prob": ("sampling_prob", "probability of each unit in a step (at which it may be drawn)"),
+    "sampling_prob": (
+        "sampling_prob",
+        "of each unit in a step (at which it may be drawn)",
+    ),
     "period": ("period", "steps of which each unit may take part in one"),
     "size": ("batch_size", "units in every batch"),
-    "cap": ("batch_cap", "most units (truncated Poisson), or records of a subject, in a batch"),
+    "cap": ("batch_cap", _CAP),
+    "per_step_cap": ("batch_cap", _CAP),
     "participation_prob": ("participation_prob", "probability that the silo takes part in a round"),
     "local_steps": ("local_steps", "local steps in a round"),
-    "units": ("group_size", "most examples of a user (of the whole run), or records of a subject"),
+    "max_units": ("group_size", _OWN),
+    "sensitivity": ("group_size", _OWN),
     "population": ("dataset_size", "units in the data set (public)"),
     "bands": ("bands", "bands of the noise's matrix, or of its inverse, at their best"),
     "buffers": ("buffers", "buffers of the noise, at their best for these steps"),
@@ -41,9 +51,7 @@ OPTIONS = {
     "steps": ("steps", "steps (or rounds) of the whole run"),
 }
 OPTION_HELP = dict(OPTIONS.values())
-_CAPPED = functools.partial(Contribution, averaged=False)
-_IN_FULL = functools.partial(_CAPPED, cap=None)
-_AVERAGED = functools.partial(Contribution, cap=None, averaged=True)
+_ALL_IN_STEP = functools.partial(SeveralUnits, per_step_cap=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +206,7 @@ def _isrl(noise: float, v: Values, delta: float) -> dict[str, tuple[float, bool]
 
 
 def _fixed_size(sums: NoisedSums) -> DpEvent:
-    given = sums.noise_multiplier, sums.population, sums.scheme.size
+    given = sums.noise_multiplier, sums.num_units, sums.scheme.size
     return events.fixed_size(*given, sums.steps)
 
 
@@ -208,7 +216,7 @@ _SILO = "a subject has records in at most the given number of silos, which silos
 ROWS = {
     "els": Row(
         "example-level sampling, user-level guarantee (mixture of Gaussians)", "user",
-        several=_IN_FULL, drawn="example",
+        several=_ALL_IN_STEP, drawn="example",
         assumptions=("each example belongs to one user, who has at most group_size",),
     ),
     "uls": Row("user-level sampling, user-level guarantee", "user", assumptions=_ONE_USER),
@@ -231,7 +239,7 @@ ROWS = {
     "poisson": Row("plain DP-SGD, record-level guarantee", "record"),
     "gaussian": Row(
         "every unit in every step", "record", Everyone,
-        several=functools.partial(_IN_FULL, units=1),
+        several=functools.partial(Sensitivity, sensitivity=1),
     ),
     "fixed-size": Row(
         "batches of fixed size without replacement", "record", schemes.FixedSize,
@@ -247,15 +255,15 @@ ROWS = {
     ),
     "local-group-dp": Row(
         "LocalGroupDP per silo, soundly (mixture of Gaussians), and over silos", "subject",
-        several=_CAPPED, drawn="record", trust="silo-local", assumptions=(_SILO,),
+        several=SeveralUnits, drawn="record", trust="silo-local", assumptions=(_SILO,),
     ),
     "hi-grad-avg-dp": Row(
         "HiGradAvgDP per silo, and over silos", "subject",
-        several=_AVERAGED, drawn="record", trust="silo-local", assumptions=(_SILO,),
+        several=AveragedUnits, drawn="record", trust="silo-local", assumptions=(_SILO,),
     ),
     "user-ldp": Row(
         "UserLDP: one clipped gradient of the whole batch per step (sensitivity 2C)", "subject",
-        Everyone, several=functools.partial(_IN_FULL, units=2), trust="silo-local",
+        Everyone, several=functools.partial(Sensitivity, sensitivity=2), trust="silo-local",
         assumptions=(_SILO,),
     ),
     "isrl-dp": Row(
@@ -265,7 +273,7 @@ ROWS = {
     ),
     "shuffled": Row(
         "batches cut from shuffled passes: no amplification; steps are passes", "user", Everyone,
-        several=_IN_FULL, adjacency="zero-out",
+        several=Sensitivity, adjacency="zero-out",
         assumptions=("a user's slots stay in place, with zero gradients",),
     ),
 }  # fmt: skip

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
         if not found:
             raise BadInputError(
                 f"no mechanism meets epsilon {config.privacy.epsilon:g}: raise privacy.epsilon, or "
-                "lower mechanism.max_items_per_subject or federation.max_silos_per_subject"
+                "lower mechanism.max_records_per_subject or federation.max_silos_per_subject"
             )
         of_kind: dict[str, Any] = {}
         for choice in found:

@@ -188,8 +188,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.ask is not None:
         return _predict.answer(args, outlooks or {"noise": Outlook(planner, gradients)}, console)
     with console.status("calibrating noise"):
-        # Nobody takes local steps over examples that are drawn one by one.
-        alone = () if config.mechanism.takes_local_steps else None
+        # Examples that are drawn one by one make no user update.
+        alone = () if config.mechanism.clips_user_updates else None
         plan = planner.plan(budget, example_groups=alone, every=True)
     result: dict[str, Any] = {
         "status": "planned",
@@ -352,10 +352,10 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
         "so that more of a gradient is clipped away for the same noise; what that costs only runs "
         "tell (--ask variants, with fits of both)",
     ]
-    if mechanism.takes_local_steps:
+    if mechanism.clips_user_updates:
         passes = mechanism.update.passes
         notes.append(
-            f"devices take local steps in {passes} epochs over their examples: the "
+            f"a user update takes {passes} epochs over a user's examples: the "
             f"budget counts examples, and a round evaluates {budget * passes} gradients; "
             "noise is compared for updates as large as one step on the mean gradient"
         )
@@ -365,7 +365,7 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
 def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
+    from dpfl_jax.planning.candidates import CANDIDATES, plain
     from dpfl_jax.planning.costs import in_order
 
     lossy = ["loss", "90 % band"] if "prediction" in result else []
@@ -449,7 +449,7 @@ def _memory_words(option: dict[str, Any]) -> tuple[str, str]:
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
     from dpfl_jax.config.load import load_config, write_config
-    from dpfl_jax.mechanisms.candidates import at_budget
+    from dpfl_jax.planning.candidates import at_budget
 
     base: Any = load_config(args.config, args.overrides, args.allow_code)
     budget = cell["size"] * cell["gradients"]

@@ -45,7 +45,7 @@ in a sentence; 2 unreadable: no such file, no JSON, a version not known here; 1 
 """
 
 _SYSTEMS = {
-    "central": "dpfl_jax.mechanisms.central_statement",
+    "central": "dpfl_jax.training.central_statement",
     "selection": "dpfl_jax.planning.selection",
     "federated": "dpfl_jax.federation.silo_statement",
     "personal": "dpfl_jax.federation.silo_statement",

@@ -281,7 +281,7 @@ class FederationConfig(Section):
       silos_law: {m: probability} of the number of silos that answer in a round, instead of a fixed
         one.
       participation_prob: of each silo in each round, instead of a fixed number.
-      max_silos_per_subject: H; default all silos (1 if confined).
+      max_silos_per_subject: J; default all silos (1 if confined).
       local_optimizer: of the silos.
       local_state: reset at every round, or keep.
       server_optimizer: on minus the mean update; sgd with rate 1 is plain averaging.

@@ -1,6 +1,6 @@
 """What a federation costs a subject, and the noise that a target asks for.
 
-A subject's records may lie in H silos, and their losses compose (Marathe et al., "Subject Granular
+A subject's records may lie in J silos, and their losses compose (Marathe et al., "Subject Granular
 Differential Privacy in Federated Learning", Theorem 3.12: averaging hides nothing in the worst
 case). Who took part in a round is visible, so drawing silos amplifies nothing here.
 """
@@ -49,7 +49,7 @@ class _Profile:
         return cls(
             plan,
             participation.sampling_prob_of(plan.facts),
-            participation.max_items_per_subject,
+            participation.max_records_per_subject,
             plan.sigma,
             plan.local_steps,
         )

@@ -70,7 +70,7 @@ def choices(prepared: FederatedRun) -> Iterator[Choice]:
       BadInputError: the configuration has no target, or records with budgets of their own.
     """
     config = prepared.config
-    cap = config.mechanism.participation.max_items_per_subject
+    cap = config.mechanism.participation.max_records_per_subject
     if config.privacy.epsilon is None:
         raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
     if config.mechanism.participation.personal:
@@ -121,8 +121,8 @@ def _found(prepared: FederatedRun, kind: Preset, cap: int, pace: float) -> Itera
     if rounds < 1 or batch < 1 or batch > max(known.num_records for known in facts):
         return
     values = {"batch_size": batch, "clip_norm": old.clip_norm, "arithmetic": old.noise.arithmetic}
-    values["max_items_per_subject"] = old.participation.max_items_per_subject
-    values["group_size" if kind is subject_uls else "max_items_per_subject"] = cap
+    values["max_records_per_subject"] = old.participation.max_records_per_subject
+    values["group_size" if kind is subject_uls else "max_records_per_subject"] = cap
     new = config.model_copy(
         update={
             "mechanism": kind(**values),

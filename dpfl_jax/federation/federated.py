@@ -28,7 +28,7 @@ from dpfl_jax.federation.engine import Chunk, Released, make_release, mean_updat
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.rounds import Piece, RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer, ServerRule
-from dpfl_jax.mechanisms.sum_check import Sum, only, unmixed
+from dpfl_jax.mechanisms.plan.sum_check import HostSum, only, unmixed
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
@@ -365,10 +365,10 @@ def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -
             microbatches=jnp.minimum(chunk.microbatches, 1),
         )
 
-    def run(left: np.ndarray, blank: bool) -> Sum:
+    def run(left: np.ndarray, blank: bool) -> HostSum:
         changed = left_out(chunk, place(left, chunk.mask.sharding), blank)
         released, _, stats = release(params, states, changed)
-        return Sum(released.update, stats)
+        return HostSum(released.update, stats)
 
     for left in (half, ~half):
         _, wrong = unmixed(functools.partial(run, left))

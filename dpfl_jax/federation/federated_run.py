@@ -347,12 +347,12 @@ class FederatedRun(FederatedStudy):
         }
         if before - after <= _MANY * before:
             return found
-        cap = self.config.mechanism.participation.max_items_per_subject
+        cap = self.config.mechanism.participation.max_records_per_subject
         help_ = "raise it"
         if self.config.federation.partition != "natural":  # where records lie is ours to say
             help_ += ", or spread subjects over more silos"
         found["warning"] = (
-            f"mechanism.max_items_per_subject={cap} leaves out {before - after} of {before} "
+            f"mechanism.max_records_per_subject={cap} leaves out {before - after} of {before} "
             f"records ({(before - after) / before:.0%}): {help_}"
         )
         return found
@@ -462,15 +462,15 @@ def knobs(config: RunConfig, facts: Sequence[SiloFacts]) -> Iterator[Knob]:
     elif drawn.personal and drawn.expected_batch is None:
         steps = doubled(config.federation.local_steps, 1e3, 3)
         yield knob(config, "federation.local_steps", steps)
-    if (cap := own.get("max_items_per_subject")) is not None:
+    if (cap := own.get("max_records_per_subject")) is not None:
         smaller = [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap]
-        yield knob(config, f"{by_parts}.max_items_per_subject", smaller)
+        yield knob(config, f"{by_parts}.max_records_per_subject", smaller)
     if config.privacy.epsilon is not None:
         yield knob(config, "privacy.epsilon", doubled(config.privacy.epsilon, math.inf, 4))
     if isinstance(drawn, Records | WholeBatch) and mechanism.privacy_unit == "subject":
         same = {name: own[name] for name in ("batch_size", "sampling_prob")}
-        most = drawn.max_items_per_subject
-        whole = Subjects(**same, max_items_per_subject=most, group_size=most)
+        most = drawn.max_records_per_subject
+        whole = Subjects(**same, max_records_per_subject=most, group_size=most)
         uls = dataclasses.replace(mechanism, participation=whole)
         kind = whole.kind if uls.kind == "custom" else uls.kind
         changed = config.model_copy(update={"mechanism": uls})

@@ -72,7 +72,7 @@ class SiloPlan:
     def noised_sums(self, rounds: int, unit: str) -> NoisedSums:
         """What is accounted of ``rounds`` rounds for one record, or one subject."""
         drawn, facts = self.mechanism.participation, self.facts
-        scheme, of = drawn.scheme(facts, unit), drawn.contribution(unit)
+        scheme, of = drawn.scheme_of(facts, unit), drawn.contribution(unit)
         steps = self.local_steps * rounds
         return NoisedSums(scheme, self.sigma, steps, drawn.num_units(facts), contribution=of)
 
@@ -90,7 +90,7 @@ class Federation:
     Attributes:
       silos: one plan per silo of the data; a silo without records takes no part.
       rounds: R.
-      max_silos_per_subject: H, most silos in which one subject has records. An assumption that no
+      max_silos_per_subject: J, most silos in which one subject has records. An assumption that no
         silo can check alone.
       cohort: how the silos of a round are drawn, which is visible; None: all take part.
     """
@@ -239,13 +239,13 @@ class Federation:
                     f"of {plan.facts.num_subjects} subjects, but it holds {silo.num_records} of "
                     f"{silo.num_subjects}: the probabilities accounted for would not be those run"
                 )
-        caps = np.array([p.mechanism.participation.max_items_per_subject for p in self.silos])
+        caps = np.array([p.mechanism.participation.max_records_per_subject for p in self.silos])
         # proof: cap-2
         over = np.flatnonzero(data.largest_counts() > caps)
         if len(over) and self.mechanism.private:
             raise BadInputError(
-                f"silo {over[0]} holds more than max_items_per_subject={caps[over[0]]} records of "
-                "one subject: cap the data (partition.cap_per_subject) before the run"
+                f"silo {over[0]} holds more than max_records_per_subject={caps[over[0]]} records "
+                "of one subject: cap the data (partition.cap_per_subject) before the run"
             )
         most = int(data.silos_of_subjects().max(initial=0))
         # A mechanism that protects records states what a subject has, too.

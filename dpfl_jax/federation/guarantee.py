@@ -44,7 +44,7 @@ def federated_guarantee(
     if not mechanism.private:
         caveats = ("this run is not private: it is a baseline", *caveats)
     reach = federation.max_silos_per_subject
-    cap = max(p.mechanism.participation.max_items_per_subject for p in federation.silos)
+    cap = max(p.mechanism.participation.max_records_per_subject for p in federation.silos)
     unit = mechanism.privacy_unit
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if mechanism.private:

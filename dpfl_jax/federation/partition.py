@@ -179,7 +179,7 @@ def cap_per_subject(
       bool [n].
     """
     if cap < 1:
-        raise BadInputError(f"max_items_per_subject is {cap}, but it must be at least 1")
+        raise BadInputError(f"max_records_per_subject is {cap}, but it must be at least 1")
     subjects, silos = np.asarray(subjects, np.int64), np.asarray(silos, np.int64)
     if not len(subjects):
         return np.zeros(0, bool)

@@ -84,7 +84,7 @@ def capped(
         that nobody said may be.
     """
     participation = config.mechanism.participation
-    keep = cap_per_subject(subjects, silos, keys, participation.max_items_per_subject)
+    keep = cap_per_subject(subjects, silos, keys, participation.max_records_per_subject)
     if participation.personal and not keep.all():
         raise BadInputError(
             "mechanism.kind=rpdp protects records, one of a user in a silo, but users have "

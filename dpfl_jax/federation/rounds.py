@@ -89,14 +89,19 @@ class RoundBuilder:
     @functools.cached_property
     def _usual(self) -> int:
         plans = self.federation.silos
-        sizes = [plans[i].mechanism.participation.usual_size(plans[i].facts) for i in self._members]
+        sizes = [
+            plans[i].mechanism.participation.public_size_guess(plans[i].facts)
+            for i in self._members
+        ]
         return max(sizes, default=1)
 
     @functools.cached_property
     def unit_size(self) -> int | None:
         """Records in a unit, or None if a unit is a record."""
         plans = self.federation.silos
-        sizes = [plans[i].mechanism.participation.unit_size(plans[i].facts) for i in self._members]
+        sizes = [
+            plans[i].mechanism.participation.unit_records(plans[i].facts) for i in self._members
+        ]
         known = [size for size in sizes if size is not None]
         return max(known) if known else None
 
@@ -120,7 +125,10 @@ class RoundBuilder:
     def public_bytes(self) -> int:
         """No fewer than ``silo_bytes``, by public numbers alone: personal rates enter no shape."""
         plans = self.federation.silos
-        most = [plans[i].mechanism.participation.most_units(plans[i].facts) for i in self._members]
+        most = [
+            plans[i].mechanism.participation.public_size_bound(plans[i].facts)
+            for i in self._members
+        ]
         return self._bytes(max([*most, self._usual]) + self.row)
 
     def _bytes(self, units: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from dpfl_jax.accounting import Guarantee, NoiseLaw, events
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.accounting.statement import Statement, whole_number
+from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import worst_cases
 from dpfl_jax.federation.federation import Cohort, Federation, SiloPlan
@@ -27,13 +28,44 @@ from dpfl_jax.federation.isrl.privacy import (
     worst_guarantee,
 )
 from dpfl_jax.federation.mechanisms import PersonalRecords, SiloFacts, SiloMechanism
-from dpfl_jax.federation.mechanisms.presets import is_earlier, parse_known
 from dpfl_jax.federation.personal.personalise import Published, published_guarantee
 from dpfl_jax.run.public_inputs import of_the_mechanism
 from dpfl_jax.sampling import FixedSize, Poisson
+from dpfl_jax.training.central_statement import renamed
 
-# An option that there was, with the values that gave a guarantee: files say them.
+# Options that there were, with the values that gave a guarantee: files say them.
+_ONCE = {"sampling": "poisson", "denominator": "expected_batch"}
+_ONCE_KEYS = {
+    "max_items_per_subject": "max_records_per_subject",
+    "order": "average",
+    "unit": "protected",
+}
 _ONCE_OF_MESSAGES = {"arm": ("sound", "paper_closed_form")}
+
+
+def is_earlier(section: dict[str, Any]) -> bool:
+    """Whether an earlier version of this package wrote a section."""
+    return isinstance(section.get("noise"), str) or renamed(section, _ONCE_KEYS) != section
+
+
+def parse_known(section: dict[str, Any]) -> tuple[SiloMechanism, float | None]:
+    """What somebody else says a silo did, with an earlier version of this package too.
+
+    In the first of these ``arithmetic`` was ``noise``.
+
+    Args:
+      section: of the mechanism, with its noise multiplier.
+
+    Raises:
+      BadInputError: no mechanism has it.
+    """
+    section = renamed(section, _ONCE_KEYS)
+    if isinstance(section.get("noise"), str):
+        section = {k: v for k, v in section.items() if k not in _ONCE or v != _ONCE[k]}
+        section["arithmetic"] = section.pop("noise")
+    bare = {name: value for name, value in section.items() if name != "noise_multiplier"}
+    mechanism: SiloMechanism = SILOS.parse_known(bare)
+    return mechanism, section.get("noise_multiplier")
 
 
 def federated_statement(
@@ -55,7 +87,7 @@ def federated_statement(
         "rounds": rounds,
         "max_silos_per_subject": federation.max_silos_per_subject,
         "silos_per_round": cohort.size if isinstance(cohort, FixedSize) else None,
-        "participation_prob": cohort.prob if isinstance(cohort, Poisson) else None,
+        "participation_prob": cohort.sampling_prob if isinstance(cohort, Poisson) else None,
         "num_subjects": num_subjects,
         "delta": guarantee.delta,
     }
@@ -78,11 +110,11 @@ def _federated(basis: dict[str, Any]) -> Statement:
     def plan(row: dict[str, Any]) -> SiloPlan:
         mechanism, sigma = parse_known({**basis["mechanism"], **row.get("mechanism", {})})
         facts = SiloFacts(whole_number(row, "num_records"), whole_number(row, "num_subjects"))
-        subjects, cap = facts.num_subjects, mechanism.participation.max_items_per_subject
+        subjects, cap = facts.num_subjects, mechanism.participation.max_records_per_subject
         if not subjects <= facts.num_records <= cap * subjects:
             raise BadInputError(
                 f"a silo of {subjects} subjects has {subjects} to {cap * subjects} records under "
-                f"max_items_per_subject={cap}, but the file says {facts.num_records}"
+                f"max_records_per_subject={cap}, but the file says {facts.num_records}"
             )
         steps = whole_number(row, "local_steps", 1)
         return SiloPlan(mechanism, facts, steps, noise_multiplier=sigma)
@@ -214,4 +246,11 @@ def restate(basis: dict[str, Any]) -> Statement:
     made = {"federated": _federated, "personal": _personal, "isrl": _isrl}[basis["system"]](basis)
     if basis["system"] == "isrl" or not is_earlier(basis["mechanism"]):
         return made
-    return made.model_copy(update={"basis": {**made.basis, "mechanism": basis["mechanism"]}})
+    told = {**made.basis, "mechanism": basis["mechanism"]}
+    if "silos" in told:
+        rows = zip(told["silos"], basis["silos"], strict=True)
+        told["silos"] = [
+            {**now, **({"mechanism": row["mechanism"]} if "mechanism" in row else {})}
+            for now, row in rows
+        ]
+    return made.model_copy(update={"basis": told})

@@ -13,10 +13,10 @@ import jax
 
 from dpfl_jax.config import RunConfig
 from dpfl_jax.mechanisms import Mechanism
-from dpfl_jax.mechanisms.candidates import at_budget
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning.bill import Chip
+from dpfl_jax.planning.candidates import at_budget
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.fitting import algorithm_of
 from dpfl_jax.training.optimizers import make_optimizer

@@ -7,8 +7,8 @@ import functools
 from typing import Any
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.candidates import CANDIDATES, at_budget, draws_examples, plain
 from dpfl_jax.planning.bill import GPU_BYTES, Chip, expected_rows
+from dpfl_jax.planning.candidates import CANDIDATES, at_budget, draws_examples, plain
 from dpfl_jax.training import slices
 
 _COMPILED = 3  # rows of the table, from the top, that are compiled

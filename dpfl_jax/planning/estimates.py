@@ -18,8 +18,8 @@ import numpy as np
 from dpfl_jax.clipping import Trainable, clipped_grad
 from dpfl_jax.data.inspect import private_quantile
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.candidates import draws_examples
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples
+from dpfl_jax.planning.candidates import draws_examples
 from dpfl_jax.randomness import RootKey
 
 PyTree = Any

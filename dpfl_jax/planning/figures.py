@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dpfl_jax.files import save_figure
-from dpfl_jax.mechanisms.candidates import CANDIDATES, draws_examples, plain
+from dpfl_jax.planning.candidates import CANDIDATES, draws_examples, plain
 
 
 def draw_heat_map(planner: Any, plan: Any, file: pathlib.Path) -> None:

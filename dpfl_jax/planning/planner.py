@@ -9,7 +9,7 @@ gradients, so what is compared is the noise in their prefix sums, root mean squa
 of independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. The noise of
 an option is that of a step of independent noise with the same prefix sums.
 
-Which mechanisms are weighed is a table, ``mechanisms.candidates``; what one costs is its cell's.
+Which mechanisms are weighed is a table, ``planning.candidates``; what one costs is its cell's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpfl_jax.accounting.cells import NoisedSums
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.matrices import PREFIX_SUMS, Workload
 from dpfl_jax.mechanisms import NoiseStrategy, Population
-from dpfl_jax.mechanisms.candidates import CANDIDATES, at_budget, draws_examples, plain
+from dpfl_jax.planning.candidates import CANDIDATES, at_budget, draws_examples, plain
 from dpfl_jax.planning.estimates import Sensitivities, median_group_size
 
 
@@ -81,7 +81,7 @@ class Option:
     """One way to spend the budget.
 
     Attributes:
-      kind: a preset's, of ``mechanisms.candidates``.
+      kind: a preset's, of ``planning.candidates``.
       group_size: G.
       size: expected examples or users a step.
       sampling_prob: of each of these.
@@ -264,7 +264,7 @@ class Planner:
         """A candidate with so many examples, or users of up to ``group`` examples, a step.
 
         Args:
-          kind: of ``mechanisms.candidates``.
+          kind: of ``planning.candidates``.
           group: G; of drawn examples, the most of a user in the run.
           size: expected examples or users.
           epsilon: of the guarantee; None: the planner's.
@@ -353,14 +353,14 @@ class Planner:
         budget, more = size * (1 if examples else group), {} if bands is None else {"bands": bands}
         made = at_budget(None, kind, budget, group, **more)
         scheme = made.participation.scheme_of(Population(self.users.num_users, units, units))
-        noise = made.noise.fit(self.steps, scheme.separation, self.workload)
+        noise = made.noise.fitted_to(self.steps, scheme.separation, self.workload)
         if noise not in self._errors:
             self._errors[noise] = noise.error(self.steps, self.workload)
         option = Option(
             kind,
             group,
             size,
-            scheme.sampling_prob,
+            scheme.draw_prob,
             math.nan,
             self.sensitivities.norm(kind, group),
             getattr(noise, "bands", 1),

@@ -29,12 +29,12 @@ from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.data import limit_store
 from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.batches import example_loss, step_arguments
-from dpfl_jax.mechanisms.candidates import at_budget, draws_examples, plain
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, place, replicated
 from dpfl_jax.noise import Noise, transformation
+from dpfl_jax.planning.candidates import at_budget, draws_examples, plain
 from dpfl_jax.planning.planner import Planner
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import read_data
@@ -146,7 +146,7 @@ class Proxy:
         how = self.config.execution.unpacked
         # Rows of few large users, not of many.
         how = how.model_copy(update={"microbatch_size": max(1, how.microbatch_size // each)})
-        population = mechanism.participation.count(self.data.train)
+        population = mechanism.participation.population_of(self.data.train)
         calibrated = mechanism.calibrate(  # its noise is not used: see _update
             population, trial.steps, noise_multiplier=1.0, delta=1e-5
         )

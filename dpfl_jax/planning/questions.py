@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
+from dpfl_jax.planning.candidates import CANDIDATES, plain
 from dpfl_jax.planning.hover import Answer
 from dpfl_jax.planning.law import Law, join_laws
 from dpfl_jax.planning.planner import Option, Planner, Users

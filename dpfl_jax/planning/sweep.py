@@ -27,7 +27,7 @@ from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.data import load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.files import check_links, within
-from dpfl_jax.mechanisms.candidates import at_budget
+from dpfl_jax.planning.candidates import at_budget
 from dpfl_jax.run.directory import finished_report, write_atomically
 
 # Short names of the axes of a compute-budget study; any other key of a configuration works too.

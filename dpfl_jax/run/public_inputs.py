@@ -28,7 +28,7 @@ _BOUNDS = {
     "clip_norm": "clip norm: {:g}",
     "group_size": "group size: {} examples of a user",
     "sets_per_user": "group size: {} sets of owners of a user",
-    "max_items_per_subject": "group size: {} records of a subject in a silo",
+    "max_records_per_subject": "group size: {} records of a subject in a silo",
 }
 
 

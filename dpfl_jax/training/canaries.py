@@ -349,10 +349,10 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
             f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
             "has no sampling scheme; remove the section audit, or use els or uls"
         )
-    if mechanism.takes_local_steps:
+    if mechanism.clips_user_updates:
         raise BadInputError(
-            "canaries have designed gradients, but users who take local steps "
-            "(mechanism.local_learning_rate) have none: remove the section audit; dpfl audit "
+            "canaries have designed gradients, but user updates "
+            "(mechanism.user_learning_rate) have none: remove the section audit; dpfl audit "
             "--simulate attacks the mechanism"
         )
     if mechanism.budget is not None:

@@ -303,7 +303,7 @@ class CentralRun(Run):
         """What another mechanism would sample from."""
         if self.data is None:
             return _declared_population(self.config, other)
-        return other.participation.count(other.bounded(self.train))
+        return other.participation.population_of(other.bounded(self.train))
 
     @property
     def bounding(self) -> Bounding | None:
@@ -385,7 +385,7 @@ class CentralRun(Run):
             else pretraining.steps * pretraining.batch_size * config.data.seq_len,
             # The reference of pairs is evaluated, too.
             "training_flops": (8.0 if is_dpo else 6.0) * self.model.num_params * computed,
-            "sampling_prob": self.calibrated.scheme.sampling_prob,
+            "sampling_prob": self.calibrated.scheme.draw_prob,
             "noise_multiplier": self.calibrated.noise_multiplier,
             "noise_on_mean": self.calibrated.noise_stddev / mechanism.participation.divisor,
         }
@@ -457,7 +457,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     data, model = read_data(config, console, load)
     data = dataclasses.replace(data, train=mechanism.bounded(data.train))
-    population = mechanism.participation.count(data.train)
+    population = mechanism.participation.population_of(data.train)
     with console.status("calibrating noise"):
         calibrated = calibrate(config, population, optimizer)
     held_out: Store | None = grouped_by_owner_set(getattr(data, config.eval.split))

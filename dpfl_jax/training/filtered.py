@@ -20,9 +20,9 @@ from dpfl_jax.accounting.renyi_filter import LEVELS, RenyiFilter, bounds, levels
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import csv_text
-from dpfl_jax.mechanisms.batches import units_of
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import unit_norms
+from dpfl_jax.mechanisms.plan.batches import units_of
+from dpfl_jax.mechanisms.plan.sums import unit_norms
 from dpfl_jax.mesh import place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import RunResult, StepOutput
@@ -127,7 +127,7 @@ class Filtered(Central):
         self.bounds = bounds(mechanism.clip_norm)
         self.users, self.every = self.plan.population.num_users, mechanism.budget.refresh
         offsets = np.asarray(self.data.user_offsets)
-        self.parts: np.ndarray = mechanism.participation.units_of_users(offsets)
+        self.parts: np.ndarray = mechanism.participation.unit_counts(offsets)
 
     def terms(self) -> Terms:
         """As every run's; and what bounds are computed with, whose rounding could move a level."""

@@ -451,7 +451,7 @@ def _explain(
 ) -> str:
     import jax
 
-    from dpfl_jax.mechanisms.sums import in_pieces
+    from dpfl_jax.mechanisms.plan.sums import in_pieces
 
     pieces = in_pieces(mechanism, mesh, **cut)
     bounded = mechanism.clipped_grad(model.loss, **options, **pieces)

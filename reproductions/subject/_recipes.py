@@ -231,7 +231,7 @@ def _paper(
     mechanism: Any, prob: float, recipe: Recipe, steps: int, epsilon: float, delta: float
 ) -> tuple[float, ...]:
     """One silo's noise multiplier by the paper; for LocalGroupDP one of each Z."""
-    cap = mechanism.participation.max_items_per_subject
+    cap = mechanism.participation.max_records_per_subject
     if mechanism.kind == "local_group":
         largest = min(cap, int(stats.binom.isf(1e-12, cap, prob)) + 1) if prob < 1 else cap
         return tuple(
@@ -280,7 +280,7 @@ def _at_usual(federation: Federation, tables: tuple[tuple[float, ...], ...]) -> 
 
 def usual_group(plan: SiloPlan, draws: int = 100) -> int:
     """Most frequent Z in simulated batches of a silo whose subjects all have K records."""
-    cap, records = plan.mechanism.participation.max_items_per_subject, plan.facts.num_records
+    cap, records = plan.mechanism.participation.max_records_per_subject, plan.facts.num_records
     offsets = np.arange(0, max(records // cap, 1) * cap + 1, cap)
     silo = Silo(0, 0, offsets.astype(np.int64))
     prob = plan.mechanism.participation.sampling_prob_of(plan.facts)

@@ -150,11 +150,11 @@ def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int
             "max_users": round(subjects / 0.8),
         }
         raw["federation"]["silos"] = 16
-        raw["mechanism"] |= {"batch_size": 256, "max_items_per_subject": 16}
+        raw["mechanism"] |= {"batch_size": 256, "max_records_per_subject": 16}
         return raw, "MNIST; 16 silos; writers are synthetic: 145 images of mixed labels each"
     raw["data"] = {"source": "digits", "records_per_user": 15}
     raw["federation"]["silos"] = 4
-    raw["mechanism"] |= {"batch_size": 64, "max_items_per_subject": 6}
+    raw["mechanism"] |= {"batch_size": 64, "max_records_per_subject": 6}
     return raw, (
         "DPFL_DATA_DIR holds no mnist: scikit-learn's 1,797 digits stand in, 4 silos, synthetic "
         "writers of 15 images; orders of accuracies may differ at this size"
@@ -163,7 +163,7 @@ def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int
 
 def confined(raw: dict[str, Any]) -> dict[str, Any]:
     """As many records of as many kinds, but people of K records each, all in one silo (H = 1)."""
-    cap, data = raw["mechanism"]["max_items_per_subject"], dict(raw["data"])
+    cap, data = raw["mechanism"]["max_records_per_subject"], dict(raw["data"])
     if "max_users" in data:
         data["max_users"] = data["max_users"] * data["records_per_user"] // cap
     data["records_per_user"] = cap

@@ -605,7 +605,11 @@ def central_config(kind, **mechanism):
 
 def federated_config(kind, **mechanism):
     made = copy.deepcopy(SILOS["federated"])
-    made["mechanism"] = {"kind": kind, "sampling_prob": 0.2, "max_items_per_subject": 3} | mechanism
+    made["mechanism"] = {
+        "kind": kind,
+        "sampling_prob": 0.2,
+        "max_records_per_subject": 3,
+    } | mechanism
     made["federation"] |= {"silos": 3, "rounds": 2}
     return made
 

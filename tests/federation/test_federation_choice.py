@@ -17,7 +17,7 @@ CONFIG = {
     "data": {"source": "digits", "records_per_user": 6},
     "federation": {"silos": 4, "rounds": 8, "local_steps": 2},
     "model": {"kind": "mlp", "options": {"hidden": [8]}},
-    "mechanism": {"kind": "hi_grad_avg", "batch_size": 30, "max_items_per_subject": 2},
+    "mechanism": {"kind": "hi_grad_avg", "batch_size": 30, "max_records_per_subject": 2},
     "privacy": {"epsilon": 8.0, "delta": 1e-4},
 }
 QUIET = Console(quiet=True)

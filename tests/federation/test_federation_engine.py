@@ -128,7 +128,7 @@ def test_noise_alone_has_the_stddev_of_every_silo():
     data = make_data()
     plans = tuple(
         SiloPlan(
-            local_item(batch_size=10, max_items_per_subject=3, clip_norm=0.5),
+            local_item(batch_size=10, max_records_per_subject=3, clip_norm=0.5),
             SiloFacts.of(silo),
             1,
             noise_multiplier=s,
@@ -210,7 +210,7 @@ def test_cohorts_are_drawn_by_round_and_empty_ones_are_rounds():
 def test_a_plan_that_the_data_do_not_keep_is_refused():
     data = make_data(cap=3, how="uniform")
     with pytest.raises(BadInputError, match="cap the data"):
-        make_federation(data, MECHANISMS["hi_grad_avg"], max_items_per_subject=2).check(data)
+        make_federation(data, MECHANISMS["hi_grad_avg"], max_records_per_subject=2).check(data)
     federation = make_federation(data, MECHANISMS["hi_grad_avg"])
     federation.check(data)
     with pytest.raises(BadInputError, match="max_silos_per_subject"):

@@ -24,7 +24,7 @@ from dpfl_jax.randomness import RootKey
 
 pytest.importorskip("sklearn")
 QUIET = Console(quiet=True)
-RPDP = {"kind": "rpdp", "max_items_per_subject": 1}
+RPDP = {"kind": "rpdp", "max_records_per_subject": 1}
 
 
 def config(**sections):
@@ -173,7 +173,7 @@ def test_a_drawn_budget_depends_on_its_record_alone():
             {"mechanism": {"sampling_prob": 0.1}},
             "unknown key 'mechanism.sampling_prob' of kind=rpdp",
         ),
-        ({"mechanism": {"max_items_per_subject": 2}}, "rpdp protects records"),
+        ({"mechanism": {"max_records_per_subject": 2}}, "rpdp protects records"),
         ({"federation": {"participation_prob": 0.5, "silos_per_round": 2}}, "keep one"),
     ],
 )

@@ -104,7 +104,7 @@ def lower_bound(parts):
 def check(make, sizes, steps, batch, cap, rounds, reach, target, mode=None, cohort=None):
     plans = tuple(
         SiloPlan(
-            make(batch_size=batch, max_items_per_subject=cap),
+            make(batch_size=batch, max_records_per_subject=cap),
             SiloFacts(size, max(size // 2, 1)),
             step,
         )

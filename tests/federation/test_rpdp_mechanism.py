@@ -69,7 +69,7 @@ def make_config(
             "federation": section,
             "mechanism": {
                 "kind": "rpdp",
-                "max_items_per_subject": 1,
+                "max_records_per_subject": 1,
                 "clip_norm": 0.7,
             },
             "privacy": {
@@ -439,8 +439,8 @@ def test_mechanism_refuses_what_it_cannot_keep():
         data.with_rates(np.full(10, 0.5))
     with pytest.raises(BadInputError, match="expected_batch"):
         rpdp(expected_batch=0.0)
-    with pytest.raises(BadInputError, match="max_items_per_subject to 1"):
-        rpdp(max_items_per_subject=2)
+    with pytest.raises(BadInputError, match="max_records_per_subject to 1"):
+        rpdp(max_records_per_subject=2)
     with pytest.raises(BadInputError, match="rounds to stay"):
         data.with_rates(np.full(20, 0.5), np.array([1, 2]))
     bare = dataclasses.replace(data, rates=None)

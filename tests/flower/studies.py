@@ -37,7 +37,7 @@ FEDERATED = {
     },
     "model": {"kind": "mlp", "options": {"hidden": [4]}},
     "mechanism": {
-        "kind": "hi_grad_avg", "sampling_prob": 0.4, "max_items_per_subject": 2, "clip_norm": 1.0,
+        "kind": "hi_grad_avg", "sampling_prob": 0.4, "max_records_per_subject": 2, "clip_norm": 1.0,
     },
     "privacy": {"epsilon": 8.0, "delta": 1e-3},
     "train": {"checkpoint_every": 1},

@@ -94,7 +94,7 @@ STAYS = {
     },
     "model": {"kind": "linear"},
     "mechanism": {
-        "kind": "subject_uls", "group_size": 2, "sampling_prob": 0.3, "max_items_per_subject": 3,
+        "kind": "subject_uls", "group_size": 2, "sampling_prob": 0.3, "max_records_per_subject": 3,
     },
     "privacy": {"epsilon": 6.0, "delta": 1e-3},
     "train": {"checkpoint_every": 1},

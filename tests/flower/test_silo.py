@@ -511,7 +511,7 @@ def test_what_a_stranger_sends_fills_no_log_and_moves_no_cursor(made):
 def local_item(folder, data=None, **federation):
     """A silo whose records are its mechanism's unit."""
     mechanism = {
-        "kind": "local_item", "sampling_prob": 0.4, "max_items_per_subject": 5, "clip_norm": 1.0
+        "kind": "local_item", "sampling_prob": 0.4, "max_records_per_subject": 5, "clip_norm": 1.0
     }  # fmt: skip
     policy = {**POLICY, "mechanisms": ["local_item"]}
     raw = study(mechanism=mechanism, federation=federation, data=data or {})
@@ -594,7 +594,7 @@ def test_sizes_that_are_none_are_refused(made, size):
 @pytest.mark.parametrize("isrl", [False, True])
 def test_sizes_said_of_others_take_no_memory_without_bound(tmp_path, isrl):
     policy = {**POLICY, "unit": "record", "mechanisms": ["minibatch_sgd", "local_item"]}
-    mechanism = {"kind": "local_item", "sampling_prob": 0.4, "max_items_per_subject": 5}
+    mechanism = {"kind": "local_item", "sampling_prob": 0.4, "max_records_per_subject": 5}
     raw = study(ISRL) if isrl else study(mechanism=mechanism)
     silo = Silo(make_silos(tmp_path, raw, policy)["bern"])
 

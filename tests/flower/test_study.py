@@ -42,11 +42,11 @@ RPDP = {
 KINDS = {
     "hi_grad_avg": {},
     "local_group": {
-        "mechanism": {"kind": "local_group", "batch_size": 8, "max_items_per_subject": 2},
+        "mechanism": {"kind": "local_group", "batch_size": 8, "max_records_per_subject": 2},
         "federation": {"weights": [1.0, 2.0, 0.7], "max_silos_per_subject": 2},
     },
     "user_ldp": {
-        "mechanism": {"kind": "user_ldp", "sampling_prob": 0.3, "max_items_per_subject": 3},
+        "mechanism": {"kind": "user_ldp", "sampling_prob": 0.3, "max_records_per_subject": 3},
         "execution": {"microbatch_size": 2},
     },
     "subject_uls": {

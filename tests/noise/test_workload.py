@@ -15,14 +15,14 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.matrices import (
     PREFIX_SUMS,
     Workload,
+    banded_strategy,
     buffered_column,
     buffered_error,
     buffered_strategy,
-    inverse_column,
+    inverse_bound,
     inverse_error,
     inverse_strategy,
     prefix_error,
-    strategy,
 )
 from dpfl_jax.noise import workload_of
 from dpfl_jax.training.optimizers import build_optimizer
@@ -107,7 +107,7 @@ def test_what_cannot_be_tried_is_one_sentence():
     with pytest.raises(BadInputError, match="cannot be tried on one number"):
         workload_of(picky, 5)
     with pytest.raises(BadInputError, match="rates of 5 steps, but the plan has 6"):
-        strategy(2, 6, workload_of(sgd("linear", 5), 5))
+        banded_strategy(2, 6, workload_of(sgd("linear", 5), 5))
 
 
 def test_columns_of_a_search_are_all_of_short_runs_and_near_all_of_long_ones():
@@ -141,9 +141,9 @@ def test_gradients_are_those_of_finite_differences(name, monkeypatch):
 
     own = optimize.minimize
     monkeypatch.setattr(optimize, "minimize", minimize)
-    for search in (strategy, inverse_strategy, buffered_strategy):
+    for search in (banded_strategy, inverse_strategy, buffered_strategy):
         search.cache_clear()
-    strategy(5, 60, workload)
+    banded_strategy(5, 60, workload)
     inverse_strategy(4, 60, 10, workload)
     buffered_strategy(2, 60, 10, workload)
     assert len(looked) >= 7
@@ -160,7 +160,7 @@ def qualities(steps, workload):
     separation, found = max(2, steps // 20), {}
     for kind, search, column, error in (
         ("blt", buffered_strategy, buffered_column, buffered_error),
-        ("banded_inverse", inverse_strategy, inverse_column, inverse_error),
+        ("banded_inverse", inverse_strategy, inverse_bound, inverse_error),
     ):
         count = 2 if kind == "blt" else 3
         both = [search(count, steps, separation, w) for w in (PREFIX_SUMS, workload)]
@@ -169,7 +169,7 @@ def qualities(steps, workload):
             for x in both
         ]
     for bands in (4, 16):
-        both = [strategy(bands, steps, w) for w in (PREFIX_SUMS, workload)]
+        both = [banded_strategy(bands, steps, w) for w in (PREFIX_SUMS, workload)]
         found[f"bandmf, {bands}"] = [
             prefix_error(c, steps, workload) * np.linalg.norm(c) for c in both
         ]
@@ -207,7 +207,7 @@ def test_errors_of_momentum_are_jax_privacy_s(steps, bands):
     toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
     memory = 0.9 ** np.arange(steps)
     workload = Workload(tuple(memory.tolist()))
-    column = strategy(bands, steps, workload)
+    column = banded_strategy(bands, steps, workload)
     with jax.enable_x64(True):
         sums = jnp.cumsum(jnp.asarray(memory))
 
@@ -237,7 +237,7 @@ def test_columns_made_for_an_optimiser_are_such_as_turns_are_accounted_by(name):
         workload = workload_of(sgd(name, steps), steps)
         for column in (
             buffered_column(buffered_strategy(2, steps, separation, workload), steps),
-            inverse_column(inverse_strategy(4, steps, separation, workload), steps),
+            inverse_bound(inverse_strategy(4, steps, separation, workload), steps),
         ):
             assert (column >= 0).all()
             assert (np.diff(column) <= 0).all()

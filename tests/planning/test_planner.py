@@ -13,7 +13,7 @@ from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.matrices import buffered_error, inverse_error, prefix_error, strategy
+from dpfl_jax.matrices import banded_strategy, buffered_error, inverse_error, prefix_error
 from dpfl_jax.mechanisms import Population, allocation, banded_inverse, bandmf, blt
 from dpfl_jax.planning import (
     Planner,
@@ -48,7 +48,7 @@ def test_the_winners_of_ten_budgets_are_those_of_an_exhaustive_search():
     found, kinds = {}, set()
 
     def exact(option, bands):
-        column = strategy(bands, p.steps)
+        column = banded_strategy(bands, p.steps)
         size, prob = option.group_size, option.sampling_prob * bands / option.bands
 
         def event(sigma):
@@ -71,7 +71,9 @@ def test_the_winners_of_ten_budgets_are_those_of_an_exhaustive_search():
         most = min(32, int(1 / option.sampling_prob * option.bands))
         powers = [2**k for k in range(1 if option.kind == "els" else most.bit_length())]
         scale = option.sensitivity / option.size
-        return [scale * exact(option, b) * prefix_error(strategy(b, 1000), 1000) for b in powers]
+        return [
+            scale * exact(option, b) * prefix_error(banded_strategy(b, 1000), 1000) for b in powers
+        ]
 
     for budget in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
         plan = p.plan(budget, every=True)
@@ -103,7 +105,7 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
         delta=1e-6, steps=64,
     )  # fmt: skip
     option = p.option("bandmf", 4, 16)
-    column = strategy(option.bands, 64)
+    column = banded_strategy(option.bands, 64)
     matrix = sum(np.diag(np.full(64 - i, c), -i) for i, c in enumerate(column))
     left = np.linalg.norm(np.tril(np.ones((64, 64))) @ np.linalg.inv(matrix)) / 8
     alone = np.linalg.norm(np.tril(np.ones((64, 64)))) / 8
@@ -114,7 +116,7 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
     def noise(bands):
         made = bandmf(group_size=4, cohort_size=16, bands=bands)
         made = made.calibrate(Population(1024, 4096, 1024), 64, epsilon=2.0, delta=1e-6)
-        return made.noise_multiplier * prefix_error(made.mechanism.noise.column, 64) / 16
+        return made.noise_multiplier * prefix_error(made.mechanism.noise.chosen, 64) / 16
 
     found = {bands: noise(bands) for bands in (1, 2, 4, 8, 16, 32)}
     assert option.noise == pytest.approx(found[option.bands], rel=1e-5)

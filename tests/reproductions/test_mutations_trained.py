@@ -301,7 +301,7 @@ def test_the_sampling_fraction_of_records_for_roles(tmp_path, monkeypatch):
     (tmp_path / "shakespeare_plays").mkdir()
 
     def train(settings, raw, run, seeds):
-        cap = raw["mechanism"]["max_items_per_subject"]
+        cap = raw["mechanism"]["max_records_per_subject"]
         variant = {"paper_a": "A", "paper_b": "B"}.get(run.recipe, "exact")
         sigma = 0.7  # noise at these fractions grows with them
         if run.kind == "hi_grad_avg":

@@ -148,13 +148,13 @@ def test_what_cannot_be_shown_is_refused_before_training(
 
 
 def test_beside_users_with_budgets_of_their_own_nobody_leaves():
-    """Users who take local steps: updates are clipped as in the private run, and not noised."""
+    """User updates are clipped as in the private run, and not noised."""
     users = [(f"u{i}", {"x": np.full((1, 3), i, "f4")}) for i in range(4)]
 
     def loss(params, example):
         return 0.5 * ((example["x"] - params["w"]) ** 2).sum()
 
-    mechanism = dpfl.individual(group_size=1, cohort_size=4, clip_norm=9.0, local_learning_rate=0.5)
+    mechanism = dpfl.individual(group_size=1, cohort_size=4, clip_norm=9.0, user_learning_rate=0.5)
     plan = mechanism.plan(
         dpfl.ArrayStore.from_users(users), steps=6, noise_multiplier=1.0, delta=1e-3
     )

@@ -32,7 +32,9 @@ from dpfl_jax.data.store import (
     unit_key_of,
 )
 from dpfl_jax.errors import BadInputError, expect
-from dpfl_jax.mechanisms.batches import (
+from dpfl_jax.mechanisms.calibrated import Calibrated
+from dpfl_jax.mechanisms.participation import Population
+from dpfl_jax.mechanisms.plan.batches import (
     check_packed_loss,
     check_packing,
     example_loss,
@@ -40,10 +42,8 @@ from dpfl_jax.mechanisms.batches import (
     training_pipeline,
     units_of,
 )
-from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.participation import Population
-from dpfl_jax.mechanisms.sum_check import check_sum
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches, in_pieces
+from dpfl_jax.mechanisms.plan.sum_check import check_sum
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, in_pieces
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
 from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse
@@ -222,7 +222,7 @@ class Plan:
                 "this plan splits parameters over devices (execution.mesh), which a loop of one's "
                 "own does not: use fit, or a mesh with data alone"
             )
-        shipped, random = self.shipped(loss_fn), self.random(loss_fn)
+        shipped, random = self.shipped_loss(loss_fn), self.key_argument_of(loss_fn)
         summed = jax.jit(
             clipped_sum_over_microbatches(
                 self.mechanism,
@@ -337,7 +337,7 @@ class Plan:
 
         Looked at again before units are drawn, as records of a user-defined store may change.
         """
-        drawn = self.mechanism.participation.count(self.data)
+        drawn = self.mechanism.participation.population_of(self.data)
         if drawn != self.population:
             raise BadInputError(
                 f"the noise was calibrated for {self.population.description}, but these data hold "
@@ -367,7 +367,7 @@ class Plan:
             how.packing,
         )
 
-    def shipped(self, loss_fn: LossFn) -> LossFn:
+    def shipped_loss(self, loss_fn: LossFn) -> LossFn:
         """A loss of one example as one of what the pipeline ships.
 
         Raises:
@@ -376,7 +376,7 @@ class Plan:
         check_packing(loss_fn, self.data, self.execution)
         return example_loss(loss_fn, self.data, bool(self.execution.packing))
 
-    def random(self, loss_fn: LossFn) -> str | None:
+    def key_argument_of(self, loss_fn: LossFn) -> str | None:
         """The name under which a loss takes each example's own key; None: it gets none."""
         return None if self.execution.packing else key_argument(loss_fn)
 
@@ -489,9 +489,9 @@ class Plan:
         public = bool(self._public_seeds) or (key is not None and key.public)
         if public and self.mechanism.private and PUBLIC_KEY_CAVEAT not in caveats:
             caveats = (*caveats, PUBLIC_KEY_CAVEAT)
-        return self.about(self.calibrated.guarantee(steps, caveats))
+        return self.with_public_inputs(self.calibrated.guarantee(steps, caveats))
 
-    def about(self, guarantee: accounting.Guarantee) -> accounting.Guarantee:
+    def with_public_inputs(self, guarantee: accounting.Guarantee) -> accounting.Guarantee:
         """A guarantee of this plan that names its unit's key and what it takes as public."""
         inputs = public_inputs(self.population.description, self.mechanism.bounds)
         return about(guarantee, unit_key_of(self.data), inputs)

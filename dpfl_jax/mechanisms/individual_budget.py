@@ -1,4 +1,4 @@
-"""Privacy budgets of users' own: who has spent theirs takes part no longer.
+"""Individual privacy budgets: a user who has spent theirs takes part no longer.
 
 Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2021, arXiv
 2008.11193), with users for points and Poisson sampling:
@@ -12,8 +12,8 @@ Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2
 
 A step costs a user the Renyi divergence of a Poisson-sampled Gaussian that moves by b_u (where a
 user has several units: of a mixture of these). The budget of everybody is that of `least_steps`
-steps at b = C (and a whole group of units): nobody leaves before, and who has small gradients
-leaves later or never, where without budgets the accounting ends for all at once.
+steps at b = C (and a whole group of units). So nobody leaves before that. Users with small
+gradients leave later, or never. Without such budgets the accounting ends for all at once.
 
 Departures: b_u is of the last look, not of this step, whose gradient is taken of those alone who
 are drawn: a bound that is taken when a user is drawn would tell that they were. So it is clipped
@@ -32,7 +32,7 @@ import numpy as np
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.accountant import Accountant
-from dpfl_jax.accounting.cells import Contribution
+from dpfl_jax.accounting.cells import Contribution, SeveralUnits
 from dpfl_jax.accounting.renyi import ORDERS
 from dpfl_jax.accounting.renyi_filter import RenyiFilter, best_order
 from dpfl_jax.clipping import Flat, Normalized, OwnBound
@@ -53,29 +53,29 @@ CAVEAT = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnBudget(Named, kinds=BUDGETS):
+class IndividualBudget(Named, kinds=BUDGETS):
     """A budget of each user's own, before units that are drawn by Poisson.
 
     Attributes:
       refresh: steps between two looks at everybody's gradients; each is a pass over all users.
       least_steps: steps that everybody can pay for; None: half of the run's.
-      order: Renyi order of the filter; None: the best for ``least_steps``.
+      renyi_order: of the filter; None: the best for ``least_steps``.
     """
 
     refresh: int = 20
     least_steps: int | None = None
-    order: float | None = None
+    renyi_order: float | None = None
 
-    kind: ClassVar[str] = "renyi_filter"
+    kind: ClassVar[str] = "individual"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("mechanism.refresh", self.refresh, 1, most=1 << 30)
         at_least("mechanism.least_steps", self.least_steps, 1, most=1 << 30)
-        if self.order is not None and not ORDERS[0] <= self.order <= ORDERS[-1]:
+        if self.renyi_order is not None and not ORDERS[0] <= self.renyi_order <= ORDERS[-1]:
             raise BadInputError(
-                f"mechanism.order is {self.order}, but it must be from {ORDERS[0]:g} to "
-                f"{ORDERS[-1]:g}: leave it out, and the best is taken"
+                f"mechanism.renyi_order is {self.renyi_order}, but it must be from {ORDERS[0]:g} "
+                f"to {ORDERS[-1]:g}: leave it out, and the best is taken"
             )
 
     def check(self, clip: Any) -> None:
@@ -91,15 +91,15 @@ class OwnBudget(Named, kinds=BUDGETS):
         assert isinstance(clip, (Flat, Normalized))
         return OwnBound(clip.clip_norm, isinstance(clip, Normalized))
 
-    def sampler(self, made: Any) -> Any:
+    def empty_sampler(self, made: Any) -> Any:
         """The sampler without budgets, in which every unit has left already.
 
         The run (``training.filtered``) replaces that as it learns how long each stays.
         """
         nobody = np.zeros(made.population, np.int64)
-        return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.prob, nobody))
+        return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.draw_prob, nobody))
 
-    def fit(self, steps: int) -> OwnBudget:
+    def fitted_to(self, steps: int) -> IndividualBudget:
         """With the budget of half the steps, unless it has one.
 
         Raises:
@@ -114,41 +114,40 @@ class OwnBudget(Named, kinds=BUDGETS):
             )
         return dataclasses.replace(self, least_steps=least)
 
-    def with_order(self, budget_event: Any, delta: float) -> OwnBudget:
+    def with_order(self, budget_event: Any, delta: float) -> IndividualBudget:
         """With the order at which the budget costs least, unless it has one.
 
         Args:
           budget_event: of ``least_steps`` steps.
           delta: of the guarantee.
         """
-        if self.order is not None:
+        if self.renyi_order is not None:
             return self
-        return dataclasses.replace(self, order=best_order(budget_event, delta))
+        return dataclasses.replace(self, renyi_order=best_order(budget_event, delta))
 
     def _chosen(self) -> tuple[int, float]:
-        if self.least_steps is None or self.order is None:
+        if self.least_steps is None or self.renyi_order is None:
             raise BadInputError(
-                "these budgets have no least_steps or order yet: make a plan, which chooses them "
-                "for its number of steps"
+                "these budgets have no least_steps or renyi_order yet: make a plan, which chooses "
+                "them for its number of steps"
             )
-        return self.least_steps, self.order
+        return self.least_steps, self.renyi_order
 
     def filter(self, sigma: float, scheme: Any, contribution: Contribution | None) -> RenyiFilter:
         """What a step costs each user."""
-        units = contribution.units if contribution else 1
-        return RenyiFilter.of(sigma, _poisson(scheme).sampling_prob, *self._chosen(), units)
+        of = (*self._chosen(), _max_units(contribution))
+        return RenyiFilter.of(sigma, _poisson(scheme).draw_prob, *of)
 
     def event(
         self, sigma: float, scheme: Any, contribution: Contribution | None, steps: int
     ) -> Any:
         """The filter's, once anybody can have spent a budget."""
-        given = (sigma, _poisson(scheme).sampling_prob, *self._chosen(), steps)
-        units = contribution.units if contribution else 1
-        return accounting.events.filtered(*given, group_size=units)
+        given = (sigma, _poisson(scheme).draw_prob, *self._chosen(), steps)
+        return accounting.events.individual(*given, group_size=_max_units(contribution))
 
     def accountant(self, scheme: Any) -> Accountant:
         """Which calibrates the noise of a budget."""
-        return "pld" if _poisson(scheme).sampling_prob == 1 else "rdp"
+        return "pld" if _poisson(scheme).draw_prob == 1 else "rdp"
 
     def describe(self, sampling: str, contribution: Contribution | None) -> str:
         """The sampling in words, with who leaves."""
@@ -158,8 +157,9 @@ class OwnBudget(Named, kinds=BUDGETS):
             costliest = "at the clip norm with a whole group of examples"
         return (
             f"{sampling}, {leaving} when a budget of their own is spent: that of "
-            f"{self.least_steps} steps {costliest}, at the Renyi order {self.order}; charged, "
-            f"drawn or not, at a bound that is taken of everybody every {self.refresh} steps"
+            f"{self.least_steps} steps {costliest}, at the Renyi order {self.renyi_order}; "
+            "charged, drawn or not, at a bound that is taken of everybody every "
+            f"{self.refresh} steps"
         )
 
     def accountant_description(self, contribution: Contribution | None) -> str:
@@ -172,7 +172,11 @@ class OwnBudget(Named, kinds=BUDGETS):
         )
 
 
-BUDGETS.register(OwnBudget)
+BUDGETS.register(IndividualBudget)
+
+
+def _max_units(contribution: Contribution | None) -> int:
+    return contribution.max_units if isinstance(contribution, SeveralUnits) else 1
 
 
 def _poisson(scheme: Any) -> Poisson:

@@ -13,7 +13,7 @@ from dpfl_jax.data.pipeline import Pipeline
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, uls
-from dpfl_jax.mechanisms.batches import step_arguments, training_pipeline
+from dpfl_jax.mechanisms.plan.batches import step_arguments, training_pipeline
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson, UserSampler

@@ -14,8 +14,8 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.mechanism import Mechanism
 
 # What mechanisms of all kinds take.
-_LOCAL_STEPS = ("local_learning_rate", "local_batch_size", "local_epochs")
-_COMMON = ("clip_norm", "clipping", "clip", "arithmetic", *_LOCAL_STEPS)
+_USER_UPDATE = ("user_learning_rate", "user_batch_size", "user_epochs")
+_COMMON = ("clip_norm", "clipping", "clip", "arithmetic", *_USER_UPDATE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +24,13 @@ class Candidate:
 
     Attributes:
       name: for people.
-      is_plain: whether it is Poisson sampling with independent noise: laws of loss are fitted to
-        these, and inverse questions are about them. There is one of examples and one of users.
+      is_plain: whether it is Poisson sampling with independent noise: scaling laws of the loss are
+        fitted to these, and questions (``dpfl plan --ask``) are about them. There is one of
+        examples and one of users.
       bands: numbers of bands that are tried; () if it has no bands, or its default ones.
       is_slow: whether a calibration takes seconds.
       sentence: of a winner; fields are ``period`` (steps between two of a unit), ``bands``,
-        ``noise_multiplier`` and ``error`` (of prefix sums, by independent noise's).
+        ``noise_multiplier`` and ``error`` (of prefix sums, relative to independent noise).
     """
 
     name: str

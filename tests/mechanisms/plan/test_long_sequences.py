@@ -8,7 +8,7 @@ from neighbours import removed
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, uls
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention, transformer
 

@@ -1,10 +1,13 @@
-"""What a unit gives: its gradient, or, in federated rounds, the update of some steps of its own.
+"""What is clipped of a unit: its gradient, or, in federated rounds, a *user update*.
+
+A user update is what some SGD steps on a user's own data, without noise, subtract from the
+parameters. It is clipped once. (The local steps of a silo are others: each of them is noised.)
 
 Source: McMahan, Ramage, Talwar and Zhang 2018, "Learning differentially private recurrent language
 models" (arXiv 1710.06963), Algorithm 1, DP-FedAvg; with noise that is correlated between rounds it
 is DP-FTRL as of Kairouz et al. 2021 (arXiv 2103.00039) and McMahan et al. 2024 (arXiv 2408.08868).
 
-    of a device with the examples D, at the server's parameters p:
+    UserUpdate, on a device with the examples D, at the server's parameters p:
       u = 0
       in each epoch, for each batch of D:
         u = u + learning rate * (gradient of the batch's mean loss at p - u)     # without noise
@@ -12,7 +15,7 @@ is DP-FTRL as of Kairouz et al. 2021 (arXiv 2103.00039) and McMahan et al. 2024 
 
 So a round is a step of central training in which the gradient of a user is u: the server's
 optimiser (sgd with rate 1 is federated averaging) is given it, and who takes part, the noise and
-what it costs are the mechanism's own. One local step at rate 1 is ``uls``.
+what it costs are the mechanism's own. One step at rate 1 is ``uls``.
 
 Departures: examples are those that the mechanism draws of a user, at most ``group_size``, in the
 order in which they were drawn or, of a user with fewer, stored. A device that fails is one whose
@@ -33,7 +36,7 @@ from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.config.kinds import UPDATES, Named
 from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.participation import Participation, require_positive
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
+from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_unit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,38 +89,38 @@ class Gradient(UnitUpdate):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalUpdate(UnitUpdate):
-    """How far some steps of its own move the parameters: units are devices of a federated round.
+class UserUpdate(UnitUpdate):
+    """Parameters before minus after some SGD steps on the user's own examples, without noise.
 
     Attributes:
-      local_learning_rate: of these steps.
-      local_batch_size: most examples of such a step; None: all.
-      local_epochs: passes over the unit's examples.
+      user_learning_rate: of these steps.
+      user_batch_size: most examples of such a step; None: all.
+      user_epochs: passes over the user's examples.
     """
 
-    local_learning_rate: float
-    local_batch_size: int | None = None
-    local_epochs: int = 1
+    user_learning_rate: float
+    user_batch_size: int | None = None
+    user_epochs: int = 1
 
-    kind: ClassVar[str] = "local_update"
+    kind: ClassVar[str] = "user_update"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("local_learning_rate", self.local_learning_rate)
-        at_least("local_batch_size", self.local_batch_size, 1)
-        at_least("local_epochs", self.local_epochs, 1)
+        require_positive("user_learning_rate", self.user_learning_rate)
+        at_least("user_batch_size", self.user_batch_size, 1)
+        at_least("user_epochs", self.user_epochs, 1)
 
     @property
     def passes(self) -> int:
-        """Epochs of local steps."""
-        return self.local_epochs
+        return self.user_epochs
 
     @property
     def description(self) -> str:
-        epochs = "one epoch" if self.local_epochs == 1 else f"{self.local_epochs} epochs"
-        size = self.local_batch_size
+        # `dpfl verify` compares these words with those of files that were written before.
+        epochs = "one epoch" if self.user_epochs == 1 else f"{self.user_epochs} epochs"
+        size = self.user_batch_size
         batches = "" if size is None else f" in batches of {size}"
-        return f" (for {epochs} of local steps{batches}, rate {self.local_learning_rate:g})"
+        return f" (for {epochs} of local steps{batches}, rate {self.user_learning_rate:g})"
 
     def clipped(
         self, participation: Participation, loss_fn: LossFn, rule: Rule, **options: Any
@@ -125,20 +128,20 @@ class LocalUpdate(UnitUpdate):
         pieces = [options.pop(name, None) for name in ("examples_at_once", "example_sharding")]
         if pieces != [None, None]:
             raise BadInputError(
-                "a user who takes local steps has one batch after the other: set "
-                "mechanism.local_batch_size, and leave out execution.examples_at_once and "
+                "a user update takes one batch after the other: set "
+                "mechanism.user_batch_size, and leave out execution.examples_at_once and "
                 "execution.split_users"
             )
         if options.get("unit_sharding") is not None:
             raise BadInputError(
-                "mechanism.local_learning_rate: a device's update is formed in one place, which a "
+                "mechanism.user_learning_rate: a device's update is formed in one place, which a "
                 "mesh that splits parameters has not: use execution.mesh with data alone"
             )
         asked = options.pop("strategy", "auto")
         if asked == "ghost":
             raise BadInputError(
-                "execution.strategy=ghost forms no user's gradient, and local steps "
-                "(mechanism.local_learning_rate) do: set it to auto, scan or vmap"
+                "execution.strategy=ghost forms no user's gradient, and user updates "
+                "(mechanism.user_learning_rate) do: set it to auto, scan or vmap"
             )
         loss = self.loss_of_update(loss_fn, options.get("trainable"))
         strategy: Any = "scan" if asked == "auto" else asked  # one user after the other
@@ -151,31 +154,31 @@ class LocalUpdate(UnitUpdate):
         checks and layouts are those of any other loss.
         """
         of_batch = mean_of_examples(loss_fn)
-        rate, epochs = self.local_learning_rate, self.local_epochs
+        rate, epochs = self.user_learning_rate, self.user_epochs
 
         def loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
             if "count" in user:
                 raise BadInputError(
-                    "execution.packing lays a user's sequences into common rows, of which local "
-                    "steps (mechanism.local_learning_rate) cannot make batches: set it to 0"
+                    "execution.packing lays a user's sequences into common rows, of which user "
+                    "updates (mechanism.user_learning_rate) cannot make batches: set it to 0"
                 )
             trained, frozen = split(params, trainable)
             start = jax.lax.stop_gradient(trained)
             size = user["mask"].shape[0]
-            batches = pieces_of_user(user, min(self.local_batch_size or size, size))
+            batches = pieces_of_unit(user, min(self.user_batch_size or size, size))
             del batches["count"]  # that of the whole user
 
             def mean(at: PyTree, batch: PyTree) -> jax.Array:
                 return of_batch(join(at, frozen), batch, **kwargs)
 
-            def local_step(moved: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+            def sgd_step(moved: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
                 now = jax.tree.map(lambda p, u: (p - u).astype(p.dtype), start, moved)
                 value, gradient = jax.value_and_grad(mean)(now, batch)
                 more = jax.tree.map(lambda u, g: u + rate * g.astype(u.dtype), moved, gradient)
                 return more, value * jnp.sum(batch["mask"])
 
             def epoch(moved: PyTree, _: None) -> tuple[PyTree, jax.Array]:
-                moved, values = jax.lax.scan(local_step, moved, batches)
+                moved, values = jax.lax.scan(sgd_step, moved, batches)
                 return moved, values.sum()
 
             zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), start)
@@ -187,7 +190,7 @@ class LocalUpdate(UnitUpdate):
                 return jnp.sum((p - at).astype(jnp.float32) * jax.lax.stop_gradient(u))
 
             # A loss that is linear in the parameters, with the update for its gradient.
-            # proof: local-steps-sensitivity-1
+            # proof: user-update-sensitivity-1
             slopes = jax.tree.map(along, trained, start, update)
             return jax.lax.stop_gradient(value) + sum(jax.tree.leaves(slopes))
 

@@ -1,8 +1,9 @@
-"""What central training states in guarantee.json, once more from the file."""
+"""Rebuilds what central training states from the guarantee.json that it wrote."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from dpfl_jax.accounting.statement import Statement, whole_number
@@ -13,18 +14,54 @@ from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.run.public_inputs import of_the_mechanism
 
+# What keys and kinds of a section were called in files that were written before.
+_ONCE = {
+    "gives": "update",
+    "local_learning_rate": "user_learning_rate",
+    "local_batch_size": "user_batch_size",
+    "local_epochs": "user_epochs",
+    "order": "renyi_order",
+    "prob": "sampling_prob",
+    "strategy": "column",
+    "taken": "fractions",
+}
+_ONCE_KINDS = {"local_update": "user_update", "renyi_filter": "individual"}
+
+
+def renamed(
+    section: Any, keys: Mapping[str, str] = _ONCE, kinds: Mapping[str, str] = _ONCE_KINDS
+) -> Any:
+    """A section, and those within it, with the keys and kinds of today.
+
+    Args:
+      section: as somebody else wrote it.
+      keys: of before, with those of today.
+      kinds: likewise.
+
+    Raises:
+      BadInputError: a key is there twice.
+    """
+    if not isinstance(section, dict):
+        return section
+    found = {keys.get(name, name): renamed(value, keys, kinds) for name, value in section.items()}
+    if len(found) < len(section):
+        raise BadInputError(f"the section has a key twice, under two names: {sorted(section)}")
+    if isinstance(kind := found.get("kind"), str):
+        found["kind"] = kinds.get(kind, kind)
+    return found
+
 
 def is_earlier(section: dict[str, Any]) -> bool:
     """Whether an earlier version of this package wrote a section."""
-    return isinstance(section.get("noise"), str) or "gives" in section
+    return isinstance(section.get("noise"), str) or renamed(section) != section
 
 
 def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
     """What somebody else says was run, with an earlier version of this package too.
 
-    There ``update`` was ``gives``; before that the clipping ``flat`` was ``standard``,
-    ``arithmetic`` was ``noise``, ``cap`` was ``cohort_cap``, and the ``period`` of allocation, blt
-    and banded_inverse was one over ``sampling_prob``.
+    In the first of these the clipping ``flat`` was ``standard``, ``arithmetic`` was ``noise``,
+    ``cap`` was ``cohort_cap``, and the ``period`` of allocation, blt and banded_inverse was one
+    over ``sampling_prob``.
 
     Args:
       stated: ``mechanism`` (with its noise multiplier), ``population`` and ``steps``.
@@ -33,10 +70,8 @@ def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
     Raises:
       BadInputError: no mechanism has it.
     """
-    section = dict(stated["mechanism"])
-    if "gives" in section:
-        section["update"] = section.pop("gives")
-    elif is_earlier(section):
+    section = renamed(stated["mechanism"])
+    if isinstance(section.get("noise"), str):
         if today := {"arithmetic", "cap", "period"} & {*section}:
             raise BadInputError(
                 f"the section has {', '.join(sorted(today))} beside `noise` of an earlier version"

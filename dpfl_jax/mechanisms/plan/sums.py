@@ -1,4 +1,4 @@
-"""The bounded sum over a step's units: microbatches in a loop, one reduction over ``data``.
+"""The clipped sum over a step's units: microbatches in a loop, one reduction over ``data``.
 
 Where only units are split, each device sums its own share by hand (``shard_map``). Where parameters
 are split too, the compiler places everything, and each data-parallel part has a sum of its own, so
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dpfl_jax.mechanisms.mechanism import Mechanism
 
 PyTree = Any
-Sum = Callable[..., tuple[PyTree, StepStats]]
+SumFn = Callable[..., tuple[PyTree, StepStats]]
 
 
 def clipped_sum_over_microbatches(
@@ -45,7 +45,7 @@ def clipped_sum_over_microbatches(
     *,
     whole: Collection[str] | None = None,
     **options: Any,
-) -> Sum:
+) -> SumFn:
     """Returns ``(params, units, mask, num_microbatches, frozen, clip_norm) -> (sum, stats)``.
 
     ``params`` and ``frozen`` are the two parts of ``clipping.split`` (frozen may be left out). The
@@ -53,7 +53,7 @@ def clipped_sum_over_microbatches(
     ``CountedSum`` of that, and ``clip_norm`` is that of this step (None: of the first).
 
     Args:
-      mechanism: bounds the gradients.
+      mechanism: clips the gradients.
       loss_fn: ``(params, example) -> scalar`` for one example.
       mesh: from ``mesh.make_mesh``; the rows of ``units`` are split over its unit axes.
       whole: as in ``mesh.parameter_shardings``. None: no parameter is; if the mesh would then split
@@ -73,14 +73,14 @@ def clipped_sum_over_microbatches(
     options |= cut
     if splits_parameters(mesh):
         loss_fn = _in_place(loss_fn if whole is not None else _kernels_whole(loss_fn, mesh), mesh)
-        return _automatic(mechanism, loss_fn, mesh, whole or (), options)
-    return _by_hand(mechanism, loss_fn, mesh, options)
+        return _compiler_placed(mechanism, loss_fn, mesh, whole or (), options)
+    return _shard_mapped(mechanism, loss_fn, mesh, options)
 
 
 def unit_norms(
     mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, **options: Any
 ) -> Callable[..., jax.Array]:
-    """Returns ``(params, units, mask, frozen) -> float32 [rows, row]``: norms before any bound.
+    """Returns ``(params, units, mask, frozen) -> float32 [rows, row]``: norms before clipping.
 
     One unit after the other: a norm is a function of the unit and the model alone, to the bit. Of
     several at once, the same unit rounds in another way at another place of the row.
@@ -199,11 +199,11 @@ def _in_place(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., ja
     return loss
 
 
-def _by_hand(
+def _shard_mapped(
     mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, options: dict[str, Any]
-) -> Sum:
+) -> SumFn:
     """Every device has all parameters."""
-    summed = mechanism.summed(mechanism.clipped_grad(loss_fn, **options))
+    summed = mechanism.sum_fn(mechanism.clipped_grad(loss_fn, **options))
     rows = PartitionSpec(None, DATA_AXIS)
 
     def local(
@@ -252,19 +252,19 @@ def _by_hand(
     return total
 
 
-def _automatic(
+def _compiler_placed(
     mechanism: Mechanism,
     loss_fn: Callable[..., jax.Array],
     mesh: Mesh,
     whole: Collection[str],
     options: dict[str, Any],
-) -> Sum:
+) -> SumFn:
     """Parameters are split; the units of a row [row, ...] become [data, row / data, ...]."""
     # Where users are split, they come one by one to all devices together.
     units = (None,) if "example_sharding" in options else (FSDP_AXIS,)
     inner = NamedSharding(mesh, PartitionSpec(*units))
     outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, *units))
-    summed = mechanism.summed(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
+    summed = mechanism.sum_fn(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
     parts = mesh.shape[DATA_AXIS]
 
     def total(

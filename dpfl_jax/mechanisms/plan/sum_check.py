@@ -20,7 +20,7 @@ import numpy as np
 from dpfl_jax.clipping import SelfCheckError, Trainable, join
 from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, is_low, unoptimised
 from dpfl_jax.data.pipeline import Bucket, Pipeline
-from dpfl_jax.mechanisms.batches import units_of
+from dpfl_jax.mechanisms.plan.batches import units_of
 from dpfl_jax.mesh import place, replicated
 from dpfl_jax.run import processes
 
@@ -102,7 +102,7 @@ def check_sum(
     given = zip(host, capacities, widths, strict=True)
     which = [_places(b.num_units, min(_ROWS, most), width) for b, most, width in given]
     # As training gives it, which is the same program then.
-    adapting = place(mechanism.first_clip_norm, replicated(pipeline.mesh))
+    adapting = place(mechanism.initial_extra_args, replicated(pipeline.mesh))
     buckets = pipeline.spread(host, which)
     trial = _Trial(summed, mechanism, params, frozen, buckets, adapting)
     reference = mechanism.clipped_grad(loss_fn, strategy="vmap", trainable=trainable)
@@ -112,10 +112,10 @@ def check_sum(
         low = is_low(reference, join(params, frozen), one)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
     check = _Check(trial, which, each, mechanism.clip.sensitivity, tolerance)
-    plain = functools.partial(mechanism.summed(reference), None)
+    plain = functools.partial(mechanism.sum_fn(reference), None)
     zeros = jax.eval_shape(mechanism.zero_sum, params)
     check.alone = _OneDevice.made(plain, zeros, params, frozen, pipeline.mesh)
-    check.go()
+    check.run_all()
     # Their parts of the sum may be wrong in some processes only.
     for said in processes.gather(check.wrong[:1]):
         for sentence in said:
@@ -141,7 +141,7 @@ class _Check:
     worst: float = 0.0
     wrong: list[str] = dataclasses.field(default_factory=list)
 
-    def go(self) -> None:
+    def run_all(self) -> None:
         everyone = self.where(True)
         rng = np.random.default_rng(0)
         half = [rng.random(w.shape) < 0.5 for w in self.which]
@@ -150,7 +150,7 @@ class _Check:
         self.compare(got, everyone, "the sum of several units")
         size = max(got.size, *(part.size for part in parts))
         what = "the sums of two halves of some units do not add up to that of all"
-        self.hold(got, parts[0].plus(parts[1].parts), size, what)
+        self.assert_close(got, parts[0].plus(parts[1].parts), size, what)
 
         together, singles = self.where(False), []
         for b, w in enumerate(self.which):
@@ -169,12 +169,14 @@ class _Check:
             for one in singles[1:]:
                 added = one.plus(added)
             size = max(got.size, *(one.size for one in singles))
-            self.hold(got, added, size, "the sums of single units do not add up to that of all")
+            self.assert_close(
+                got, added, size, "the sums of single units do not add up to that of all"
+            )
 
     def where(self, value: bool) -> Mask:
         return [np.full(w.shape, value) for w in self.which]
 
-    def hold(self, got: Sum, want: list[np.ndarray], size: float, what: str) -> None:
+    def assert_close(self, got: HostSum, want: list[np.ndarray], size: float, what: str) -> None:
         leaf, error = got.error(want, size)
         self.worst = max(self.worst, error)
         if not error <= self.tolerance:
@@ -183,7 +185,7 @@ class _Check:
                 f"{self.tolerance:.0e})"
             )
 
-    def compare(self, got: Sum, real: Mask, what: str) -> None:
+    def compare(self, got: HostSum, real: Mask, what: str) -> None:
         """With one device's, if that can be had."""
         if self.alone is None:
             return
@@ -197,14 +199,14 @@ class _Check:
                 raise
             self.alone = None  # the loss holds arrays, or places them, on the mesh
             return
-        self.hold(got, got.cut(want), size, f"{what} is not that of one device")
+        self.assert_close(got, got.project(want), size, f"{what} is not that of one device")
         if not abs(got.norms - norms) <= self.tolerance * norms:
             self.wrong.append(
                 f"the norms in {what} are not those of one device ({got.norms:.6g} instead of "
                 f"{norms:.6g} in all)"
             )
 
-    def unmixed(self, real: Mask) -> Sum:
+    def unmixed(self, real: Mask) -> HostSum:
         """The sum of the units at ``real``, in which nothing may be of the others."""
         got, wrong = unmixed(functools.partial(self.trial.run, real))
         self.wrong += [] if wrong is None else [wrong]
@@ -233,7 +235,7 @@ def _of_one_size(buckets: list[Bucket]) -> list[Bucket]:
     ]
 
 
-class Sum:
+class HostSum:
     """One sum, as this process holds it: each part of each parameter once, on the host."""
 
     def __init__(self, total: PyTree, stats: Any) -> None:
@@ -255,12 +257,12 @@ class Sum:
         self.norms = float(stats.norm)
         self.stats = [np.asarray(x) for x in jax.tree.leaves(stats)]
 
-    def same_bits(self, other: Sum) -> bool:
+    def same_bits(self, other: HostSum) -> bool:
         """Whether another sum and its statistics equal this one, bit by bit."""
         mine, theirs = self.parts + self.stats, other.parts + other.stats
         return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
-    def cut(self, whole: list[np.ndarray]) -> list[np.ndarray]:
+    def project(self, whole: list[np.ndarray]) -> list[np.ndarray]:
         """The parts that this process holds of whole parameters."""
         return [whole[i][index] for i, index in zip(self.leaf, self.index, strict=True)]
 
@@ -278,7 +280,7 @@ class Sum:
         return self.names[worst], float(off[worst])
 
 
-def unmixed(run: Callable[[bool], Sum]) -> tuple[Sum, str | None]:
+def unmixed(run: Callable[[bool], HostSum]) -> tuple[HostSum, str | None]:
     """Looks whether the data of units that are left out change a sum.
 
     Args:
@@ -329,7 +331,7 @@ class _Trial:
     buckets: tuple[Bucket, ...]
     adapting: tuple[jax.Array, ...]
 
-    def run(self, real: Mask, blank: bool = False, rows: int = _ROWS) -> Sum:
+    def run(self, real: Mask, blank: bool = False, rows: int = _ROWS) -> HostSum:
         """The sum of the units at ``real``; ``blank``: the others' data are zeros."""
         units = tuple(units_of(self.mechanism, bucket) for bucket in self.buckets)
         masks = tuple(
@@ -344,7 +346,7 @@ class _Trial:
                 for new, old in zip(blanked, units, strict=True)
             )
         used = tuple(np.int32(min(bucket.num_rows, rows)) for bucket in self.buckets)
-        return Sum(*self.summed(self.params, units, masks, used, self.frozen, *self.adapting))
+        return HostSum(*self.summed(self.params, units, masks, used, self.frozen, *self.adapting))
 
 
 @dataclasses.dataclass

@@ -15,8 +15,8 @@ from dpfl_jax.config import load_config
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, mean_of_examples, uls
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
-from dpfl_jax.mechanisms.unit_losses import pieces_of_user
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.unit_losses import pieces_of_unit
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
@@ -52,7 +52,7 @@ def test_any_cut_gives_the_same_norms_and_sums(size, at_once, seed):
     units["mask"][:, 0] = True
     one = jax.tree.map(lambda x: jnp.asarray(x[0]), units)
     loss = mean_of_examples(linear)
-    pieces = pieces_of_user(one, at_once)
+    pieces = pieces_of_unit(one, at_once)
     np.testing.assert_allclose(
         jax.vmap(lambda piece: loss(params, piece))(pieces).sum(), loss(params, one), atol=1e-5
     )

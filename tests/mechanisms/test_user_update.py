@@ -20,20 +20,20 @@ from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.matrices import buffered_column
 from dpfl_jax.mechanisms import Population, allocation, bandmf, blt, truncated, uls
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.baseline import WITHOUT_PRIVACY
 from dpfl_jax.run.directory import RunDirectory
 
 GROUP, CLIP = 5, 0.4
-STEPS = {"local_learning_rate": 0.3, "local_batch_size": 2, "local_epochs": 2}
+STEPS = {"user_learning_rate": 0.3, "user_batch_size": 2, "user_epochs": 2}
 BUFFERS = {"decays": (0.75, 0.25), "scales": (0.5, 0.125)}
 COLUMN = (0.75, 0.5, 0.4375)
 KINDS = {
     "uls": (uls, {}),
     "blt": (blt, BUFFERS),
-    "bandmf": (bandmf, {"bands": 3, "strategy": COLUMN}),
+    "bandmf": (bandmf, {"bands": 3, "column": COLUMN}),
     "allocation": (allocation, {}),
     "truncated": (truncated, {"cap": 40}),
 }
@@ -107,7 +107,7 @@ def test_one_local_step_at_rate_one_is_uls():
     for trainable in (None, {"w": True, "b": False}):
         plain, local = (
             jax.jit(made.clipped_grad(loss_fn, strategy="vmap", trainable=trainable))(params, units)
-            for made in (device(), device(local_learning_rate=1.0))
+            for made in (device(), device(user_learning_rate=1.0))
         )
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, local)
     assert plain.sum["b"] is None
@@ -129,7 +129,7 @@ def test_a_run_of_one_local_step_is_a_run_of_uls():
             delta=1e-3, microbatch_size=8, key=RootKey.from_seed(0),
         )  # fmt: skip
 
-    plain, local = run(), run(local_learning_rate=1.0)
+    plain, local = run(), run(user_learning_rate=1.0)
     np.testing.assert_allclose(local.params["w"], plain.params["w"], atol=1e-5)
     assert local.guarantee.epsilon == plain.guarantee.epsilon
 
@@ -141,7 +141,7 @@ def test_a_run_of_one_local_step_is_a_run_of_uls():
 def test_a_device_moves_a_round_by_no_more_than_the_clip_norm(devices, strategy):
     """Removed, with other data in its place, on the layout that runs; long updates reach it."""
     mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
-    mechanism = device(**STEPS | {"local_learning_rate": 3.0})
+    mechanism = device(**STEPS | {"user_learning_rate": 3.0})
     summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss_fn, mesh, strategy=strategy))
     units = jax.tree.map(lambda x: x.reshape(2, 8, *x.shape[1:]), units_of(16))
     mask = np.ones((2, 8), bool)
@@ -200,7 +200,7 @@ def test_turns_are_kept_whoever_drops_out():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_local_steps_cost_what_steps_cost(kind):
+def test_user_update_cost_what_steps_cost(kind):
     """The event is that of gradients, and of BLT one Gaussian: its delta by the closed form."""
     cls, fields = KINDS[kind]
     population = Population(200, 400, 200)
@@ -325,37 +325,37 @@ def test_rounds_from_yaml_are_charged_verified_and_shown_beside_themselves(tmp_p
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 7.9 < report["privacy"]["epsilon"] <= 8.0
     assert "2 epochs of local steps in batches of 2, rate 0.3" in report["privacy"]["sampling"]
-    assert report["mechanism"]["local_epochs"] == 2
+    assert report["mechanism"]["user_epochs"] == 2
     assert main(["verify", str(place)]) == 0
     assert (tmp_path / "ledger.jsonl").exists()
     beside = report["baselines"][WITHOUT_PRIVACY]
     assert beside["loss"] < report["eval"]["initial"]["loss"]
     # Another number of epochs is another run.
-    assert main(["train", str(file), "mechanism.local_epochs=1", "--run-dir", str(place)]) == 2
+    assert main(["train", str(file), "mechanism.user_epochs=1", "--run-dir", str(place)]) == 2
     assert main(["train", str(file), "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"local_learning_rate": 0.0}, "local_learning_rate is 0.0, but it must be a number above"),
-        ({"local_learning_rate": math.nan}, "local_learning_rate is nan"),
-        ({"local_learning_rate": 0.1, "local_epochs": 0}, "local_epochs is 0, but .* at least 1"),
-        ({"local_learning_rate": 0.1, "local_batch_size": 0}, "local_batch_size is 0"),
-        ({"local_epochs": 2}, "give local_learning_rate, too"),
-        ({"local_batch_size": 2}, "give local_learning_rate, too"),
+        ({"user_learning_rate": 0.0}, "user_learning_rate is 0.0, but it must be a number above"),
+        ({"user_learning_rate": math.nan}, "user_learning_rate is nan"),
+        ({"user_learning_rate": 0.1, "user_epochs": 0}, "user_epochs is 0, but .* at least 1"),
+        ({"user_learning_rate": 0.1, "user_batch_size": 0}, "user_batch_size is 0"),
+        ({"user_epochs": 2}, "give user_learning_rate, too"),
+        ({"user_batch_size": 2}, "give user_learning_rate, too"),
     ],
 )
-def test_bad_fields_of_local_steps_are_one_sentence(fields, message):
+def test_bad_fields_of_user_updates_are_one_sentence(fields, message):
     with pytest.raises(BadInputError, match=message):
         device(**fields)
 
 
-def test_what_local_steps_do_not_go_with_is_one_sentence():
+def test_what_user_updates_do_not_go_with_is_one_sentence():
     made = device(**STEPS)
     with pytest.raises(BadInputError, match="strategy=ghost forms no user's gradient"):
         made.clipped_grad(loss_fn, strategy="ghost")
-    with pytest.raises(BadInputError, match=r"set mechanism.local_batch_size, and leave out"):
+    with pytest.raises(BadInputError, match=r"set mechanism.user_batch_size, and leave out"):
         made.clipped_grad(loss_fn, examples_at_once=2)
     mesh = make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
     with pytest.raises(BadInputError, match=r"use execution.mesh with data alone"):
@@ -371,7 +371,7 @@ def test_canaries_and_silos_elsewhere_are_refused(tmp_path):
     from dpfl_jax.training.canaries import check_fit
 
     plan = device(**STEPS).plan(people(5), steps=2, noise_multiplier=1.0, delta=1e-3)
-    with pytest.raises(BadInputError, match="canaries have designed gradients, but users who"):
+    with pytest.raises(BadInputError, match="canaries have designed gradients, but user updates"):
         check_fit(plan.calibrated, people(5), AuditConfig())
     file = write_config(tmp_path)
     assert main(["silo", "init", str(tmp_path / "one"), "--name", "one", "--config", str(file),
@@ -382,5 +382,5 @@ def test_canaries_and_silos_elsewhere_are_refused(tmp_path):
 def test_fields_are_those_of_every_kind_that_samples_users():
     for cls, fields in KINDS.values():
         made = cls(group_size=2, cohort_size=20, **fields, **STEPS)
-        assert made.takes_local_steps
-        assert made.to_json()["local_learning_rate"] == 0.3
+        assert made.clips_user_updates
+        assert made.to_json()["user_learning_rate"] == 0.3

@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpfl_jax.clipping import SelfCheckError, convolutions
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
-from dpfl_jax.mechanisms import els, sum_check, uls
-from dpfl_jax.mechanisms.batches import training_pipeline
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms import els, uls
+from dpfl_jax.mechanisms.plan import sum_check
+from dpfl_jax.mechanisms.plan.batches import training_pipeline
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import central
