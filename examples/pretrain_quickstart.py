@@ -30,9 +30,9 @@ from dpfl_jax.data.documents import store_from_documents
 from dpfl_jax.data.python_source import standard_library_files
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models.checkpoint import save_checkpoint
-from dpfl_jax.run.progress import RunConsole
+from dpfl_jax.run.console import RunConsole
 from dpfl_jax.training.optimizers import build_optimizer
-from dpfl_jax.training.pretrain import pretrain
+from dpfl_jax.training.start import pretrain
 
 SEQ_LEN, VOCABULARY, STEPS, BATCH = 64, 1024, 1600, 32
 CARD = """\

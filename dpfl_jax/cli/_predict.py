@@ -45,7 +45,7 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
     from dpfl_jax.planning.law import fit_law
     from dpfl_jax.planning.proxy import design, run_trials
     from dpfl_jax.planning.questions import in_words
-    from dpfl_jax.run.progress import StepProgress
+    from dpfl_jax.run.console import StepProgress
     from dpfl_jax.training.slices import gradient_cost
 
     budget = args.compute_budget or int(config.mechanism.compute_budget)

@@ -179,9 +179,8 @@ def _load(folder: pathlib.Path, which: Any, build: Any) -> tuple[Any, Any]:
 
     That of a run is exported for the moment, which checks the run.
     """
-    from dpfl_jax.training.export import export
+    from dpfl_jax.training.export import export, read_run
     from dpfl_jax.training.exported import load_exported
-    from dpfl_jax.training.trained import read_run
 
     if not (folder / "config.yaml").exists():
         return None, load_exported(folder, like=build)

@@ -88,8 +88,8 @@ def _load(path: pathlib.Path, tokenizer: str | None) -> tuple[Any, Any, Any]:
     from dpfl_jax.data import load_tokenizer
     from dpfl_jax.models import LanguageModel
     from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
+    from dpfl_jax.training.export import load_trained
     from dpfl_jax.training.exported import STRUCTURE, load_exported
-    from dpfl_jax.training.trained import load_trained
 
     if (path / STRUCTURE).exists():  # which has no tokeniser beside it
         found = load_exported(path)

@@ -14,8 +14,7 @@ from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.cli.train import in_short
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.run.console import Console
-from dpfl_jax.run.progress import draws
+from dpfl_jax.run.console import Console, draws
 
 _WIDE = 200  # off a terminal, where nothing says how wide it is: no table is cut
 

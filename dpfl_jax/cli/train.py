@@ -12,8 +12,7 @@ from rich.panel import Panel
 
 from dpfl_jax.cli.options import Configured, Flag, overrides
 from dpfl_jax.errors import BadInputError, StoppedError
-from dpfl_jax.run.console import Console
-from dpfl_jax.run.progress import RunConsole
+from dpfl_jax.run.console import Console, RunConsole
 from dpfl_jax.task import EACH_ROW
 
 DESCRIPTION = """\
@@ -107,10 +106,10 @@ def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None
     import jax
     from jax.experimental import multihost_utils
 
-    from dpfl_jax.run import pipeline, processes, programs
+    from dpfl_jax.run import pipeline, processes
 
     processes.start(config.processes)
-    programs.keep_programs()  # a run that goes on after a kill compiles nothing again
+    pipeline.keep_programs()  # a run that goes on after a kill compiles nothing again
     how = f"--run-dir {shlex.quote(str(run_dir))}"
     with processes.synchronized_shutdown(how, config.processes):
         if not processes.is_primary():

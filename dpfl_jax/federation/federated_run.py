@@ -65,8 +65,8 @@ from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.task import Task
 from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.modules import OwnModel
 from dpfl_jax.training.optimizers import make_optimizer
-from dpfl_jax.training.own_model import OwnModel
 
 EVALUATION_CAVEAT = {
     "by_user": "held-out figures are computed without noise on subjects who are not in the "

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax.audit.run_audit import RunAudit
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.choice import Best
+from dpfl_jax.run.checkpoint import Best
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import TrainState, hardware
 from dpfl_jax.run.terms import Terms

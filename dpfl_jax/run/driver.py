@@ -22,20 +22,21 @@ from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, RunResult, StepOutput, Steps, evaluation_after
-from dpfl_jax.run.checkpoint import Checkpoints, shapes_of
-from dpfl_jax.run.choice import (
+from dpfl_jax.run.checkpoint import (
     BEST_CAVEAT,
     Best,
+    Checkpoints,
     KeepBest,
     exhausted,
     interrupted_caveat,
+    shapes_of,
     stopped_caveat,
 )
-from dpfl_jax.run.content import content_digest
+from dpfl_jax.run.console import RunConsole, StepProgress
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.interrupt import StopRequest
 from dpfl_jax.run.profile import Profile
-from dpfl_jax.run.progress import RunConsole, StepProgress
+from dpfl_jax.run.state import content_digest
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 
 PyTree = Any

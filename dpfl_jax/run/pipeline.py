@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from dpfl_jax import accounting
@@ -21,11 +22,11 @@ from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import default_cache_dir
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm
 from dpfl_jax.run.balance import Balance, Knobs, advice
-from dpfl_jax.run.baseline import BASELINE_CAVEAT, compare_to_baseline, train_baseline
 from dpfl_jax.run.directory import FINISHED, RunDirectory
 from dpfl_jax.run.driver import Evaluate, LoopConfig, RunResult, drive
 from dpfl_jax.run.public_inputs import about
@@ -325,6 +326,16 @@ def dry_run(config: Any, console: Console) -> dict[str, Any]:
     }
 
 
+def keep_programs() -> None:
+    """Keeps compiled programs in the cache folder, unless JAX was told where, from now on.
+
+    Not in the run's own folder, which somebody may have sent: programs are read from there and run.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 def open_directory(
     run_dir: str | os.PathLike[str],
     content: Mapping[str, Any],
@@ -478,3 +489,57 @@ class _Bill:
         """The run is finished."""
         if self._ledger is not None and self._paid:
             self._ledger.commit(self._paid)
+
+
+# ---- the baseline --------------------------------------------------------------------------------
+
+WITHOUT_PRIVACY = "the same without privacy, for comparison only"
+BASELINE_CAVEAT = (
+    "the run without privacy beside this one (eval.baseline) is for comparison only: its losses in "
+    "report.json, report.md and curves.png are NOT covered by this guarantee; set eval.baseline to "
+    "false where the data are private and the report is to be published"
+)
+
+Evaluations = list[dict[str, Any]]
+
+
+def train_baseline(
+    algorithm: Callable[[], Algorithm],
+    key: RootKey,
+    evaluate: Evaluate,
+    loop: LoopConfig,
+    console: Console,
+) -> Evaluations | None:
+    """Trains for comparison, and keeps no model.
+
+    Args:
+      algorithm: makes the one without privacy.
+      key: of its draws alone.
+      evaluate: as of the private run.
+      loop: likewise; it chooses no checkpoint, and is not profiled.
+      console: for people.
+
+    Returns:
+      Evaluations, each with its ``step``, the first and the last included; None if it did not end.
+    """
+    console.print("the same without privacy, for comparison", highlight=False)
+    loop = dataclasses.replace(loop, keep_best=False, patience=None, profile=0)
+    try:
+        result = drive(algorithm(), key=key, evaluate=evaluate, loop=loop, console=console)
+    except BadInputError as error:  # the private run is finished, and must be reported
+        console.print(f"warning: there is no comparison: {error}")
+        return None
+    if result.interrupted is not None:
+        return None
+    return [{"step": row["step"], **row["eval"]} for row in result.metrics if "eval" in row]
+
+
+def compare_to_baseline(
+    report: dict[str, Any],
+    found: Evaluations | None,
+    describe: Callable[[dict[str, Any]], Mapping[str, Any]],
+) -> None:
+    """Adds to a report what ``train_baseline`` found; ``describe`` adds to its last evaluation."""
+    if found is not None:
+        report["outside_guarantee"]["without_privacy"] = found
+        report.setdefault("baselines", {})[WITHOUT_PRIVACY] = describe(found[-1])

@@ -24,8 +24,8 @@ from dpfl_jax.clipping.isolation import refuse_opaque
 from dpfl_jax.clipping.jaxprs import every_program
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.state import content_digest
 
 # Terms of which only a digest is kept: named last, as they differ wherever another one does.
 _UNSPOKEN = {

@@ -39,20 +39,27 @@ from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.algorithm import RunResult
 from dpfl_jax.run.balance import Balance, Knob, doubled, knob
-from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate
 from dpfl_jax.run.pipeline import Charge, Run
 from dpfl_jax.run.public_inputs import not_people, public_inputs
+from dpfl_jax.run.state import content_digest
 from dpfl_jax.task import Task
 from dpfl_jax.training.canaries import WithCanaries, check_fit
 from dpfl_jax.training.central import Central
-from dpfl_jax.training.evaluate import Evaluator, check_prompt, samples, summarize
+from dpfl_jax.training.evaluate import (
+    Evaluator,
+    check_prompt,
+    check_users,
+    personalize,
+    samples,
+    summarize,
+)
 from dpfl_jax.training.fitting import algorithm_of
 from dpfl_jax.training.optimizers import make_optimizer
-from dpfl_jax.training.personalize import check_users, personalize
-from dpfl_jax.training.pretrain import Pretrained, begin_from
 from dpfl_jax.training.start import (
+    Pretrained,
+    begin_from,
     build_model,
     build_transformer,
     check_trainable,

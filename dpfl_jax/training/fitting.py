@@ -23,10 +23,10 @@ from dpfl_jax.models import LanguageModel
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import RunResult
+from dpfl_jax.run.console import default_console
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, LoopConfig, drive
 from dpfl_jax.run.pipeline import leave_report, open_directory
-from dpfl_jax.run.progress import default_console
 from dpfl_jax.run.public_inputs import not_people
 from dpfl_jax.run.report import PACKING_CAVEAT, PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT
 from dpfl_jax.training.canaries import WithCanaries

@@ -12,8 +12,8 @@ from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import LoopConfig
 from dpfl_jax.training import fit
+from dpfl_jax.training.evaluate import personalize
 from dpfl_jax.training.optimizers import build_optimizer
-from dpfl_jax.training.personalize import personalize
 from reproductions._plots import band, panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, between, less

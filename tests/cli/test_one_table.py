@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.run.baseline import BASELINE_CAVEAT, WITHOUT_PRIVACY
+from dpfl_jax.run.pipeline import BASELINE_CAVEAT, WITHOUT_PRIVACY
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "table"
 SILOS = ("basel", "geneva", "zurich")

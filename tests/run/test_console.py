@@ -8,8 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.run.console import Console
-from dpfl_jax.run.progress import RunConsole
+from dpfl_jax.run.console import Console, RunConsole
 from tests.statements import SOUND, finished
 
 ODD = "[/x] [red]a[/red] :smile: \x1b]0;owned\x07\x9b2J\u202e b"

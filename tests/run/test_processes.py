@@ -29,8 +29,8 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.checkpoint import Checkpoints
 from dpfl_jax.run.directory import RunDirectory, seal_of
+from dpfl_jax.run.processes import LastWords, Roll
 from dpfl_jax.run.state import init_state
-from dpfl_jax.run.watch import LastWords, Roll
 from dpfl_jax.training.start import build_transformer, make_optimizer, trained_by_name
 
 LOCAL = pathlib.Path(__file__).parents[2] / "launch" / "local.py"

@@ -15,9 +15,8 @@ from dpfl_jax.models.params import without_adapters
 from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.training.central_run import prepare
-from dpfl_jax.training.pretrain import Pretrained, begin_from
-from dpfl_jax.training.start import build_transformer
-from dpfl_jax.training.trained import load_trained
+from dpfl_jax.training.export import load_trained
+from dpfl_jax.training.start import Pretrained, begin_from, build_transformer
 
 
 def base(path, **values):
