@@ -121,9 +121,9 @@ class Row:
     def describe(self, noise: float, values: Values) -> tuple[str, tuple[str, ...]]:
         """The sampling in words, and what must hold."""
         sums, drawn = self.sums(noise, values), self.drawn or self.unit
-        told = f"public constants: {', '.join(self.parameters)}, clip norm, divisor"
+        constants = f"public constants: {', '.join(self.parameters)}, clip norm, divisor"
         cell = sums.cell.assumptions if self.event is None else ()
-        return sums.scheme.describe(f"the {drawn}s", drawn), (told, *self.assumptions, *cell)
+        return sums.scheme.describe(f"the {drawn}s", drawn), (constants, *self.assumptions, *cell)
 
     def alternatives(
         self, noise: float, values: Values, delta: float

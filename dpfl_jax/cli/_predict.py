@@ -138,7 +138,7 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
     return {"status": "answered", **found}
 
 
-def print_prediction(console: Any, told: dict[str, Any]) -> None:
+def print_prediction(console: Any, prediction: dict[str, Any]) -> None:
     """The best of the budget, the best split, the least epsilon."""
     from dpfl_jax.planning.questions import in_words
 
@@ -151,16 +151,16 @@ def print_prediction(console: Any, told: dict[str, Any]) -> None:
                 text += f", {cell['outside']:.2g} times beyond what was tried"
         return text
 
-    console.print(f"least predicted loss at this budget: {words(told['best_of_budget'])}")
-    if told["best_split"] is not None:
+    console.print(f"least predicted loss at this budget: {words(prediction['best_of_budget'])}")
+    if prediction["best_split"] is not None:
         console.print(
-            f"best split of {told['gradients']:.4g} gradient evaluations over steps and batch: "
-            f"{words(told['best_split'])}"
+            f"best split of {prediction['gradients']:.4g} gradient evaluations over steps and "
+            f"batch: {words(prediction['best_split'])}"
         )
-    console.print(f"loss before training: {told['initial_loss']:.3f}")
-    if (asked := told.get("least_epsilon")) is not None:
-        if asked["cell"] is None:
+    console.print(f"loss before training: {prediction['initial_loss']:.3f}")
+    if (least := prediction.get("least_epsilon")) is not None:
+        if least["cell"] is None:
             reached = "not reached with this compute, even without noise"
         else:
-            reached = f"from epsilon {asked['value']:.3g} on ({words(asked['cell'])})"
-        console.print(f"loss {asked['target_loss']:g}: {reached}")
+            reached = f"from epsilon {least['value']:.3g} on ({words(least['cell'])})"
+        console.print(f"loss {least['target_loss']:g}: {reached}")

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if report is None or args.dry_run:
         return report
     made = export(out / "run", out / "model")
-    console.print(f"the model is in {out / 'model'}, what holds for it in guarantee.json beside it")
+    console.print(f"the model is in {out / 'model'}, and its guarantee in guarantee.json there")
     return report | {"model": str(made["out"])}
 
 

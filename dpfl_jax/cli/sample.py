@@ -11,7 +11,7 @@ from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, plain
 
 DESCRIPTION = """\
-Let a language model go on with a prompt: the model of a finished run, or a checkpoint in the
+Continue a prompt with a language model: that of a finished run, or a checkpoint in the
 Hugging Face layout (an exported one, or the one that fine-tuning started from).
 
 What is sampled is post-processing of the model: the guarantee of the run covers it.

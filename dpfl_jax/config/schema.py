@@ -173,10 +173,10 @@ class ModelConfig(Section):
     @property
     def what(self) -> str:
         """The key that says which model, and its value."""
-        return "=".join(*self.told.items())
+        return "=".join(*self.identity.items())
 
     @property
-    def told(self) -> dict[str, str]:
+    def identity(self) -> dict[str, str]:
         """The same, as a report tells it."""
         return {"kind": self.kind} if self.module is None else {"module": self.module}
 
@@ -555,8 +555,8 @@ class RunConfig(Section):
         return variants.complete(raw) if named else raw
 
     @model_serializer(mode="wrap")
-    def _own_part(self, plain: Any) -> dict[str, Any]:
-        return variants.own_part(plain(self), self.variant)
+    def _keys_of_variant(self, plain: Any) -> dict[str, Any]:
+        return variants.keys_of_variant(plain(self), self.variant)
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:

@@ -176,7 +176,7 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def own_part(raw: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
+def keys_of_variant(raw: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
     """The keys of a whole configuration that a variant takes."""
     found: dict[str, Any] = {}
     for section, values in raw.items():

@@ -1,4 +1,4 @@
-"""Noise beside signal before anything is trained, and what helps where noise swamps signal."""
+"""Noise over signal, before anything is trained, and which settings would lower it."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Balance:
 
     def __str__(self) -> str:
         return (
-            f"noise on a {self.called}'s averaged update is about "
-            f"{self.noise / self.signal:.3g} times the largest that the update itself can be, and "
-            f"over {self.rounds} {self.called}s {self.ratio:.3g} times"
+            f"noise over signal (the largest possible update): about "
+            f"{self.noise / self.signal:.3g} in a {self.called}, {self.ratio:.3g} over all "
+            f"{self.rounds} {self.called}s"
         )
 
 

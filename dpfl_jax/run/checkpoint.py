@@ -60,7 +60,7 @@ class Checkpoints:
     """The checkpoints of one run; finished ones survive a kill at any moment.
 
     Attributes:
-      best: a step whose checkpoint is kept beside the newest ones.
+      best: a step whose checkpoint is kept, however old.
     """
 
     best: int | None = None
@@ -333,7 +333,7 @@ BEST_CAVEAT = (
 
 
 def stopped_caveat(done: int, steps: int, word: str) -> str:
-    """Of a run that a rule has stopped."""
+    """Of a run that ``patience`` stopped."""
     return (
         f"the run stopped after {done} of {steps} {word} by held-out loss, without noise: nobody "
         f"who was held out is covered; epsilon is that of all {steps}, since when to stop followed "
@@ -341,13 +341,15 @@ def stopped_caveat(done: int, steps: int, word: str) -> str:
     )
 
 
-def interrupted_caveat(done: int, asked: int, steps: int, word: str) -> str:
-    """Of a run that somebody or something has stopped; ``asked``: that may have been released."""
-    more = "" if asked == done else f", and what it released of up to {asked} before it was resumed"
+def interrupted_caveat(done: int, released: int, steps: int, word: str) -> str:
+    """Of a run that a signal stopped; ``released``: steps that may have been released."""
+    more = ""
+    if released != done:
+        more = f", and what it released of up to {released} before it was resumed"
     return (
-        f"the run was interrupted after {done} of {steps} {word}{more}: epsilon is that of {asked} "
-        "if the reason had nothing to do with what the run had shown, and otherwise that of all "
-        f"{steps}"
+        f"the run was interrupted after {done} of {steps} {word}{more}: epsilon is that of "
+        f"{released} if the reason had nothing to do with what the run had shown, and otherwise "
+        f"that of all {steps}"
     )
 
 
@@ -369,37 +371,37 @@ class Best:
 def exhausted(rows: Iterable[Mapping[str, Any]], patience: int | None) -> bool:
     """Whether ``patience`` evaluations in a row have found no lower loss; never if it is None."""
     rows = list(rows)
-    found = _best(rows)
+    found = best_evaluation(rows)
     if patience is None or found is None:
         return False
     return sum("eval" in row and row["step"] > found.step for row in rows) >= patience
 
 
 class KeepBest:
-    """Keeps the best checkpoint of a run beside its newest ones."""
+    """Keeps the best checkpoint of a run, as well as its newest ones."""
 
     def __init__(self, checkpoints: Checkpoints, rows: Iterable[Mapping[str, Any]]) -> None:
         """Goes on from what the run's directory holds."""
         self._checkpoints, self._kept = checkpoints, set(checkpoints.steps())
-        self._found: Best | None = None
-        self.look(rows, 0)
+        self._best: Best | None = None
+        self.update(rows, 0)
 
-    def look(self, rows: Iterable[Mapping[str, Any]], done: int) -> bool:
+    def update(self, rows: Iterable[Mapping[str, Any]], done: int) -> bool:
         """Looks at the evaluations so far; returns whether that after ``done`` steps is the best.
 
         It must then be saved. An earlier one whose checkpoint was not kept, as nobody had asked for
         it yet, is no choice.
         """
-        self._found = _best(row for row in rows if row["step"] in {*self._kept, done})
-        if self._found is None:
+        self._best = best_evaluation(row for row in rows if row["step"] in {*self._kept, done})
+        if self._best is None:
             return False
-        self._checkpoints.best = self._found.step
-        self._kept |= {self._found.step}
-        return self._found.step == done
+        self._checkpoints.best = self._best.step
+        self._kept |= {self._best.step}
+        return self._best.step == done
 
-    def found(self, params: Callable[[Checkpoints, int], PyTree]) -> Best | None:
+    def best(self, params: Callable[[Checkpoints, int], PyTree]) -> Best | None:
         """What was kept; ``params`` reads a checkpoint's."""
-        found = self._found
+        found = self._best
         if found is None:
             return None
 
@@ -413,7 +415,7 @@ class KeepBest:
         return dataclasses.replace(found, params=read)
 
 
-def _best(rows: Iterable[Mapping[str, Any]]) -> Best | None:
+def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> Best | None:
     """The best of the evaluations in ``rows``, the first of equal ones; None if there is none."""
     losses = [(row["eval"]["loss"], row["step"]) for row in rows if "eval" in row and row["step"]]
     loss, step = min((x for x in losses if math.isfinite(x[0])), default=(math.nan, 0))

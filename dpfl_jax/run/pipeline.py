@@ -171,7 +171,7 @@ class Run(abc.ABC):
 
     @property
     def has_baseline(self) -> bool:
-        """Whether a run without privacy is shown beside this one, which has some."""
+        """Whether the same run without privacy is trained after this private one."""
         return self.private and self.config.eval.baseline
 
     def own_caveats(self) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def balance(self, config: Any = None) -> Balance | None:
-        """Noise beside signal, None where there is no such comparison.
+        """Noise over signal; None where they are not comparable.
 
         Args:
           config: instead of the run's own, on the same public numbers: its noise is calibrated.
@@ -211,7 +211,7 @@ class Run(abc.ABC):
         """What may be changed where noise swamps signal."""
 
     def advice(self) -> list[str]:
-        """Sentences to print before training: noise beside signal, and what would help."""
+        """Sentences to print before training: noise over signal, and what would lower it."""
         balance = self.balance() if self.private else None
         return [] if balance is None else advice(balance, self.knobs(), self.balance)
 
@@ -327,7 +327,7 @@ def dry_run(config: Any, console: Console) -> dict[str, Any]:
 
 
 def keep_programs() -> None:
-    """Keeps compiled programs in the cache folder, unless JAX was told where, from now on.
+    """Keeps compiled programs in the cache folder, unless JAX has another folder for them.
 
     Not in the run's own folder, which somebody may have sent: programs are read from there and run.
     """
@@ -358,7 +358,7 @@ def open_directory(
     return processes.on_all_hosts(lambda: mine or RunDirectory.join(introduction, facts))
 
 
-def leave_report(
+def save_report(
     directory: RunDirectory,
     name: str,
     result: RunResult,
@@ -440,7 +440,7 @@ def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, Any]:
     sections = run.report(directory, result, guarantee)
     if result.interrupted is None:
         bill.commit()
-    return leave_report(
+    return save_report(
         directory,
         run.config.name,
         result,
@@ -495,7 +495,7 @@ class _Bill:
 
 WITHOUT_PRIVACY = "the same without privacy, for comparison only"
 BASELINE_CAVEAT = (
-    "the run without privacy beside this one (eval.baseline) is for comparison only: its losses in "
+    "the run without privacy (eval.baseline) is for comparison only: its losses in "
     "report.json, report.md and curves.png are NOT covered by this guarantee; set eval.baseline to "
     "false where the data are private and the report is to be published"
 )

@@ -67,12 +67,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def summary(result: RunResult, guarantee: Guarantee) -> str:
-    """A run in one line: the guarantee, and how it was enforced."""
-    norms = [] if result.clipping is None else [result.clipping["summary"]]
-    return "; ".join([guarantee.summary(), *norms])
-
-
 def build_report(
     name: str,
     result: RunResult,
@@ -106,7 +100,7 @@ def build_report(
         "steps": result.steps,
         "planned_steps": result.planned,
         "best_step": None if chosen is None else chosen.step,
-        "summary": summary(result, guarantee),
+        "summary": guarantee.summary(),
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
         "eval": {name: value for name, value in evaluation.items() if value is not None},
@@ -118,7 +112,7 @@ def build_report(
         "outside_guarantee": {
             "nonfinite_units": sum(r.get("nonfinite_units", 0) for r in raw),
             "final_train_loss": raw[-1]["train_loss"] if raw else None,
-            "real_token_fraction": round(result.tokens / max(result.places, 1), 4) or None,
+            "real_token_fraction": round(result.tokens / max(result.padded_tokens, 1), 4) or None,
             **(outside_guarantee or {}),
         },
         **sections,
@@ -192,12 +186,12 @@ def render_markdown(report: dict[str, Any]) -> str:
     if most < len(silos):
         lines += [f"{len(silos) - most} more in report.json", ""]
     if audited := report.get("audit"):
-        told = [*audited["summary"], *audited["cost"]["told"]]
-        lines += ["## Audit", "", *_items(told), "", "![](audit.png)", ""]
+        sentences = [*audited["summary"], *audited["cost"]["sentences"]]
+        lines += ["## Audit", "", *_items(sentences), "", "![](audit.png)", ""]
     for name in _BULLETS:
         if section := report.get(name):
-            told = [f"{key}: {_short(value, key)}" for key, value in section.items()]
-            lines += [f"## {name.capitalize()}", "", *_items(told), ""]
+            sentences = [f"{key}: {_short(value, key)}" for key, value in section.items()]
+            lines += [f"## {name.capitalize()}", "", *_items(sentences), ""]
     return "\n".join(lines)
 
 
@@ -318,19 +312,19 @@ def _loss(
     rows: Sequence[Mapping[str, Any]],
     report: Mapping[str, Any],
 ) -> None:
-    """Loss by step, every line with its name and last value beside its end."""
+    """Loss by step; every line is labelled with its name and last value."""
     axis.set(title="error on people never seen: lower is better", xlabel="step", ylabel="loss")
     private = report["privacy"]["unit"] != "none"
     lines = []
-    beside = [
+    baseline = [
         (r["step"], r["loss"]) for r in report["outside_guarantee"].get("without_privacy", ())
     ]
     if evals:
         first = evals[0][1]["loss"]
         held_out = [(s, e["loss"]) for s, e in evals]
         lines.append(("with privacy" if private else "held out", held_out, _PRIVATE, "o-"))
-        if beside:
-            lines.append(("without privacy\n(comparison only)", beside, _OTHER, "o--"))
+        if baseline:
+            lines.append(("without privacy\n(comparison only)", baseline, _OTHER, "o--"))
         lines.append(("before", [(held_out[0][0], first), (held_out[-1][0], first)], "0.6", ":"))
     else:
         axis.set(title="training loss (not to be published)")
@@ -338,7 +332,7 @@ def _loss(
         train = [(step, loss) for step, loss in train if loss is not None]
         lines += [("training", train, "0.6", "-")] if train else []
     for name, value in report.get("baselines", {}).items():
-        if evals and not beside:
+        if evals and not baseline:
             ends = [(evals[0][0], value["loss"]), (evals[-1][0], value["loss"])]
             lines.append((textwrap.fill(name, 18), ends, "0.6", "--"))
     for _, points, color, style in lines:

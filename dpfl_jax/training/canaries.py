@@ -1,4 +1,4 @@
-"""A run with canaries in it: users who are nobody, in or out by coins, for an audit to find.
+"""Canaries in a run: artificial users, included or not by coin flips, for an audit to detect.
 
 The guarantee for people does not change, whoever of the canaries is in: their coins, designs and
 draws come from keys of their own, so that for people they are constants; each person is drawn as
@@ -6,9 +6,9 @@ without them, with the same key; and divisor, clip norm and noise stay. A person
 part in the coordinates that canaries are seen in, so that it is no longer than before, and they are
 noised with all others (docs/theory/README.md).
 
-A designed gradient lies in a coordinate of its own, beside the model, and is as long as clipping
-allows. It moves nothing else: with such canaries alone the model is what it would have been. Of
-made-up users with texts each says one word, drawn for it: the model learns from them.
+A designed gradient lies in a coordinate of its own, which is no parameter of the model, and is as
+long as clipping allows. It moves nothing else: with such canaries alone the model is what it would
+have been. Of made-up users with texts each says one word, drawn for it: the model learns from them.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class WithCanaries(Central):
             | {"data": rows},
             people=run.plan,
         )
-        params, optimizer = around(run.given, run.optimizer, audit, run.steps)
+        params, optimizer = with_canary_coordinates(run.given, run.optimizer, audit, run.steps)
         trainable = _trainable(run.trainable)
         length = LONG * run.mechanism.clip_norm
         super().__init__(_loss(run.loss_fn, length), params, plan, optimizer, trainable)
@@ -210,7 +210,7 @@ class WithCanaries(Central):
     def params(self, state: TrainState) -> PyTree:
         return super().params(state)["model"]
 
-    def seen(self, state: TrainState) -> np.ndarray:
+    def private_state(self, state: TrainState) -> np.ndarray:
         """Float32 [canaries, steps]: what was released along each direction, over the noise."""
         seen = np.asarray(state.opt_state["seen"]).T[: len(self.inside)]
         divisor = self.mechanism.participation.divisor
@@ -225,7 +225,7 @@ class WithCanaries(Central):
     def audited(self, result: RunResult) -> RunAudit | None:
         if result.interrupted is not None:
             return None
-        seen = result.seen.astype(np.float32)
+        seen = result.private_state.astype(np.float32)
         seen[:, result.steps :] = np.nan  # nothing was released
         seen = cells.audit_statistic(self.plan.calibrated.matrix, seen, self.inside, self._drawn)
         return RunAudit(
@@ -245,13 +245,13 @@ class WithCanaries(Central):
         """What canaries cost: JSON values."""
         drawn, learnt = int(self.inside.sum()), int(self.texts_inside.sum())
         users = self.plan.population.num_users
-        told = [
+        sentences = [
             f"{drawn} of {len(self.inside)} canaries with designed gradients were in: "
             f"{drawn / (users + drawn + learnt):.1%} of the users of a step, in computing; the "
             "model is the same without them"
         ] * bool(len(self.inside))
-        told += [
-            f"{learnt} of {len(self.texts_inside)} made-up users with texts were in, beside "
+        sentences += [
+            f"{learnt} of {len(self.texts_inside)} made-up users with texts were in, with "
             f"{users} people: {learnt / (users + learnt):.1%} of what the model learns is theirs"
         ] * bool(len(self.texts_inside))
         return {
@@ -262,7 +262,7 @@ class WithCanaries(Central):
             "users": users,
             "share_of_computing": (drawn + learnt) / (users + drawn + learnt),
             "share_of_what_is_learnt": learnt / (users + learnt),
-            "told": told,
+            "sentences": sentences,
         }
 
     def _gains(self, params: PyTree) -> np.ndarray:
@@ -343,7 +343,7 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
     mechanism = calibrated.mechanism
     if not mechanism.private or not hasattr(mechanism.participation, "scheme"):
         raise BadInputError(
-            f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
+            f"canaries are sampled like users, which mechanism.kind={mechanism.kind} cannot: it "
             "has no sampling scheme; remove the section audit, or use els or uls"
         )
     if mechanism.takes_local_steps:
@@ -354,7 +354,7 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
         )
     if mechanism.budget is not None:
         raise BadInputError(
-            "canaries are drawn beside people, who leave when budgets of their own are spent "
+            "canaries are sampled like users, who leave when budgets of their own are spent "
             f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"
         )
     if shared_store(data) is not None:
@@ -381,7 +381,7 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
         raise BadInputError("audit.texts is for language models of plain texts: set audit.texts=0")
 
 
-def around(
+def with_canary_coordinates(
     params: PyTree, optimizer: Any, audit: AuditConfig, steps: int
 ) -> tuple[PyTree, optax.GradientTransformation]:
     """What a run with canaries trains, and its optimiser.
@@ -431,7 +431,6 @@ def _loss(model_loss: Callable[..., jax.Array], length: float) -> Callable[..., 
 
 
 def _trainable(choice: Any) -> Any:
-    """Canaries' coordinates beside what is trained of the model."""
     if choice is None:
         return None
     if callable(choice):

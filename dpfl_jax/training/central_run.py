@@ -1,6 +1,6 @@
-"""Central training from a configuration: data, model, pre-training, mechanism, and the words.
+"""Central training from a configuration: data, model, pre-training, mechanism and report.
 
-Noise beside signal (``run.balance``): a step moves along (clipped sum + noise) / M. A clipped sum
+Noise over signal (``run.balance``): a step moves along (clipped sum + noise) / M. A clipped sum
 of M units has norm M C at most, its noise standard deviation sigma C in each of d coordinates; over
 T steps, in units of the learning rate:
 
@@ -59,9 +59,9 @@ from dpfl_jax.training.fitting import algorithm_of
 from dpfl_jax.training.optimizers import make_optimizer
 from dpfl_jax.training.start import (
     Pretrained,
-    begin_from,
     build_model,
     build_transformer,
+    check_pretrained,
     check_trainable,
     data_section,
     starting_params,
@@ -156,7 +156,7 @@ class CentralRun(Run):
         self.params, self.pretrained = starting_params(config, self.data, model, self.mesh, console)
         if self.pretrained is not None:
             needed = self.trained_parameters < model.num_params
-            begin_from(self.pretrained, directory, needed=needed)
+            check_pretrained(self.pretrained, directory, needed=needed)
         plan = Plan(self.calibrated, self.train, config.execution, self.mesh)
         trainable = trained_by_name(config.model, model)
         made = algorithm_of(model.loss, self.params, plan, self.optimizer, trainable)
@@ -319,7 +319,7 @@ class CentralRun(Run):
     def model_facts(self) -> dict[str, Any]:
         """What a report says of the model."""
         section = self.config.model
-        name: dict[str, Any] = dict(section.told)
+        name: dict[str, Any] = dict(section.identity)
         if section.checkpoint is not None:
             name["checkpoint"] = section.checkpoint
         elif section.is_transformer:

@@ -40,7 +40,7 @@ class Evaluation:
       examples: examples evaluated.
       users: users evaluated.
       accuracy: share of examples whose label is predicted, or of pairs whose chosen answer has
-        become likelier, beside the rejected one, than it was for the reference (1/2 if neither
+        become likelier, against the rejected one, than it was for the reference (1/2 if neither
         has); None of other tasks.
       majority_accuracy: of classes: what the most frequent label alone would reach.
       base_rate: of two classes: the share of examples whose label is 1.

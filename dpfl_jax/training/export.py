@@ -20,7 +20,7 @@ from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.config.load import read_sections
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, positive
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, build_by_name, not_reference
 from dpfl_jax.models.checkpoint import fingerprint, save_adapter, save_checkpoint
@@ -72,8 +72,7 @@ def export(
     Raises:
       BadInputError: the run is not finished, its base is gone, or there are no adapters alone.
     """
-    if max_file_bytes < 1:
-        raise BadInputError("the size of a weights file must be above 0")
+    positive("max_file_bytes", max_file_bytes)
     directory = pathlib.Path(run)
     kept = read_run(directory, which)
     with _whole_or_nothing(pathlib.Path(out)):
@@ -97,7 +96,7 @@ def export(
         facts = dict(report.get("model", {}))
         if base is not None:
             facts["checkpoint"] = pathlib.Path(base).name  # where it lay is nobody's business
-        told = {
+        facts_of_run = {
             "run": report["name"],
             "steps": report["steps"],
             "exported_step": kept.step,
@@ -105,7 +104,7 @@ def export(
             "model": facts,
             "dpfl_jax": __version__,
         }
-        write_atomically(target / "run.json", json.dumps(told, indent=2) + "\n")
+        write_atomically(target / "run.json", json.dumps(facts_of_run, indent=2) + "\n")
         stated = kept.stated.tied(exported=digests.of_export(target, NAME))
         write_atomically(target / NAME, stated.dumps())
     return {
@@ -165,18 +164,18 @@ def _other(
     """A run of any system, but for central ones of language models."""
     params, config = kept.released, kept.config
     structure: dict[str, Any] = {}
-    told = kept.report.get("task")
+    task_section = kept.report.get("task")
     if config is not None and config.variant == "isrl":  # one matrix
         scaled = {"scale": None, "target": None, "names": None, **kept.report.get("inputs", {})}
         linear = {**scaled, "max_norm": config.data.max_norm}
-        structure = {"loss": config.model.loss, "task": told, "linear": linear}
+        structure = {"loss": config.model.loss, "task": task_section, "linear": linear}
     elif config is None:  # of `fit`
-        structure = {"loss": kept.report.get("loss"), "task": told}
+        structure = {"loss": kept.report.get("loss"), "task": task_section}
     else:
         section, task = config.model, Task.from_json(kept.report["task"])
         key = jax.random.key(config.init_seed)
         loss = "classification" if task.kind == "classes" else task.kind
-        structure = {"task": told, "options": section.options, "loss": loss}
+        structure = {"task": task_section, "options": section.options, "loss": loss}
         if section.module is not None:
             structure["module"] = section.module
             digest = kept.report["model"].get("base", {}).get("digest")
@@ -245,7 +244,7 @@ def load_trained(
       run: run directory.
       dtype: of projections that adapters are merged into; default the frozen parameters'.
       which: checkpoint, the last or the one with the lowest held-out loss.
-      merged: whether adapters become part of the projections beside them.
+      merged: whether adapters are merged into their projections.
 
     Raises:
       BadInputError: no finished run of a language model, or its base is not there any more.
@@ -316,8 +315,8 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
         raise BadInputError(f"{unlike}: bring it back")
     _refuse_changed(directory, stated, digests.CONFIG)
     known = read_sections(directory / "config.yaml")
-    told = known["config"]
-    config = validate_config(told, str(directory / "config.yaml")) if "data" in told else None
+    section = known["config"]
+    config = validate_config(section, str(directory / "config.yaml")) if "data" in section else None
     step = report["steps"] if which == "last" else report["best_step"]
     if step is None:
         raise BadInputError(
@@ -334,7 +333,7 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
         )
     _refuse_changed(directory, stated, digests.checkpoint(step))
     params = released(checkpoints.directory, step)
-    if told.get("audit") is not None:  # canaries are beside it
+    if section.get("audit") is not None:  # with the coordinates of canaries
         params = params["model"]
     return FinishedRun(config, known["facts"], report, step, stated, params)
 

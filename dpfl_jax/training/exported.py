@@ -153,7 +153,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
 
 
 def _checked(folder: pathlib.Path) -> Statement:
-    """The guarantee of an export, if it is that of the files beside it."""
+    """The guarantee of an export, if its digests are those of the files there."""
     stated = read(folder / NAME)
     if stated.digests is None:
         warnings.warn(
@@ -331,7 +331,7 @@ def _forward(params: PyTree, model: Any) -> tuple[Any, PyTree]:
     if model is None and not is_module:
         raise BadInputError(
             "what computes with these parameters is not known: give the module that was trained, "
-            "load_exported(DIR, like=module), or beside parameters model= (as of fit)"
+            "load_exported(DIR, like=module), or, for parameters, model= (as of fit)"
         )
     forward = forward_of(params, model)
     return lambda found, x: forward(rebuild(found), x), arrays

@@ -1,7 +1,8 @@
-"""Steps of which each user takes part in those alone that their own budget pays for.
+"""Training in which each user takes part only in the steps that their own budget pays for.
 
-The steps between two looks at everybody's gradients are a *stretch*. What users had spent before
-it, and their bounds in it, decide who takes part in all of its steps: that is what a state keeps.
+The steps between two computations of all users' gradient norms are a *stretch*. What users had
+spent before it, and their bounds in it, decide who takes part in all of its steps: that is what a
+state keeps.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class Filtered(Central):
         spent = self.filter.after(held.spent, held.levels, steps, self.parts)
         return dataclasses.replace(held, spent=spent)
 
-    def seen(self, state: TrainState) -> Spending:
+    def private_state(self, state: TrainState) -> Spending:
         """What every user has spent after the last step that was taken, and their bounds in it."""
         if not (step := int(state.step)):
             return Spending.none(self.users)
@@ -168,9 +169,9 @@ class Filtered(Central):
 
     def write_private(self, directory: RunDirectory, result: RunResult) -> None:
         """Writes what every user has spent (owner only)."""
-        spending, users = result.seen, np.arange(self.users)
+        spending, users = result.private_state, np.arange(self.users)
         # Steps that a killed process released and nobody took again: their bounds are lost.
-        spent = self.filter.at_most(spending.spent, max(result.asked - result.steps, 0))
+        spent = self.filter.at_most(spending.spent, max(result.released - result.steps, 0))
         names = getattr(self.data, "user_ids", lambda users: users)(users)
         columns = (
             self.bounds[spending.levels].tolist(),

@@ -26,7 +26,7 @@ from dpfl_jax.run.algorithm import RunResult
 from dpfl_jax.run.console import default_console
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, LoopConfig, drive
-from dpfl_jax.run.pipeline import leave_report, open_directory
+from dpfl_jax.run.pipeline import open_directory, save_report
 from dpfl_jax.run.public_inputs import not_people
 from dpfl_jax.run.report import PACKING_CAVEAT, PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT
 from dpfl_jax.training.canaries import WithCanaries
@@ -217,7 +217,7 @@ def _leave_report(directory: RunDirectory, plan: Plan, result: FitResult, loss_f
     outside = {}
     if plan.bounding is not None:
         outside["contribution_bounding"] = plan.bounding.to_json()
-    leave_report(
+    save_report(
         directory,
         directory.path.name,
         result,

@@ -16,7 +16,7 @@ from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.data import Store
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.owners import grouped_by_owner_set
-from dpfl_jax.errors import BadInputError, imported, repeated
+from dpfl_jax.errors import BadInputError, imported, one_of, repeated
 from dpfl_jax.models.small import Classifier, LogisticRegression, cross_entropy
 from dpfl_jax.task import Task
 
@@ -150,10 +150,7 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
     Raises:
       BadInputError: no such loss, or no model.
     """
-    if name not in LOSSES:
-        raise BadInputError(
-            f"there is no loss {name!r}: use {', '.join(LOSSES)}, or a function (params, example)"
-        )
+    one_of("loss_fn", name, LOSSES, "or give a function (params, example)")
     forward = forward_of(params, model, name)
 
     def classification(params: Any, example: Any) -> jax.Array:
@@ -223,8 +220,9 @@ def forward_of(params: Any, model: Any, name: str = "") -> Callable[[Any, Any], 
     if hasattr(model, "init_with_output"):  # Linen
         if isinstance(params, dict) and set(params) - {"params"} and "params" in params:
             raise BadInputError(
-                f"the model has variables beside its parameters ({sorted(set(params) - {'params'})}"
-                f"), which no private step may change: {_FROZEN_LINEN}"
+                "the model has variables besides its parameters "
+                f"({sorted(set(params) - {'params'})}), which no private step may change: "
+                f"{_FROZEN_LINEN}"
             )
         if isinstance(params, dict) and set(params) == {"params"}:
             return model.apply
@@ -290,7 +288,7 @@ def check_one_example(loss_fn: Callable[..., Any], params: PyTree, example: PyTr
 _LOSSES = {"tokens": "causal_lm", "classes": "classification", "regression": "regression"}
 
 
-class OwnModel:
+class UserModel:
     """What a function of the user's builds, with the face of the library's models.
 
     Attributes:
@@ -340,7 +338,7 @@ class OwnModel:
         self.num_params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(arrays))
 
     @classmethod
-    def of(cls, section: ModelConfig, task: Task, store: Store, init_seed: int) -> OwnModel:
+    def of(cls, section: ModelConfig, task: Task, store: Store, init_seed: int) -> UserModel:
         """As a configuration names it, for data like those of ``store``."""
         assert section.module is not None
         first = store.read(np.asarray(grouped_by_owner_set(store).user_offsets)[:1])
@@ -356,10 +354,10 @@ class OwnModel:
 def built(
     build: Callable[..., Any], place: str, task: Task, options: Mapping[str, Any], key: jax.Array
 ) -> tuple[Any, Any]:
-    """(a loss or what computes outputs, or None for a module; parameters) of ``OwnModel``.
+    """(a loss or what computes outputs, or None for a module; parameters) of ``UserModel``.
 
     Raises:
-      BadInputError: as of ``OwnModel``.
+      BadInputError: as of ``UserModel``.
     """
     try:
         inspect.signature(build).bind(task, key, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import optax
 
 from dpfl_jax.config.schema import OptimizerConfig
-from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.errors import BadInputError, expect, nearest, one_of
 
 
 def learning_rate_schedule(
@@ -32,8 +31,7 @@ def learning_rate_schedule(
         "linear": optax.linear_schedule(learning_rate, 0.0, decay_steps),
         "cosine": optax.cosine_decay_schedule(learning_rate, decay_steps),
     }
-    if schedule not in shapes:
-        raise BadInputError(f"the schedule {schedule!r} is not one of {', '.join(shapes)}")
+    one_of("schedule", schedule, shapes)
     if warmup_steps == 0:
         return shapes[schedule]
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
@@ -57,9 +55,7 @@ def build_optimizer(
     takes = _parameters(factory)
     if "learning_rate" not in takes:
         known = [n for n in dir(optax) if "learning_rate" in _parameters(getattr(optax, n))]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise BadInputError(f"optax has no optimiser called {name!r}: {hint}")
+        raise BadInputError(f"optax has no optimiser called {name!r}: {nearest(name, known)}")
     options = options or {}
     for option in options:
         if option not in takes:

@@ -75,8 +75,8 @@ def collectives(
     turns = {} if times is None else times(bodies)
     found: dict[tuple[str, bool], list[int]] = {}
     for name, lines in bodies.items():
-        # One that runs beside products is written where it starts, where it goes on and where it
-        # ends: it counts where it starts.
+        # An asynchronous one is written where it starts, continues and ends: it counts where it
+        # starts.
         if name.startswith("async_collective_fusion") or any(_ENDS in line for line in lines):
             continue
         for match in filter(None, map(_LINE.search, lines)):

@@ -48,7 +48,7 @@ from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.console import StepProgress
 from dpfl_jax.run.directory import RunDirectory, open_plain
 from dpfl_jax.run.state import content_digest, shardings_of
-from dpfl_jax.training.modules import OwnModel
+from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
 
 PyTree = Any
@@ -64,7 +64,7 @@ def build_model(config: RunConfig, data: Dataset) -> Any:
     """
     section, task = config.model, data.task
     if section.module is not None:
-        return OwnModel.of(section, task, data.train, config.init_seed)
+        return UserModel.of(section, task, data.train, config.init_seed)
     pairs = task.kind == "preferences"
     if section.dpo is not None and not pairs:
         raise BadInputError(
@@ -112,7 +112,7 @@ def build_transformer(config: RunConfig, vocab_size: int, bos_id: int | None) ->
         if name not in _COMPUTED:
             raise BadInputError(
                 f"model.overrides.{name} is fixed by the checkpoint: only {', '.join(_COMPUTED)} "
-                "can be set beside model.checkpoint"
+                "can be set with model.checkpoint"
             )
     found = read_config(section.checkpoint)
     if vocab_size > found.vocab_size:
@@ -404,7 +404,7 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def begin_from(pretrained: Pretrained, directory: RunDirectory, needed: bool) -> None:
+def check_pretrained(pretrained: Pretrained, directory: RunDirectory, needed: bool) -> None:
     """Notes what was trained before on public data; a run that goes on must find the same.
 
     Args:

@@ -45,9 +45,7 @@ def test_off_a_terminal_a_report_is_whole_and_in_short(tmp_path, capsys, monkeyp
     names = ("loss", "loss_by_user", "accuracy", "majority_accuracy", "base_rate", "auc")
     evaluation = {"final": dict.fromkeys(names, 0.123456)}
     norms = {"summary": "norms of 1 of 2 parameters by book-keeping", "warning": None}
-    made = SOUND["uls"]()
-    summary = f"{made.privacy.summary()}; {norms['summary']}"
-    finished(tmp_path, made, eval=evaluation, clipping=norms, summary=summary)
+    finished(tmp_path, SOUND["uls"](), eval=evaluation, clipping=norms)
     for options in ((), ("--full",)):
         assert main(["show", str(tmp_path), *options]) == 0
         told = capsys.readouterr().out
