@@ -116,7 +116,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any], dict[str, Any]]:
-    """What the canaries of a finished run prove, and what they cost."""
     from dpfl_jax.accounting import statement
     from dpfl_jax.audit import run_audit
 
@@ -132,7 +131,6 @@ def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any
 def _trained(
     config: Any, seed: int | None, confidence: float | None, console: Console
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A run with canaries, of which nothing is kept."""
     from dpfl_jax.config.schema import AuditConfig
     from dpfl_jax.run.pipeline import run_experiment
 

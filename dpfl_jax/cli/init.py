@@ -114,6 +114,5 @@ def _list(console: Console, known: dict[str, pathlib.Path]) -> dict[str, Any]:
 
 
 def _about(text: str) -> str:
-    """The first sentence of the comment that a configuration begins with."""
     comment = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines())
     return re.split(r"\.(?: (?=[A-Z])|$)", " ".join(line[2:] for line in comment))[0]

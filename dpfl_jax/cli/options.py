@@ -175,7 +175,6 @@ def _whole(field: Any) -> Any:
 
 
 def _add_key(parser: Any, key: str, default: Any) -> None:
-    """An option that is a key of the configuration."""
     from pydantic import TypeAdapter, ValidationError
 
     from dpfl_jax.config.text import read_yaml

@@ -82,7 +82,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _load(path: pathlib.Path, tokenizer: str | None) -> tuple[Any, Any, Any]:
-    """The model, its parameters and the tokeniser."""
     import jax
 
     from dpfl_jax.data import load_tokenizer

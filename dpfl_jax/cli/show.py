@@ -117,7 +117,6 @@ def _in_short(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str, Any]:
-    """Prints the table of records; JSON has all rows."""
     from rich.table import Table
 
     from dpfl_jax.accounting.guarantee import rounded_up

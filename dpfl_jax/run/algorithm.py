@@ -58,7 +58,7 @@ class RunResult:
       tokens: real tokens processed in that time (0 if examples are not token sequences).
       padded_tokens: the same with padding.
       planned: steps that it would have taken.
-      clipping: how the norms of how many parameters were computed; None if the run is not private.
+      clipping: how gradients were clipped; None if the run is not private.
       best: the checkpoint with the lowest held-out loss, if that was kept.
       private_state: see ``Algorithm.private_state``.
       audit: what an attack on the run observed, if it had canaries and finished.
@@ -125,7 +125,7 @@ class Steps(abc.ABC):
         del state, say
 
     def clipping(self) -> dict[str, Any] | None:
-        """How the norms of how many parameters are computed (``clipping.Explanation``), as JSON."""
+        """How gradients are clipped (``clipping.Explanation.to_json``); None without privacy."""
         return None
 
     @abc.abstractmethod

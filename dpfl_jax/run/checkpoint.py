@@ -52,7 +52,6 @@ class _Folder(type(epath.Path("/"))):  # type: ignore[misc]
     """A path whose name is no pattern: Orbax finds nothing below `study [copy]` (its issue 924)."""
 
     def glob(self, pattern: str) -> Iterator[_Folder]:
-        """As of ``pathlib``."""
         return map(self._new, glob.iglob(f"{glob.escape(str(self))}/{pattern}"))
 
 
@@ -201,7 +200,6 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """One sentence for a full disk."""
         try:
             yield
         except (ValueError, OSError) as error:

@@ -42,7 +42,6 @@ class Console(rich.console.Console):
         return found
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """As of ``rich``."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
@@ -67,7 +66,6 @@ class RunConsole(Console):
         self._said = time.monotonic()
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As of ``rich``."""
         self._said = time.monotonic()
         super().print(*objects, **options)
 

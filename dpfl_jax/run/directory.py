@@ -403,7 +403,6 @@ def finished_report(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _parsed(file: pathlib.Path) -> dict[str, Any]:
-    """What a YAML or JSON file of a run holds."""
     parse = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
         found = parse(read_text(file))

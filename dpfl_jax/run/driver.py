@@ -62,7 +62,7 @@ MOVED_CAVEAT = (
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-    """How often a run looks up from its steps.
+    """How often a run logs, evaluates and saves a checkpoint.
 
     Attributes:
       checkpoint_every: steps between checkpoints.
@@ -148,8 +148,8 @@ def drive(
 ) -> RunResult:
     """Takes an algorithm's steps.
 
-    The run is held against what it began with and paid for, its checkpoint is read, the start is
-    evaluated, the first step is checked, and the steps are taken.
+    The run is compared with what it began with, and charged to the ledger; its checkpoint is
+    restored, the start evaluated, the first step checked; then the steps are taken.
 
     Args:
       algorithm: what is run.
@@ -231,7 +231,7 @@ class _Driven:
     # ---- before the first step -------------------------------------------------------------
 
     def begin(self, key: RootKey | None) -> None:
-        """Holds the run against what it began with; its draws have a key of their own."""
+        """Compares the run with what it began with, and derives the key of its draws."""
         algorithm, run_dir = self.algorithm, self.run_dir
         self.root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
         if self.root.public and algorithm.private:
@@ -254,7 +254,7 @@ class _Driven:
             processes.on_primary(lambda: charge(self.key.fingerprint))
 
     def restore(self) -> None:
-        """Goes on from the newest checkpoint, and from the rows of metrics up to it."""
+        """Restores the newest checkpoint, and the rows of metrics up to it."""
         algorithm, run_dir = self.algorithm, self.run_dir
         if run_dir is None or self.checkpoints is None:
             return
@@ -269,7 +269,6 @@ class _Driven:
             self.choosing = KeepBest(self.checkpoints, self.log.rows)
 
     def evaluate(self) -> None:
-        """Evaluates the model as it is, unless the log has that already."""
         if self._evaluate is None or evaluation_after(self.log.rows, self.done) is not None:
             return
         found = self._evaluate(self.algorithm.params(self.state))
@@ -501,7 +500,6 @@ def _warn_of(clipping: dict[str, Any], console: Console | None) -> None:
 
 
 def _show_progress(console: Console | None, line: Any, part: str) -> None:
-    """Shows which part of the check is being done."""
     if line is not None:
         line.update(f"{_CHECKING}: {part}")
     elif isinstance(console, RunConsole):

@@ -390,7 +390,6 @@ def save_report(
 
 
 def _content(config: Any) -> dict[str, Any]:
-    """What the run directory keeps of a configuration."""
     ledger = config.privacy.ledger
     if ledger is not None and not os.path.isabs(ledger):  # load_config makes it absolute
         raise BadInputError(
@@ -403,7 +402,6 @@ def _content(config: Any) -> dict[str, Any]:
 
 
 def _introduce(run: Run, directory: RunDirectory, console: Console) -> None:
-    """Says what is run, and what is assumed."""
     verb = "resuming" if directory.resumed else "starting"
     console.print(f"{verb} {run.config.name} in {directory.path}")
     for line in [*run.headline(), *run.warnings(), *run.advice()]:
@@ -414,7 +412,6 @@ def _introduce(run: Run, directory: RunDirectory, console: Console) -> None:
 
 
 def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, Any]:
-    """Takes the steps, and reports them."""
     bill, loop, evaluate = _Bill(run, directory, console), run.loop, run.evaluator()
     algorithm = run.algorithm(directory, console)
     result = drive(
@@ -486,7 +483,6 @@ class _Bill:
         self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
     def commit(self) -> None:
-        """The run is finished."""
         if self._ledger is not None and self._paid:
             self._ledger.commit(self._paid)
 

@@ -289,7 +289,6 @@ class Heartbeats:
     """Which processes are alive; the time is an argument, so that it can be tested."""
 
     def __init__(self, processes: int, patience_s: float, now: float) -> None:
-        """Everybody is taken to be alive at ``now``."""
         self._patience = patience_s
         self._beats = dict.fromkeys(range(processes), "")
         self._changed = dict.fromkeys(range(processes), now)

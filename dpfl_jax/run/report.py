@@ -382,7 +382,6 @@ def _spent(axis: Any, points: Sequence[tuple[int, float]], report: Mapping[str, 
 
 
 def _sample(axis: Any, name: str, text: str) -> None:
-    """What a model writes, in a box."""
     plain = "".join(c if c.isprintable() or c == "\n" else " " for c in text)
     lines = [
         piece for line in plain.splitlines() for piece in textwrap.wrap(line, _COLUMNS) or [""]

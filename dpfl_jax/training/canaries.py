@@ -94,26 +94,26 @@ class JointSampler:
 
     @property
     def expected_size(self) -> float:
-        """Of both."""
+        """Expected number of users and canaries in a draw."""
         return self.people.expected_size + self.canaries.expected_size
 
     @property
     def group_size(self) -> int | None:
-        """As both have it."""
+        """Rows of each user and canary; None: each unit is one row."""
         return self.people.group_size
 
     def size_bound(self, tail: float = 1e-15) -> int:
-        """Of both."""
+        """As of ``Sampler``: users and canaries together."""
         return self.people.size_bound(tail / 2) + self.canaries.size_bound(tail / 2)
 
     def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
-        """Of both."""
+        """As of ``Sampler``: users and canaries together."""
         parts = (self.people, self.canaries)
         bounds = [part.bucket_bounds(sizes, tail / 2) for part in parts]  # type: ignore[attr-defined]
         return tuple(map(sum, zip(*bounds, strict=True)))
 
     def draw(self, step: int) -> Draw:
-        """People first."""
+        """Users first, then canaries."""
         people, more = self.people.draw(step), self.canaries.draw(step)
         positions = np.where(more.positions < 0, -1, more.positions + self.first)
         return Draw(
@@ -150,7 +150,7 @@ class CanaryPlan(Plan):
 
 
 class WithCanaries(Central):
-    """A run, and canaries in it."""
+    """A run with canaries in it."""
 
     def __init__(self, run: Central, audit: AuditConfig, key: RootKey) -> None:
         """Draws canaries.
@@ -200,7 +200,7 @@ class WithCanaries(Central):
         super().__init__(_loss(run.loss_fn, length), params, plan, optimizer, trainable)
 
     def terms(self) -> Terms:
-        """People's; and, as they are in the sum that noise is added to, made-up users' texts."""
+        """Those of the run without canaries, and a digest of the made-up users' texts."""
         terms = self.people.terms()
         if not len(self.texts_inside):  # designed gradients are in no sum of the model's
             return terms
@@ -293,7 +293,6 @@ class _Texts:
     user_offsets: np.ndarray
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows."""
         return {name: array[positions] for name, array in self.arrays.items()}
 
 

@@ -169,7 +169,6 @@ class Evaluator:
         return lambda params: self(params, store).to_json()
 
     def __call__(self, params: PyTree, store: Readable) -> Evaluation:
-        """Returns the means on ``store``."""
         losses, hits, scores, labels = self._columns(params, store)
         found = summarize(losses.astype(np.float64), store.user_offsets)
         accuracy = float(hits.mean())

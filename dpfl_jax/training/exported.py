@@ -292,7 +292,6 @@ def predict(
 
 
 def _inputs(task: Task | None, rows: Any) -> np.ndarray:
-    """``x`` of all rows."""
     if task is not None and task.table is not None:
         if isinstance(rows, np.ndarray | jax.Array):
             raise BadInputError(

@@ -281,7 +281,6 @@ def _warn(console: Console | None, *found: str | None) -> None:
 
 
 def _known(data: Any, validation: Any) -> bool:
-    """Whether somebody in validation is trained on, too, as far as stores name people."""
     stores = (grouped_by_owner_set(data), grouped_by_owner_set(validation))
     named = all(hasattr(s, "user_ids") and hasattr(s, "num_users") for s in stores)
     return named and not owner_ids(data).isdisjoint(owner_ids(validation))

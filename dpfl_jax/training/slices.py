@@ -265,7 +265,7 @@ class Step:
         return counted / self.mesh.size if splits_parameters(self.mesh) else counted
 
     def compile(self, units: Units) -> Compiled:
-        """Compiles it."""
+        """Compiles the step for units of these shapes."""
         import jax
 
         step, arguments = self._lowerable(units)
