@@ -155,7 +155,7 @@ def _of_a_file(error: OSError) -> str:
     """What a disk or a folder would not do, and what to do about it."""
     advice = "see who may read and write there"
     if error.errno in FULL_DISK:
-        advice = "free space, and give the same command again; a run goes on with its --run-dir"
+        advice = "free space, and give the same command again; a run resumes with its --run-dir"
     return f"{error.filename or 'a file'} cannot be used ({error.strerror}): {advice}"
 
 

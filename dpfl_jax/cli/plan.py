@@ -37,7 +37,7 @@ longer), and the table says what a device needs and whether it fits. That depend
 (execution.microbatch_size): cells of one algorithm and group size need the same.
 
 --fit runs short proxy trainings on PUBLIC data (noise is added, and not accounted for), fits the
-law of the loss over steps, noise and batch, and draws it; interrupted, the same command goes on.
+law of the loss over steps, noise and batch, and draws it; interrupted, the same command resumes.
 --with a fit gives every cell a predicted loss with its band (90 % of runs), the best split of the
 compute over batch and steps, and answers to --ask:
 {questions}

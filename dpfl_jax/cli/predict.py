@@ -187,7 +187,7 @@ def _load(folder: pathlib.Path, which: Any, build: Any) -> tuple[Any, Any]:
     config = read_run(folder, which).config
     if config is not None and config.variant == "central" and config.model.is_transformer:
         raise BadInputError(
-            f"the run in {folder} trained a language model, which goes on with a prompt: "
+            f"the run in {folder} trained a language model, which continues a prompt: "
             f"dpfl sample {folder}"
         )
     with tempfile.TemporaryDirectory() as place:

@@ -28,7 +28,7 @@ Reproductions are not part of the installed package: run this in a checkout of t
 
 `all` and PAPER/all run each figure in a process of its own, at reduced size unless --full is given,
 and say beforehand how long it should take. They write manifest.json (commit, versions, hardware,
-times, every number and verdict) beside the figures; the same command goes on after an interruption.
+times, every number and verdict) beside the figures; the same command resumes after an interruption.
 
 examples:
   dpfl reproduce list

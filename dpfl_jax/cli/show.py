@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     state = f"at step {last['step']}" if last else "before its first step"
     console.print(
         f"{directory}: unfinished, {state}; `dpfl train` with its configuration and "
-        f"--run-dir {shlex.quote(str(directory))} goes on"
+        f"--run-dir {shlex.quote(str(directory))} resumes it"
     )
     return {"status": "unfinished", "run_dir": str(directory), "last": last}
 

@@ -21,8 +21,8 @@ hospitals.md says what each party must trust.
 
   init   makes the folder: a secret key, and silo.yaml to review and sign off
   check  reads data, study, policy, log and ledger, and says what would be sent and allowed
-  run    answers the server; a silo that was killed goes on by the same command
-  serve  the server: it holds no data; one that was killed goes on by the same command
+  run    answers the server; a silo that was killed resumes by the same command
+  serve  the server: it holds no data; one that was killed resumes by the same command
 
 examples:
   dpfl silo init silos/bern --name bern --config study.yaml --data bern.csv

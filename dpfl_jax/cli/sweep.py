@@ -16,7 +16,7 @@ NO_GUARANTEE = (
 DESCRIPTION = """\
 Run one training per cell of a grid: compute budget, epsilon, group and cohort size, clip norm,
 learning rate, or any other key of the configuration. Every finished cell is kept, so that the same
-command goes on after an interruption; `--rank R --of N` takes every N-th cell, for array jobs that
+command resumes after an interruption; `--rank R --of N` takes every N-th cell, for array jobs that
 share the folder. At the end: table.parquet, table.jsonl, best.jsonl and sweep.png in the folder,
 made of whatever cells are finished (`--collect` only makes these).
 

@@ -109,7 +109,7 @@ def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None
     from dpfl_jax.run import pipeline, processes
 
     processes.start(config.processes)
-    pipeline.keep_programs()  # a run that goes on after a kill compiles nothing again
+    pipeline.keep_programs()  # a run resumed after a kill compiles nothing again
     how = f"--run-dir {shlex.quote(str(run_dir))}"
     with processes.synchronized_shutdown(how, config.processes):
         if not processes.is_primary():
@@ -131,7 +131,7 @@ def _check_finished(report: dict[str, Any]) -> None:
         # The report is written; the exit code still says that the run is not done.
         raise StoppedError(
             f"stopped after {report['steps']} {_steps(report)}; the same command with --run-dir "
-            f"{shlex.quote(report['run_dir'])} goes on from there"
+            f"{shlex.quote(report['run_dir'])} resumes from there"
         )
 
 

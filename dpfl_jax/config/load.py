@@ -215,7 +215,7 @@ def write_config(path: pathlib.Path, config: BaseModel, reason: str) -> None:
         raise BadInputError(f"cannot write {path}: {error.strerror}") from error
 
 
-# A run that a budget refused goes on once it is raised.
+# A run that a budget refused resumes once it is raised.
 _NOT_COMPUTED = ("name", "execution", "processes", "metrics", "sweep", "privacy.budget")
 # Files that are known by their content may lie elsewhere.
 _MOVABLE = ("data.path", "data.public", "model.checkpoint", "pretrain.cache_dir")

@@ -455,7 +455,7 @@ class EvalConfig(Section):
         half of their examples and score the other half (Charles et al. 2024, Appendix G.2).
       baseline: at the end, also train without privacy, at the same compute, and show its held-out
         losses beside the private ones. The guarantee does not cover them.
-      prompt: what the language model goes on with, before and after training, in the report.
+      prompt: text that the language model continues, before and after training, in the report.
     """
 
     batch_size: int = Field(64, gt=0)

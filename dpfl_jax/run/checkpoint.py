@@ -207,7 +207,7 @@ class Checkpoints:
                 raise
             raise BadInputError(
                 f"no checkpoint can be written to {self.directory}, as the disk is full: free "
-                "space; the same command with the same run directory goes on from the one before"
+                "space; the same command with the same run directory resumes from the one before"
             ) from error
 
     def open_all(self) -> None:
@@ -379,7 +379,7 @@ class KeepBest:
     """Keeps the best checkpoint of a run, as well as its newest ones."""
 
     def __init__(self, checkpoints: Checkpoints, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Goes on from what the run's directory holds."""
+        """Resumes from what the run's directory holds."""
         self._checkpoints, self._kept = checkpoints, set(checkpoints.steps())
         self._best: Best | None = None
         self.update(rows, 0)

@@ -163,7 +163,7 @@ class RunDirectory:
             self._write_content()
 
     def note(self, name: str, value: Any) -> None:
-        """Keeps a further fact (plain JSON) for whoever goes on with the run.
+        """Keeps a further fact (plain JSON) for when the run is resumed.
 
         Of many processes all must call it with the same; the one that writes does so.
         """
@@ -199,7 +199,7 @@ class RunDirectory:
     def computed_with(self, hardware: str, layout: Any = None) -> bool:
         """Notes what the run is computed with from now on; returns whether there was anything else.
 
-        Before the first step: a run that dies before its first checkpoint and goes on elsewhere
+        Before the first step: a run that dies before its first checkpoint and resumes elsewhere
         takes steps twice, too.
 
         Args:

@@ -54,7 +54,7 @@ _NO_LOSS = (
 NOTED_EVERY_S = 1.0
 
 MOVED_CAVEAT = (
-    "the run went on from a checkpoint, or from its start, on other hardware or with another "
+    "the run was resumed from a checkpoint, or from its start, on other hardware or with another "
     "execution: steps taken twice used the same noise on sums that may differ in rounding, so "
     "metrics written between there and the interruption must not have been published"
 )
@@ -605,7 +605,7 @@ class _Log:
         return self._run_dir.path if self._run_dir is not None and self._run_dir.writes else None
 
     def start_at(self, step: int) -> None:
-        """Goes on from what the run's directory holds.
+        """Resumes from what the run's directory holds.
 
         Every process must decide alike what is still to be evaluated: process 0 tells them.
         """

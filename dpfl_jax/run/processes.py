@@ -369,11 +369,11 @@ class ExitMessage:
         """Starts the shell.
 
         Args:
-          how: the option by which the run goes on.
+          how: the option by which the run resumes.
         """
         text = (
             f"dpfl: process {jax.process_index()} of {jax.process_count()} was ended from outside "
-            f"(it was killed, or another process was lost); the same command with {how} goes on "
+            f"(it was killed, or another process was lost); the same command with {how} resumes "
             "from the last checkpoint, with any number of processes, and counts nothing twice"
         )
         self._shell = subprocess.Popen(
@@ -391,12 +391,12 @@ def lost_message(lost: int | None, how: str) -> str:
 
     Args:
       lost: number of the process, or None if it is not known.
-      how: the option by which the run goes on.
+      how: the option by which the run resumes.
     """
     which = "another process" if lost is None else f"process {lost}"
     return (
         f"{which} of this run was lost, so process {jax.process_index()} of {jax.process_count()} "
-        f"stops too; the same command with {how} goes on from the last checkpoint, with any number "
+        f"stops too; the same command with {how} resumes from the last checkpoint, with any number "
         "of processes, and counts nothing twice"
     )
 

@@ -83,7 +83,7 @@ def begin(
       done: step of the checkpoint to go on from; None if there is none.
       start: digest of the parameters before the first step.
       layout: what changes no more than rounding (strategy, devices): two runs with one key that
-        differ in it alone draw independently, too. A run that goes on keeps its first one's.
+        differ in it alone draw independently, too. A resumed run keeps its first one's.
 
     Raises:
       BadInputError: the run began with other terms (the sentence names the first that differs), or
@@ -144,7 +144,7 @@ def _refuse_to_draw_anew(
         cause = f"the loss or the optimiser traces to another computation here: go on with {used}"
     most = "an unknown number of" if run_dir.released is None else f"up to {run_dir.released}"
     raise BadInputError(
-        f"the run in {run_dir.path} goes on after {done} steps, was killed after {most} steps, "
+        f"the run in {run_dir.path} resumes after {done} steps, was killed after {most} steps, "
         "and what it released between would be released a second time, by other steps, and counted "
         f"once, since {cause}, or start another run in another run directory (what two runs spend "
         "adds up)"

@@ -158,7 +158,7 @@ class WithCanaries(Central):
         Args:
           run: the same without them.
           audit: how many.
-          key: of coins and texts alone; a run that goes on must have the same. Of one root key all
+          key: of coins and texts alone; a resumed run must have the same. Of one root key all
             runs have the same coins, whatever people's data are: a published audit tells them.
 
         Raises:
@@ -386,7 +386,7 @@ def with_canary_coordinates(
     """What a run with canaries trains, and its optimiser.
 
     What is released about canaries is kept in the optimiser's state, and with it in checkpoints: a
-    run that goes on knows it. It moves nothing.
+    resumed run knows it. It moves nothing.
 
     Args:
       params: the model's.

@@ -259,7 +259,7 @@ def predict(
       rows: what is predicted for.
     """
     if isinstance(model, LanguageModel) or structure.get("loss") in ("causal_lm", "tokens"):
-        raise BadInputError("this is a language model, which goes on with a prompt: dpfl sample")
+        raise BadInputError("this is a language model, which continues a prompt: dpfl sample")
     linear = structure.get("linear")
     kind = structure.get("loss")
     classes = kind in ("classification", "logistic", "softmax", "hinge")

@@ -108,7 +108,7 @@ def fit(
         or a tree of bools that is a prefix of the parameters; default all. Only these have
         gradients, norms, noise, optimiser state and checkpoints.
       validation: held-out users, evaluated before, during and after.
-      run_dir: where to log, to checkpoint and to report; an unfinished run there goes on.
+      run_dir: where to log, to checkpoint and to report; an unfinished run there is resumed.
       key: root key of sampling and noise; default a fresh secret one (or the run directory's). Of
         a secret one, runs that differ in anything (data, mechanism, steps, delta, loss, optimiser,
         first parameters, execution, devices) draw independently; the same run draws the same again.

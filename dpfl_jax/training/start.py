@@ -405,7 +405,7 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
 
 
 def check_pretrained(pretrained: Pretrained, directory: RunDirectory, needed: bool) -> None:
-    """Notes what was trained before on public data; a run that goes on must find the same.
+    """Notes what was trained before on public data; a resumed run must find the same.
 
     Args:
       pretrained: the base.

@@ -437,7 +437,7 @@ def test_bad_input_and_stops_are_told_to_all(workspace, whole):
     report = json.loads((run_dir / "report.json").read_text())
     assert report["status"] == "interrupted"
     assert (run_dir / "checkpoints" / str(report["steps"])).is_dir()
-    assert output.count("goes on from there") == 1
+    assert output.count("resumes from there") == 1
 
 
 # ---- federations -----------------------------------------------------------------------------
