@@ -118,24 +118,26 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
     from dpfl_jax.planning.questions import ask
 
     with console.status("calibrating noise for every cell"):
-        found = ask(args.ask, outlooks, args.target_loss)
-    table = Table(found["x"], *found["series"], title=QUESTIONS[args.ask])
-    for points in zip(*found["series"].values()):
+        result = ask(args.ask, outlooks, args.target_loss)
+    table = Table(result["x"], *result["series"], title=QUESTIONS[args.ask])
+    for points in zip(*result["series"].values()):
         shown = ["-" if p["cell"] is None else f"{p['score']:.4g}" for p in points]
         table.add_row(f"{points[0]['x']:,.6g}", *shown)
     console.print(table)
-    console.print(f"scores: {found['y']}", *[f"; {k}: {v:.4g}" for k, v in found["lines"].items()])
-    console.print(found["answer"], highlight=False, soft_wrap=True)
+    console.print(
+        f"scores: {result['y']}", *[f"; {k}: {v:.4g}" for k, v in result["lines"].items()]
+    )
+    console.print(result["answer"], highlight=False, soft_wrap=True)
     if args.png is not None:
-        draw_answer(found, QUESTIONS[args.ask], args.png)
+        draw_answer(result, QUESTIONS[args.ask], args.png)
         console.print(f"drawn: {args.png}")
     if args.html is not None:
         try:
-            args.html.write_text(f"<!doctype html><meta charset='utf-8'>{drawn(found)}")
+            args.html.write_text(f"<!doctype html><meta charset='utf-8'>{drawn(result)}")
         except OSError as error:
             raise BadInputError(f"cannot write {args.html}: {error.strerror}") from error
         console.print(f"drawn: {args.html}")
-    return {"status": "answered", **found}
+    return {"status": "answered", **result}
 
 
 def print_prediction(console: Any, prediction: dict[str, Any]) -> None:

@@ -154,15 +154,15 @@ def _ranked(config: Any, key: Any, console: Console, args: argparse.Namespace) -
 
     own = args.membership is not None
     confidence = 0.95 if args.confidence is None else args.confidence
-    found, audits = participation(config, key, console, membership=own, confidence=confidence)
-    for name, area in found["auc"].items():
+    result, audits = participation(config, key, console, membership=own, confidence=confidence)
+    for name, area in result["auc"].items():
         console.print(f"{name.replace('_', ' ')}: AUC {area:.3f}", highlight=False)
     console.print(
-        f"{found['users_in']} took part and {found['users_out']} did not; where nothing can be "
-        f"told it is 0.500, give or take {found['chance_deviation']:.3f}",
+        f"{result['users_in']} took part and {result['users_out']} did not; where nothing can be "
+        f"told it is 0.500, give or take {result['chance_deviation']:.3f}",
         highlight=False,
     )
-    return found | _report(console, audits, None, args) if audits else found
+    return result | _report(console, audits, None, args) if audits else result
 
 
 def _report(

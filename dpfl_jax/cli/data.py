@@ -206,13 +206,13 @@ def _conversations(args: argparse.Namespace) -> Any:
     from dpfl_jax.data.chats import conversations_in
 
     columns = {name: getattr(args, f"{name}_column") for name in CONVERSATION}
-    found = conversations_in(columns, args.tokenizer, args.chat_template)
-    if found is not None and (args.source != "files" or args.engine == "beam" or args.text_column):
+    result = conversations_in(columns, args.tokenizer, args.chat_template)
+    if result is not None and (args.source != "files" or args.engine == "beam" or args.text_column):
         raise BadInputError(
-            f"--{found.columns[0]}-column is for files, read by the local engine, in the place of "
+            f"--{result.columns[0]}-column is for files, read by the local engine, in the place of "
             "--text-column"
         )
-    return found
+    return result
 
 
 def _source(args: argparse.Namespace, conversations: Any) -> Any:

@@ -86,15 +86,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         given = _rows(source, form, config, args.held_out)
         columns = {name: [row.get(name) for row in given] for name in dict.fromkeys(given[0])}
-    found = model.predict(given)
-    if both := sorted({*columns} & {*found}):
+    result = model.predict(given)
+    if both := sorted({*columns} & {*result}):
         raise BadInputError(f"{source} has a column {both[0]!r} of its own: rename it")
     table = model.task.table if model.task is not None else None
-    _write(out, {**columns, **found}, form, "point" if table is None else table.decimal)
+    _write(out, {**columns, **result}, form, "point" if table is None else table.decimal)
     console = Console(stderr=args.json)
-    console.print(f"{len(given)} rows with {', '.join(found)} written to {out}", markup=False)
+    console.print(f"{len(given)} rows with {', '.join(result)} written to {out}", markup=False)
     console.print(model.guarantee.summary(), highlight=False, markup=False)
-    return {"out": str(out), "rows": len(given), "columns": list(found)}
+    return {"out": str(out), "rows": len(given), "columns": list(result)}
 
 
 def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[Any]:
@@ -104,10 +104,10 @@ def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[
     rows = read_file_rows([path], guess_format(path), csv=form)
     if held_out:
         rows = _held_out(rows, source, form, config)
-    found = [row for _, row in rows]
-    if not found:
+    result = [row for _, row in rows]
+    if not result:
         raise BadInputError(f"{source} has no row of anybody whom the run held out: give its file")
-    return found
+    return result
 
 
 def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:

@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     except OSError as error:
         raise BadInputError(f"the folder {out} cannot be made: {error.strerror}") from None
     _check(args, modules, many)
-    found = _all(args, modules, out, console) if many else _one(args, names[0], out, console)
-    _tally(console, found["tally"])
-    return found
+    result = _all(args, modules, out, console) if many else _one(args, names[0], out, console)
+    _tally(console, result["tally"])
+    return result
 
 
 def _one(args: argparse.Namespace, name: str, out: pathlib.Path, console: Console) -> Any:

@@ -91,10 +91,10 @@ def _load(path: pathlib.Path, tokenizer: str | None) -> tuple[Any, Any, Any]:
     from dpfl_jax.training.exported import STRUCTURE, load_exported
 
     if (path / STRUCTURE).exists():  # which has no tokeniser beside it
-        found = load_exported(path)
-        if not isinstance(found.model, LanguageModel):
+        result = load_exported(path)
+        if not isinstance(result.model, LanguageModel):
             raise BadInputError(f"{path} holds no language model")
-        return found.model, found.params, load_tokenizer(tokenizer or "bytes")
+        return result.model, result.params, load_tokenizer(tokenizer or "bytes")
     if not (path / "config.json").exists():
         trained = load_trained(path)
         named = load_tokenizer(tokenizer) if tokenizer else trained.tokenizer

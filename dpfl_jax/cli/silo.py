@@ -198,7 +198,7 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=args.json)
     silo = Silo(args.folder, console)
     runs = {row["run"]: row for row in silo.log.rows if row["kind"] == "accepted"}
-    found = {
+    result = {
         "name": silo.name,
         "study": digest_of(silo.held.config),
         "sent": silo.held.facts,
@@ -218,16 +218,16 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     table = Table(title=f"silo {silo.name}", title_justify="left", show_header=False)
     table.add_row("data", silo.held.description)
     table.add_row("sent to the server", ", ".join(f"{k} {v}" for k, v in silo.held.facts.items()))
-    table.add_row("study", f"{found['study']} (the same at all parties)")
-    table.add_row("policy", ", ".join(f"{k} {v}" for k, v in found["policy"].items()))
-    for name, row in found["runs"].items():
+    table.add_row("study", f"{result['study']} (the same at all parties)")
+    table.add_row("policy", ", ".join(f"{k} {v}" for k, v in result["policy"].items()))
+    for name, row in result["runs"].items():
         own, every = (rounded_up(row[name], 4) for name in ("epsilon", "ledger"))
         spent = f"epsilon {own} of this run, {every} of all by then"
         table.add_row(f"run {name}", f"{row['rounds']} rounds answered, {spent}")
-    for sentence in found["refused"]:
+    for sentence in result["refused"]:
         table.add_row("refused", sentence)
     console.print(table)
-    return found
+    return result
 
 
 def _flower() -> None:

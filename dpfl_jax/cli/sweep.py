@@ -119,13 +119,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _print(console, best, fixed, sweep, caveats)
     if refused is not None:
         raise refused
-    found = sweep.table()
+    result = sweep.table()
     return {
-        "status": "finished" if len(found) == len(cells) else "unfinished",
+        "status": "finished" if len(result) == len(cells) else "unfinished",
         "cells": len(cells),
         "ran": ran,
-        "results": len(found),
-        "infeasible": sum(row["status"] == "infeasible" for row in found),
+        "results": len(result),
+        "infeasible": sum(row["status"] == "infeasible" for row in result),
         "best": best,
         "guarantee": NO_GUARANTEE,
         "caveats": caveats,

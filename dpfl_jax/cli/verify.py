@@ -120,14 +120,14 @@ def _unlike_report(folder: pathlib.Path, stated: Any) -> list[str]:
     def plain(text: str) -> str:  # without the escapes of Markdown
         return " ".join(text.replace("\\", "").split())
 
-    found = [sentence for sentence in [read_report(folder, stated)[1]] if sentence]
+    result = [sentence for sentence in [read_report(folder, stated)[1]] if sentence]
     file = folder / "report.md"
     if file.exists():
         paragraphs = [plain(paragraph) for paragraph in read_text(file).split("\n\n")]
         same = paragraphs[2:4] == ["## Guarantee", plain(stated.text)]
         if not same or not paragraphs[1].startswith(f"**{plain(stated.privacy.summary())}"):
-            found.append(f"{file} states another guarantee than guarantee.json")
-    return found
+            result.append(f"{file} states another guarantee than guarantee.json")
+    return result
 
 
 def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:

@@ -44,8 +44,8 @@ class Balance:
 
     def to_json(self) -> dict[str, float]:
         """Plain numbers."""
-        found = {self.called: self.noise / self.signal, "run": self.ratio}
-        return {f"over_a_{name}": float(f"{value:.4g}") for name, value in found.items()}
+        result = {self.called: self.noise / self.signal, "run": self.ratio}
+        return {f"over_a_{name}": float(f"{value:.4g}") for name, value in result.items()}
 
     def __str__(self) -> str:
         return (
@@ -107,5 +107,5 @@ def knob(config: Any, key: str, values: Sequence[Any]) -> Knob:
 
 def doubled(start: float, most: float, times: int = 6) -> list[float]:
     """2, 4, ... times ``start``, up to ``most``, rounded to three digits."""
-    found = [float(f"{start * 2**k:.3g}") for k in range(1, times + 1)]
-    return [*dict.fromkeys(min(value, most) for value in found)]
+    result = [float(f"{start * 2**k:.3g}") for k in range(1, times + 1)]
+    return [*dict.fromkeys(min(value, most) for value in result)]

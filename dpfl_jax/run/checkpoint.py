@@ -369,10 +369,10 @@ class Best:
 def exhausted(rows: Iterable[Mapping[str, Any]], patience: int | None) -> bool:
     """Whether ``patience`` evaluations in a row have found no lower loss; never if it is None."""
     rows = list(rows)
-    found = best_evaluation(rows)
-    if patience is None or found is None:
+    result = best_evaluation(rows)
+    if patience is None or result is None:
         return False
-    return sum("eval" in row and row["step"] > found.step for row in rows) >= patience
+    return sum("eval" in row and row["step"] > result.step for row in rows) >= patience
 
 
 class KeepBest:
@@ -399,18 +399,18 @@ class KeepBest:
 
     def best(self, params: Callable[[Checkpoints, int], PyTree]) -> Best | None:
         """What was kept; ``params`` reads a checkpoint's."""
-        found = self._best
-        if found is None:
+        result = self._best
+        if result is None:
             return None
 
         def read() -> PyTree:
             kept = Checkpoints(self._checkpoints.directory, 1)
             try:
-                return params(kept, found.step)
+                return params(kept, result.step)
             finally:
                 kept.close()
 
-        return dataclasses.replace(found, params=read)
+        return dataclasses.replace(result, params=read)
 
 
 def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> Best | None:

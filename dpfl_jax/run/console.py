@@ -36,10 +36,10 @@ class Console(rich.console.Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """As of ``rich``; a warning is seen."""
-        found = super().render_str(text, **options)
+        result = super().render_str(text, **options)
         if text.startswith("warning:"):
-            found.stylize("bold yellow", 0, len("warning:"))
-        return found
+            result.stylize("bold yellow", 0, len("warning:"))
+        return result
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -405,15 +405,15 @@ def finished_report(path: pathlib.Path) -> dict[str, Any] | None:
 def _parsed(file: pathlib.Path) -> dict[str, Any]:
     parse = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
-        found = parse(read_text(file))
+        result = parse(read_text(file))
     except (yaml.YAMLError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        result = None
+    if not isinstance(result, dict):
         raise BadInputError(
             f"{file} is damaged: it holds no table of names and values; bring it back, or choose "
             "another --run-dir"
         )
-    return found
+    return result
 
 
 def seal_of(content: Mapping[str, Any], key: RootKey) -> str:

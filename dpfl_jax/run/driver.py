@@ -382,7 +382,7 @@ class _Driven:
     def result(self) -> RunResult:
         """What the run returns; what it keeps of single units is written under ``private/``."""
         algorithm, meter = self.algorithm, self.meter
-        found = RunResult(
+        result = RunResult(
             params=algorithm.params(self.state),
             steps=self.done,
             metrics=self.log.rows,
@@ -399,8 +399,8 @@ class _Driven:
             released=self.released.most,
         )
         if self.run_dir is not None and self.run_dir.writes:
-            algorithm.write_private(self.run_dir, found)
-        return dataclasses.replace(found, audit=algorithm.audited(found))
+            algorithm.write_private(self.run_dir, result)
+        return dataclasses.replace(result, audit=algorithm.audited(result))
 
     def _caveats_of_the_end(self) -> Iterator[str]:
         done, steps, word = self.done, self.algorithm.steps, self.algorithm.word

@@ -130,13 +130,13 @@ def content_digest(params: PyTree, key: RootKey | None = None) -> str:
     Returns:
       32 hexadecimal digits.
     """
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     words = _PUBLIC if key is None else key.words("content")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         sums = [int(x) for x in np.asarray(_summed(leaf, words))]
         name = jax.tree_util.keystr(path)
-        found.update(json.dumps([name, list(leaf.shape), str(leaf.dtype), sums]).encode())
-    return found.hexdigest()[:32]
+        result.update(json.dumps([name, list(leaf.shape), str(leaf.dtype), sums]).encode())
+    return result.hexdigest()[:32]
 
 
 def _summed(leaf: Any, key: np.ndarray) -> jax.Array:

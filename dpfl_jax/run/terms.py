@@ -209,12 +209,12 @@ def computation_digest(function: Callable[..., Any], *args: Any) -> str:
       *args: pytrees of arrays or ShapeDtypeStructs, of which only shapes and dtypes count.
     """
     text, constants = traced_parts(function, *args)
-    found = hashlib.sha256(text.encode())
+    result = hashlib.sha256(text.encode())
     for constant in constants:
         if isinstance(constant, jax.core.Tracer):  # under a transformation: it has no value yet
             constant = repr(constant.aval)
-        found.update(value_digest(constant).encode())
-    return found.hexdigest()
+        result.update(value_digest(constant).encode())
+    return result.hexdigest()
 
 
 def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[Any]]:

@@ -272,12 +272,12 @@ class CentralRun(Run):
 
     def own_caveats(self) -> tuple[str, ...]:
         config = self.config
-        found = (
+        result = (
             (config.model.checkpoint is not None, BASE_CAVEAT),
             (config.pretrain is not None, CORPUS_CAVEAT),
             (config.privacy.delta is None, _OWN_DELTA_CAVEAT),
         )
-        return tuple(caveat for applies, caveat in found if applies)
+        return tuple(caveat for applies, caveat in result if applies)
 
     @functools.cached_property
     def trained_parameters(self) -> int:
@@ -350,10 +350,10 @@ class CentralRun(Run):
         """That users do not look like people, or columns are far from order 1."""
         if not self.private or self.data is None:
             return []
-        found = [scale_warning(self.train)]
+        result = [scale_warning(self.train)]
         if self.config.data.max_examples_per_user != 1:
-            found.insert(0, not_people(self.train, "user"))
-        return [f"warning: {text}" for text in found if text is not None]
+            result.insert(0, not_people(self.train, "user"))
+        return [f"warning: {text}" for text in result if text is not None]
 
     def describe(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Losses of language models, in nats per token, have perplexities."""
@@ -536,11 +536,11 @@ def declared(config: RunConfig) -> CentralRun:
 def _declared_population(config: RunConfig, mechanism: Mechanism) -> Population:
     section = config.population
     assert section is not None
-    found = mechanism.participation.declared_population(
+    result = mechanism.participation.declared_population(
         section.num_users, section.num_examples, section.limited_examples
     )
-    mechanism.participation.check_population(found)
-    return found
+    mechanism.participation.check_population(result)
+    return result
 
 
 def calibrate(

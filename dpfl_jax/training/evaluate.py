@@ -170,16 +170,16 @@ class Evaluator:
 
     def __call__(self, params: PyTree, store: Readable) -> Evaluation:
         losses, hits, scores, labels = self._columns(params, store)
-        found = summarize(losses.astype(np.float64), store.user_offsets)
+        result = summarize(losses.astype(np.float64), store.user_offsets)
         accuracy = float(hits.mean())
-        found = dataclasses.replace(found, accuracy=None if np.isnan(accuracy) else accuracy)
+        result = dataclasses.replace(result, accuracy=None if np.isnan(accuracy) else accuracy)
         if not self._classes:
-            return found
+            return result
         shares = np.bincount(labels.astype(int), minlength=self._classes) / len(labels)
-        found = dataclasses.replace(found, majority_accuracy=float(shares.max()))
+        result = dataclasses.replace(result, majority_accuracy=float(shares.max()))
         if self._classes != 2:
-            return found
-        return dataclasses.replace(found, base_rate=float(shares[1]), auc=auc_of(scores, labels))
+            return result
+        return dataclasses.replace(result, base_rate=float(shares[1]), auc=auc_of(scores, labels))
 
 
 def check_prompt(prompt: str, model: Any, tokenizer: Tokenizer | None) -> None:
@@ -308,22 +308,22 @@ def personalize(
     trained, frozen = split(params, trainable)
 
     def losses(users: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
-        found = []
+        result = []
         for start in range(0, len(users), users_at_once):
             part = users[start : start + users_at_once]
             padded = np.concatenate([part, np.repeat(part[-1:], users_at_once - len(part))])
             own = _halves(store, offsets, counts, padded[mine], half)
             own = ship_columns(own, mine, users_at_once, 0, sharding)
             out = scores(trained, frozen, *own, np.float32(rate))
-            found.append([np.asarray(x)[: len(part)] for x in out])
-        before, after = zip(*found)
+            result.append([np.asarray(x)[: len(part)] for x in out])
+        before, after = zip(*result)
         return np.concatenate(before), np.concatenate(after)
 
     tuning, scored = chosen[::2], chosen[1::2]
 
     def loss_of(rate: float) -> float:
-        found = float(losses(tuning, rate)[1].mean())
-        return found if np.isfinite(found) else np.inf  # NaN is below and above nothing
+        result = float(losses(tuning, rate)[1].mean())
+        return result if np.isfinite(result) else np.inf  # NaN is below and above nothing
 
     best = min(learning_rates, key=loss_of)
     before, after = losses(scored, best)

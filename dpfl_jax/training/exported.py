@@ -365,9 +365,9 @@ def _classes(out: np.ndarray, names: tuple[str, ...] | None, scores: bool) -> di
         out = np.stack([np.zeros(len(out)), out.reshape(len(out))], axis=1)
     best = out.argmax(axis=1)
     labels = [str(i) for i in range(out.shape[1])] if names is None else list(names)
-    found = {"prediction": best if names is None else np.array(labels, object)[best]}
+    result = {"prediction": best if names is None else np.array(labels, object)[best]}
     if scores:
-        return {**found, "score": out[:, 1]}
+        return {**result, "score": out[:, 1]}
     odds = np.exp(out - out.max(axis=1, keepdims=True))
     odds /= odds.sum(axis=1, keepdims=True)
-    return found | {f"probability_{name}": odds[:, i] for i, name in enumerate(labels)}
+    return result | {f"probability_{name}": odds[:, i] for i, name in enumerate(labels)}

@@ -84,8 +84,8 @@ def rounding_digest() -> str:
         y, z = x @ w, jax.nn.gelu(x)
         return y, y.T @ z, x[:1] @ w, jax.nn.softmax(y), jnp.log1p(x * x).sum(1), z / jnp.cosh(x)
 
-    found = jax.jit(some)(x.astype(np.float32), w.astype(np.float32))
-    return value_digest([np.asarray(part).tobytes().hex() for part in found])
+    result = jax.jit(some)(x.astype(np.float32), w.astype(np.float32))
+    return value_digest([np.asarray(part).tobytes().hex() for part in result])
 
 
 def check_filtered(plan: Plan) -> None:

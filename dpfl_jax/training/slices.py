@@ -73,7 +73,7 @@ def collectives(
         bodies.setdefault(current, []).append(line)
     looped = _reached_from_loops(bodies)
     turns = {} if times is None else times(bodies)
-    found: dict[tuple[str, bool], list[int]] = {}
+    result: dict[tuple[str, bool], list[int]] = {}
     for name, lines in bodies.items():
         # An asynchronous one is written where it starts, continues and ends: it counts where it
         # starts.
@@ -83,8 +83,8 @@ def collectives(
             size = _size(match["shape"])
             if match["start"] and match["kind"] != "all-reduce":
                 size //= 2  # the shape holds operands and results
-            found.setdefault((match["kind"], name in looped), []).append(size * turns.get(name, 1))
-    return [Collective(*key, len(sizes), sum(sizes)) for key, sizes in sorted(found.items())]
+            result.setdefault((match["kind"], name in looped), []).append(size * turns.get(name, 1))
+    return [Collective(*key, len(sizes), sum(sizes)) for key, sizes in sorted(result.items())]
 
 
 def callees(line: str) -> list[str]:
@@ -225,14 +225,14 @@ def slice_mesh(topology: str, axes: dict[str, Any]) -> Any:
     from jax.experimental import topologies
 
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        result = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInputError(
             f"compile: no TPU compiler for {topology} ({first}): pip install libtpu, "
             "and give a shape that exists"
         ) from error
-    return make_mesh(**axes, devices=list(found.devices))
+    return make_mesh(**axes, devices=list(result.devices))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,8 +373,8 @@ def largest_that_fits(
     def fits(size: int) -> bool:
         if size not in tried:
             tried[size] = peak(size)
-        found = tried[size]
-        return found is not None and found <= limit
+        result = tried[size]
+        return result is not None and result <= limit
 
     size, most = start, MOST_UNITS
     if fits(size):
@@ -526,9 +526,9 @@ def gradient_cost(config: Any, vocab: int | None) -> dict[str, float]:
     """``flops_per_gradient`` of the configuration's own step, and its model's ``parameters``."""
     from dpfl_jax.mesh import make_mesh
 
-    found = measure(config, vocabulary(config, vocab), "cpu:1", make_mesh(), count_only=True)
-    flops = found["flops"] / (found["microbatch_size"] * (found["group_size"] or 1))
-    return {"flops_per_gradient": flops, "parameters": found["parameters"]}
+    result = measure(config, vocabulary(config, vocab), "cpu:1", make_mesh(), count_only=True)
+    flops = result["flops"] / (result["microbatch_size"] * (result["group_size"] or 1))
+    return {"flops_per_gradient": flops, "parameters": result["parameters"]}
 
 
 def vocabulary(config: Any, given: int | None) -> int:

@@ -114,18 +114,18 @@ def build_transformer(config: RunConfig, vocab_size: int, bos_id: int | None) ->
                 f"model.overrides.{name} is fixed by the checkpoint: only {', '.join(_COMPUTED)} "
                 "can be set with model.checkpoint"
             )
-    found = read_config(section.checkpoint)
-    if vocab_size > found.vocab_size:
+    result = read_config(section.checkpoint)
+    if vocab_size > result.vocab_size:
         raise BadInputError(
             f"the data's tokeniser has {vocab_size} ids, but the checkpoint {section.checkpoint} "
-            f"only {found.vocab_size}: set data.tokenizer=checkpoint to use its own"
+            f"only {result.vocab_size}: set data.tokenizer=checkpoint to use its own"
         )
-    if config.data.seq_len > found.max_seq_len:
+    if config.data.seq_len > result.max_seq_len:
         raise BadInputError(
             f"data.seq_len is {config.data.seq_len}, but the checkpoint {section.checkpoint} takes "
-            f"at most {found.max_seq_len} tokens"
+            f"at most {result.max_seq_len} tokens"
         )
-    return LanguageModel(dataclasses.replace(found, bos_id=bos_id, **section.overrides, **more))
+    return LanguageModel(dataclasses.replace(result, bos_id=bos_id, **section.overrides, **more))
 
 
 def data_section(config: RunConfig) -> DataConfig:
