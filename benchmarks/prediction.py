@@ -89,7 +89,7 @@ def _grid(config: Any, args: argparse.Namespace, console: Any) -> Any:
     from dpfl_jax.config import load_config
     from dpfl_jax.planning import Planner, Sensitivities, Users, estimate_sensitivities
     from dpfl_jax.planning.proxy import Proxy, Trial, run_trials
-    from dpfl_jax.run.progress import StepProgress
+    from dpfl_jax.run.console import StepProgress
 
     loaded: Any = load_config(config, args.overrides)
     proxy = Proxy(loaded, args.budget)

@@ -41,7 +41,6 @@ class RootKey:
     public: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the length."""
         if len(self.secret) != _KEY_BYTES:
             raise ValueError(f"a root key has {_KEY_BYTES} bytes, got {len(self.secret)}")
 
@@ -57,7 +56,6 @@ class RootKey:
         return cls(hashlib.sha256(b"dpfl_jax public seed %d" % seed).digest(), public=True)
 
     def __repr__(self) -> str:
-        """Names the key without printing it."""
         return f"RootKey(fingerprint={self.fingerprint!r}, public={self.public})"
 
     @property

@@ -26,7 +26,7 @@ from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import init_state
-from dpfl_jax.training.collectives import collectives
+from dpfl_jax.training.slices import collectives
 from dpfl_jax.training.step import make_train_step
 from tests.noised import noised
 

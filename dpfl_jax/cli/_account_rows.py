@@ -98,14 +98,14 @@ class Row:
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """By the names of their options: all but the noise multiplier, steps last."""
-        found = _taken_by(self.scheme, always=True)
+        result = _taken_by(self.scheme, always=True)
         for maker in (self.several, self.matrix):
-            found |= {} if maker is None else _taken_by(maker)
+            result |= {} if maker is None else _taken_by(maker)
         more = {"silos": 1} if self.unit == "subject" else {}
         more |= {"population": _REQUIRED} if self.is_sized else {}
         for field, default in (*more.items(), ("steps", _REQUIRED)):
-            found[field] = _parameter(field, int, default)
-        return {parameter.name: parameter for parameter in found.values()}
+            result[field] = _parameter(field, int, default)
+        return {parameter.name: parameter for parameter in result.values()}
 
     def sums(self, noise: float, values: Values) -> NoisedSums:
         """What is accounted, in one silo."""
@@ -129,9 +129,9 @@ class Row:
     def describe(self, noise: float, values: Values) -> tuple[str, tuple[str, ...]]:
         """The sampling in words, and what must hold."""
         sums, drawn = self.sums(noise, values), self.drawn or self.unit
-        told = f"public constants: {', '.join(self.parameters)}, clip norm, divisor"
+        constants = f"public constants: {', '.join(self.parameters)}, clip norm, divisor"
         cell = sums.cell.assumptions if self.event is None else ()
-        return sums.scheme.describe(f"the {drawn}s", drawn), (told, *self.assumptions, *cell)
+        return sums.scheme.describe(f"the {drawn}s", drawn), (constants, *self.assumptions, *cell)
 
     def alternatives(
         self, noise: float, values: Values, delta: float
@@ -144,14 +144,14 @@ class Row:
         run = noise, values["sampling_prob"], values["steps"] * values.get("silos", 1)
         size, one = values["group_size"], events.poisson(*run[:2], values["steps"])
         forms: tuple[group.Form, ...] = ("geometric", "vadhan")
-        found = {
+        result = {
             f"black-box group privacy ({form}, RDP in log space)": (
                 group.black_box_epsilon(events.poisson(*run), size, delta, form=form),
                 True,
             )
             for form in forms
         }
-        return found | {
+        return result | {
             f"epsilon of one {self.drawn} (protects no {self.unit})": (epsilon(one, delta), False)
         }
 

@@ -108,14 +108,14 @@ def _print(console: Any, result: dict[str, Any], prepared: Any) -> None:
     console.print(table)
     console.print(result["reason"])
 
-    def told(ratios: dict[str, float]) -> str:
+    def ratios_text(ratios: dict[str, float]) -> str:
         return ", ".join(f"{number}: {ratio:.3g}" for number, ratio in ratios.items())
 
     console.print(
         "by rounds x local steps, at equal gradients (noise depends on the product alone; few "
-        f"rounds send less): {told(result['by_steps'][result['best']['kind']])}"
+        f"rounds send less): {ratios_text(result['by_steps'][result['best']['kind']])}"
     )
     console.print(
         f"were each person in at most so many silos (max_silos_per_subject): "
-        f"{told(result['by_reach'])}"
+        f"{ratios_text(result['by_reach'])}"
     )

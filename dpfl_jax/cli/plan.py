@@ -11,15 +11,15 @@ from typing import Annotated, Any, ClassVar
 from dpfl_jax.cli import _plan_federation, _predict
 from dpfl_jax.cli._predict import QUESTIONS
 from dpfl_jax.cli.options import Configured, Flag
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
-size, ULS at each split into M users of G examples, and at the same splits BandMF, BLT and banded
-inverse: users who take turns (sampled in their turn, or not), with noise that later steps take
-back; and allocation, where every user is in exactly one of every t steps, at ULS's best split. What
-is compared is the noise on the averaged gradient, sigma times the typical gradient norm over the
-size; where later steps take noise back, that of independent noise which leaves as much in sums of
+size; ULS at each split into M users of G examples; at the same splits BandMF, BLT and banded
+inverse, whose users take turns (sampled in their turn, or not) and whose noise is correlated over
+steps; and allocation, where every user is in exactly one of every t steps, at ULS's best split.
+What is compared is the noise on the averaged gradient: sigma times the typical gradient norm over
+the size. Of correlated noise it is that of independent noise which leaves as much in sums of
 gradients, which training follows.
 Prints a table, the heuristics beside the best, and the reason; writes a heat map and a
 configuration that `dpfl train` runs. --target-noise, --ask and the best split of a fit weigh ELS
@@ -37,7 +37,7 @@ longer), and the table says what a device needs and whether it fits. That depend
 (execution.microbatch_size): cells of one algorithm and group size need the same.
 
 --fit runs short proxy trainings on PUBLIC data (noise is added, and not accounted for), fits the
-law of the loss over steps, noise and batch, and draws it; interrupted, the same command goes on.
+law of the loss over steps, noise and batch, and draws it; interrupted, the same command resumes.
 --with a fit gives every cell a predicted loss with its band (90 % of runs), the best split of the
 compute over batch and steps, and answers to --ask:
 {questions}
@@ -200,8 +200,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if outlooks:
         outlook = next(iter(outlooks.values()))
         with console.status("weighing steps against batch"):
-            told = predict(result, plan, outlook, args.target_loss)
-        result["prediction"] = told
+            prediction = predict(result, plan, outlook, args.target_loss)
+        result["prediction"] = prediction
     elif args.target_loss is not None:
         raise BadInputError("--target-loss needs a fit: give --with FIT.json")
     if price is not None:
@@ -211,8 +211,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     if args.overtake is not None:
-        if args.overtake < 1:
-            raise BadInputError(f"--overtake is {args.overtake}, but users have 1 example or more")
+        at_least("--overtake", args.overtake, 1)
         with console.status("calibrating larger populations"):
             found = planner.users_at_overtake(budget, args.overtake)
         result["overtake"] = {"examples_per_user": args.overtake, "users": found}
@@ -430,10 +429,10 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     if "overtake" in result:
         each, users = result["overtake"]["examples_per_user"], result["overtake"]["users"]
         ahead, other = (CANDIDATES[plain(examples)].name for examples in (False, True))
-        told = f"{ahead} stays ahead"
+        answer = f"{ahead} stays ahead"
         if users is not None:
-            told = f"{other} has less noise from {users} users on"
-        console.print(f"with {each} examples of every user, {told}")
+            answer = f"{other} has less noise from {users} users on"
+        console.print(f"with {each} examples of every user, {answer}")
     for name, answer in result.get("inverse", {}).items():
         console.print(f"{name.replace('_', ' ')}: {answer}")
 
@@ -442,9 +441,9 @@ def _memory_words(option: dict[str, Any]) -> tuple[str, str]:
     """GiB of a device, and whether they are there; dashes where nothing was compiled."""
     if "memory" not in option:
         return "-", "-"
-    told = option["memory"]
-    fits = {True: "yes", False: "NO", None: "unknown"}[told["fits"]]
-    return f"{told['peak_bytes'] / 2**30:.2f}", fits
+    memory = option["memory"]
+    fits = {True: "yes", False: "NO", None: "unknown"}[memory["fits"]]
+    return f"{memory['peak_bytes'] / 2**30:.2f}", fits
 
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:

@@ -20,9 +20,9 @@ where they are: what leaves the silo is what it has sampled, clipped and noised.
 hospitals.md says what each party must trust.
 
   init   makes the folder: a secret key, and silo.yaml to review and sign off
-  check  reads data, study, policy, log and ledger, and says what would be told and allowed
-  run    answers the server; a silo that was killed goes on by the same command
-  serve  the server: it holds no data; one that was killed goes on by the same command
+  check  reads data, study, policy, log and ledger, and says what would be sent and allowed
+  run    answers the server; a silo that was killed resumes by the same command
+  serve  the server: it holds no data; one that was killed resumes by the same command
 
 examples:
   dpfl silo init silos/bern --name bern --config study.yaml --data bern.csv
@@ -162,7 +162,7 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
 
     epsilon = max(privacy.epsilon) if isinstance(privacy.epsilon, tuple) else privacy.epsilon
     delta = privacy.delta if isinstance(privacy.delta, float) else 1e-5
-    told = {
+    values = {
         "name": args.name,
         "config": from_there(args.config),
         "data": from_there(args.data),
@@ -177,7 +177,7 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
         "mechanism": config.mechanism.kind,
     }
     # JSON is YAML: a path with a comma or a colon in it stays one string.
-    quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in told.items()}
+    quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
     text = _SILO.format(**quoted)
     write_atomically(folder / CONFIG, text)
     make_key(folder)
@@ -198,10 +198,10 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=args.json)
     silo = Silo(args.folder, console)
     runs = {row["run"]: row for row in silo.log.rows if row["kind"] == "accepted"}
-    found = {
+    result = {
         "name": silo.name,
         "study": digest_of(silo.held.config),
-        "told": silo.held.facts,
+        "sent": silo.held.facts,
         "policy": silo.policy.model_dump(mode="json"),
         "runs": {
             name: {
@@ -217,17 +217,17 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     silo.close()
     table = Table(title=f"silo {silo.name}", title_justify="left", show_header=False)
     table.add_row("data", silo.held.description)
-    table.add_row("told to the server", ", ".join(f"{k} {v}" for k, v in silo.held.facts.items()))
-    table.add_row("study", f"{found['study']} (the same at all parties)")
-    table.add_row("policy", ", ".join(f"{k} {v}" for k, v in found["policy"].items()))
-    for name, row in found["runs"].items():
+    table.add_row("sent to the server", ", ".join(f"{k} {v}" for k, v in silo.held.facts.items()))
+    table.add_row("study", f"{result['study']} (the same at all parties)")
+    table.add_row("policy", ", ".join(f"{k} {v}" for k, v in result["policy"].items()))
+    for name, row in result["runs"].items():
         own, every = (rounded_up(row[name], 4) for name in ("epsilon", "ledger"))
         spent = f"epsilon {own} of this run, {every} of all by then"
         table.add_row(f"run {name}", f"{row['rounds']} rounds answered, {spent}")
-    for sentence in found["refused"]:
+    for sentence in result["refused"]:
         table.add_row("refused", sentence)
     console.print(table)
-    return found
+    return result
 
 
 def _flower() -> None:

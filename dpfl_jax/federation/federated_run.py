@@ -65,8 +65,8 @@ from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.task import Task
 from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
-from dpfl_jax.training.own_model import OwnModel
 
 EVALUATION_CAVEAT = {
     "by_user": "held-out figures are computed without noise on subjects who are not in the "
@@ -391,7 +391,7 @@ class FederatedRun(FederatedStudy):
         return {
             "dropped_silos": sum(r["dropped_silos"] for r in rows),
             "silos": self._silo_rows(),
-            "model": {**self.config.model.told, "parameters": self.num_params},
+            "model": {**self.config.model.identity, "parameters": self.num_params},
             "data": {
                 "description": self.subjects.description,
                 "held_out": self.subjects.rule,
@@ -514,7 +514,7 @@ def prepare(
         subjects = read_subjects(config) if subjects is None else subjects
         data = spread(subjects.train, config, subjects.task.classes or None)
     if config.model.module is not None:
-        model = OwnModel.of(config.model, subjects.task, subjects.train, config.init_seed)
+        model = UserModel.of(config.model, subjects.task, subjects.train, config.init_seed)
     else:
         model = build_by_name(config.model.kind, subjects.task, config.model.options)
     federation = build_federation(config, data)

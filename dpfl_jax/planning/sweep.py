@@ -171,8 +171,8 @@ class Sweep:
             the refused one's folder: with a larger ``privacy.budget`` the same call goes on.
           StoppedError: interrupted; the same call goes on.
         """
-        from dpfl_jax.run.programs import keep_programs
-        from dpfl_jax.run.progress import StepProgress
+        from dpfl_jax.run.console import StepProgress
+        from dpfl_jax.run.pipeline import keep_programs
 
         if not 0 <= rank < of:
             raise BadInputError(f"rank {rank} of {of} processes: ranks go from 0 to {of - 1}")

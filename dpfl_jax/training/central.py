@@ -26,8 +26,7 @@ from dpfl_jax.mechanisms.plan.sums import in_pieces
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
-from dpfl_jax.run.content import content_digest
-from dpfl_jax.run.state import TrainState, init_state
+from dpfl_jax.run.state import TrainState, content_digest, init_state
 from dpfl_jax.run.terms import Terms, secret_of_code, training_digest
 from dpfl_jax.training.modules import check_one_example
 from dpfl_jax.training.optimizers import check_optimizer

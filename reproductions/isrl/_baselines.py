@@ -20,7 +20,7 @@ from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, silo_noise
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.noise import GaussianNoise
-from dpfl_jax.run.content import mixed
+from dpfl_jax.run.state import mixed
 
 
 def central_noise(

@@ -16,7 +16,7 @@ from dpfl_jax.federation.isrl.message import Loss, SiloData, loss_name
 from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.privacy import Budget
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
-from dpfl_jax.run.content import mixed
+from dpfl_jax.run.state import mixed
 from reproductions.isrl._published import Arm, Published, message_of
 
 

@@ -26,7 +26,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import loss_name
 from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import Schedule, own_keys, words_of
-from dpfl_jax.run.content import mixed
+from dpfl_jax.run.state import mixed
 
 _ORDERS = np.concatenate([np.linspace(1.2, 8, 18), np.geomspace(9, 2000, 30)])
 _MOST_TRIALS = 2**24

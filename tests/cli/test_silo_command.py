@@ -34,7 +34,7 @@ def test_a_folder_is_made_and_checked(place, config, capsys):
     assert main(["silo", "check", "bern", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["name"] == "bern"
-    assert 0 < found["told"]["num_records"] <= 60
+    assert 0 < found["sent"]["num_records"] <= 60
     assert found["runs"] == {}
     secret = (place / "bern/private/root_key").read_text()
     assert init(config) == 2  # a key has no second life

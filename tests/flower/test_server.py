@@ -248,5 +248,5 @@ def test_a_server_says_what_the_simulation_says_of_noise_and_signal(tmp_path, is
     raw = config_to_dict(config_of(tmp_path))
     raw["data"]["path"] = str(tmp_path / "all.csv")
     expected = pipeline.prepare(validate_config(raw), QUIET).advice()
-    assert "noise on a round's averaged update" in expected[0]
+    assert "noise over signal (the largest possible update)" in expected[0]
     assert told == expected

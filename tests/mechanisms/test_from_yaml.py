@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.training.trained import load_trained
+from dpfl_jax.training.export import load_trained
 
 CONFIG = {
     "data": {

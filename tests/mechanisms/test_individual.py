@@ -352,7 +352,7 @@ def test_what_users_have_spent_is_private(tmp_path):
     assert 0 < (shares < 0.999).sum() < 60
     spent = [float(row["epsilon_spent"]) for row in rows]
     assert max(spent) <= result.guarantee.epsilon <= 4.0
-    assert result.seen is not None
+    assert result.private_state is not None
     assert "Spending" not in repr(result)
     words = final_state(tmp_path / "run")["units"]
     assert words.shape == (60, 3)

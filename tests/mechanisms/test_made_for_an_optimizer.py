@@ -15,13 +15,14 @@ from rich.console import Console
 from dpfl_jax import Hooks, LoopConfig, fit
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
+from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.matrices import PREFIX_SUMS, banded_strategy, inverse_strategy
 from dpfl_jax.mechanisms import banded_inverse, bandmf, blt, uls
 from dpfl_jax.noise import workload_of
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import prepare
-from dpfl_jax.training.optimizers import build_optimizer
+from dpfl_jax.training.optimizers import make_optimizer
 
 STEPS = 12
 KINDS = {
@@ -31,8 +32,10 @@ KINDS = {
 }
 
 
-def optimizer_of(steps=STEPS):
-    return build_optimizer("sgd", 0.5, steps, "linear", 0, {"momentum": 0.9})
+def optimizer_of(steps=STEPS, schedule="linear"):
+    options = {"momentum": 0.9}
+    section = OptimizerConfig(name="sgd", learning_rate=0.5, schedule=schedule, options=options)
+    return make_optimizer(section, steps)
 
 
 def nothing(params, example):
@@ -119,7 +122,7 @@ def test_a_run_goes_on_with_its_schedule_alone(tmp_path):
 
     with pytest.raises(KeyError):
         go_on(optimizer_of(), optimizer_of(), Hooks(on_step=die))
-    other = build_optimizer("sgd", 0.5, STEPS, "cosine", 0, {"momentum": 0.9})
+    other = optimizer_of(schedule="cosine")
     for optimizer, planned in ((other, other), (other, optimizer_of()), (optimizer_of(), None)):
         with pytest.raises(BadInputError):
             go_on(optimizer, planned)

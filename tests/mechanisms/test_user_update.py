@@ -23,8 +23,8 @@ from dpfl_jax.mechanisms import Population, allocation, bandmf, blt, truncated, 
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.baseline import WITHOUT_PRIVACY
 from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.pipeline import WITHOUT_PRIVACY
 
 GROUP, CLIP = 5, 0.4
 STEPS = {"user_learning_rate": 0.3, "user_batch_size": 2, "user_epochs": 2}

@@ -11,6 +11,7 @@ from noising import banded_matrix, buffered_matrix, inverse_banded_matrix
 from scipy import optimize
 
 from dpfl_jax.accounting import events
+from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.matrices import (
     PREFIX_SUMS,
@@ -25,7 +26,7 @@ from dpfl_jax.matrices import (
     prefix_error,
 )
 from dpfl_jax.noise import workload_of
-from dpfl_jax.training.optimizers import build_optimizer
+from dpfl_jax.training.optimizers import make_optimizer
 
 COLUMN, BUFFERS, TAKEN = (0.75, 0.5, 0.4375), ((0.75, 0.25), (0.5, 0.125)), (0.5, 0.25, 0.125)
 RUNS = {  # schedule, warm-up as a part of the steps, options of optax.sgd
@@ -39,7 +40,14 @@ RUNS = {  # schedule, warm-up as a part of the steps, options of optax.sgd
 
 def sgd(name, steps):
     schedule, warmup, options = RUNS[name]
-    return build_optimizer("sgd", 0.3, steps, schedule, round(warmup * steps), options)
+    section = OptimizerConfig(
+        name="sgd",
+        learning_rate=0.3,
+        schedule=schedule,
+        warmup_steps=round(warmup * steps),
+        options=options,
+    )
+    return make_optimizer(section, steps)
 
 
 def matrix_of(optimizer, steps):
@@ -76,7 +84,9 @@ def test_what_is_found_of_an_optimiser_is_what_it_was_made_of():
     made = workload_of(optax.sgd(0.1, momentum=0.9), 30)
     np.testing.assert_allclose(made.memory, 0.9 ** np.arange(30), rtol=1e-5)
     assert made.rates is None
-    made = workload_of(build_optimizer("sgd", 5.0, 30, "linear"), 30)
+    made = workload_of(
+        make_optimizer(OptimizerConfig(name="sgd", learning_rate=5.0, schedule="linear"), 30), 30
+    )
     assert made.memory == (1.0,)
     np.testing.assert_allclose(made.rates, 1 - np.arange(30) / 30, rtol=1e-5)
     # Decay of weights is no part of it, and rates may be 0 at both ends.

@@ -14,8 +14,8 @@ import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.baseline import BASELINE_CAVEAT, WITHOUT_PRIVACY, train_baseline
 from dpfl_jax.run.driver import LoopConfig, drive
+from dpfl_jax.run.pipeline import BASELINE_CAVEAT, WITHOUT_PRIVACY, train_baseline
 from dpfl_jax.training.central import Central
 from dpfl_jax.training.fitting import algorithm_of
 
@@ -101,7 +101,7 @@ def test_the_private_run_is_the_same_with_and_without_it(config, tmp_path, capsy
     """Bit for bit: the baseline draws from a key of its own and changes nothing."""
     alone = run(config, tmp_path / "alone", capsys=capsys)
     both = run(config, tmp_path / "both", "eval.baseline=true", "eval.prompt=river", capsys=capsys)
-    from dpfl_jax.training.trained import load_trained
+    from dpfl_jax.training.export import load_trained
 
     models = [load_trained(tmp_path / name).params for name in ("alone", "both")]
     jax.tree.map(np.testing.assert_array_equal, *models)

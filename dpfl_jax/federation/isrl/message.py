@@ -21,7 +21,7 @@ from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.noise import Noise
 from dpfl_jax.noise.chacha import uniform
-from dpfl_jax.run.content import mixed
+from dpfl_jax.run.state import mixed
 from dpfl_jax.run.terms import computation_digest
 
 PyTree = Any

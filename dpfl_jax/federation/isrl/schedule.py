@@ -14,7 +14,7 @@ import numpy as np
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise.chacha import subkey
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.content import content_words, mixed
+from dpfl_jax.run.state import content_words, mixed
 from dpfl_jax.run.terms import value_digest
 
 PyTree = Any
