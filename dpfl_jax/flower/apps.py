@@ -1,4 +1,4 @@
-"""The protocol on Flower: one record of bytes in each message, and nothing else."""
+"""The protocol as Flower apps: one record of bytes in each message, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from dpfl_jax.errors import BadInputError, StoppedError, ignore_matplotlibrc
-from dpfl_jax.flower.plan import is_name
 from dpfl_jax.flower.server import run_study
-from dpfl_jax.flower.silo import UNSAID, Silo, read_study
+from dpfl_jax.flower.silo import UNSAID, SiloClient
+from dpfl_jax.flower.study import is_name, read_study
 from dpfl_jax.flower.wire import pack, unpack, why_of
 from dpfl_jax.run.console import Console
 from dpfl_jax.run.directory import open_plain, write_atomically
 
 _RECORD, _BODY = "dpfl", "body"
 _POLL_S = 0.1
-_AGAIN_S = 20.0  # a silo that did not answer is asked again; it repeats itself
+_AGAIN_S = 20.0  # then a silo that did not answer is asked again; it repeats its reply
 
 
 def content_of(body: bytes) -> RecordDict:
@@ -36,7 +36,7 @@ def content_of(body: bytes) -> RecordDict:
 
 
 def body_of(message: Message) -> bytes:
-    """What ``content_of`` packed.
+    """The inverse of ``content_of``.
 
     Raises:
       BadInputError: the message holds something else.
@@ -50,7 +50,7 @@ def body_of(message: Message) -> bytes:
     return body
 
 
-def client_app(silo: Silo) -> ClientApp:
+def client_app(silo: SiloClient) -> ClientApp:
     """A ClientApp whose queries a silo answers."""
     app = ClientApp()
 
@@ -59,7 +59,7 @@ def client_app(silo: Silo) -> ClientApp:
         del context
         try:
             reply = silo.answer(body_of(message))
-        except Exception:  # what went wrong may tell of the data: it stays here
+        except Exception:  # what went wrong may depend on the data: it stays here
             silo.console.print(traceback.format_exc(), markup=False, highlight=False)
             reply = pack({"kind": "refused", "silo": silo.name, "why": UNSAID})
         return Message(content_of(reply), reply_to=message)

@@ -1,9 +1,10 @@
-"""What `dpfl plan` draws: the heat map of noise, laws and runs, answers, caps of a federation."""
+"""Figures of `dpfl plan` and `dpfl sweep`: noise, scaling laws, answers, caps, losses of cells."""
 
 from __future__ import annotations
 
 import math
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def draw_heat_map(planner: Any, plan: Any, file: pathlib.Path) -> None:
 
 
 def draw_law(law: Any, file: pathlib.Path) -> None:
-    """Runs and law: loss over effective noise, a line for each of four numbers of steps."""
+    """Runs and scaling law: loss over effective noise, a line for each of four numbers of steps."""
     figure = Figure(figsize=(10, 4.2))
     left, right = figure.subplots(1, 2)
     steps = np.array([row["steps"] for row in law.rows])
@@ -133,8 +134,8 @@ def draw_caps(found: list[Any], file: pathlib.Path) -> None:
     figure = Figure(figsize=(7, 4.2))
     ax = figure.subplots()
     for kind in sorted({choice.kind for choice in found}):
-        own = sorted((c for c in found if c.kind == kind), key=lambda c: c.cap)
-        ax.plot([c.cap for c in own], [c.ratio for c in own], "o-", label=kind)
+        same = sorted((c for c in found if c.kind == kind), key=lambda c: c.cap)
+        ax.plot([c.cap for c in same], [c.ratio for c in same], "o-", label=kind)
     ax.axhline(1.0, color="0.5", linestyle=":", linewidth=1, label="noise = signal")
     # The least: what has its cap in a step alone keeps all.
     caps = {choice.cap: min(c.kept for c in found if c.cap == choice.cap) for choice in found}
@@ -145,3 +146,49 @@ def draw_caps(found: list[Any], file: pathlib.Path) -> None:
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     save_figure(figure, file)
+
+
+def draw_sweep(best: Sequence[Mapping[str, Any]], axes: Sequence[str], file: pathlib.Path) -> None:
+    """Draws the best loss over the axes that are not tuned.
+
+    Two axes ``group_size`` and ``cohort_size`` make a heat map; else the first numeric axis is x,
+    with a line (and a band, where there are repeats) for every combination of the others.
+    """
+    figure = Figure(figsize=(6.5, 4.5))
+    ax = figure.subplots()
+    plane = ("group_size", "cohort_size")
+    if set(axes) == set(plane):
+        groups, cohorts = (sorted({row[axis] for row in best}) for axis in plane)
+        image = np.full((len(groups), len(cohorts)), np.nan)
+        for row in best:
+            place = groups.index(row["group_size"]), cohorts.index(row["cohort_size"])
+            image[place] = row["loss"]
+            box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
+            ax.text(*place[::-1], f"{row['loss']:.3f}", ha="center", va="center", size=7, bbox=box)
+        shown = ax.imshow(image, origin="lower", cmap="viridis_r", aspect="auto")
+        ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
+        ax.set_yticks(range(len(groups)), [str(g) for g in groups])
+        ax.set(xlabel="cohort size M", ylabel="group size G")
+        figure.colorbar(shown, label="held-out loss")
+    elif best:
+        numeric = [a for a in axes if isinstance(best[0][a], int | float)]
+        x_axis = next((a for a in numeric if len({row[a] for row in best}) > 1), axes[0])
+        others = [a for a in axes if a != x_axis]
+        for key in sorted({tuple(row[a] for a in others) for row in best}, key=str):
+            part = [row for row in best if tuple(row[a] for a in others) == key]
+            part.sort(key=lambda row: row[x_axis])
+            x = [row[x_axis] for row in part]
+            label = ", ".join(f"{a} {v}" for a, v in zip(others, key)) or None
+            (line,) = ax.plot(x, [row["loss"] for row in part], "o-", label=label)
+            if all(row["low"] is not None for row in part):
+                low, high = ([row[k] for row in part] for k in ("low", "high"))
+                ax.fill_between(x, low, high, alpha=0.2, color=line.get_color())
+        if x_axis in numeric and min(row[x_axis] for row in best) > 0:
+            ax.set_xscale("log")
+        ax.set(xlabel=x_axis, ylabel="held-out loss")
+        if others:
+            ax.legend(fontsize=7)
+    if any(row["seed"] is not None for row in best):
+        ax.set_title("sampling and noise from public seeds", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)

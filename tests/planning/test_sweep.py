@@ -18,7 +18,8 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config import config_to_dict
 from dpfl_jax.data import DataConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.planning.sweep import Sweep, best_rows, draw
+from dpfl_jax.planning.figures import draw_sweep
+from dpfl_jax.planning.sweep import Sweep, best_rows
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import pipeline
 from dpfl_jax.run.directory import RunDirectory
@@ -280,7 +281,7 @@ def test_group_and_cohort_sizes_make_a_heat_map(tmp_path, monkeypatch):
         for g in (2, 1)
         for c in (4, 8)
     ]
-    draw(rows, ["cohort_size", "group_size"], tmp_path / "map.png")
+    draw_sweep(rows, ["cohort_size", "group_size"], tmp_path / "map.png")
     np.testing.assert_allclose(seen[0], [[1.4, 1.8], [2.4, 2.8]])
 
 
