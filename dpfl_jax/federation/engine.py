@@ -248,9 +248,6 @@ def _stacked(tree: PyTree, width: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *jnp.shape(x))), tree)
 
 
-PyTree = Any
-
-
 class ServerRule(Protocol):
     """Pure functions of the server's state (a pytree)."""
 

@@ -218,7 +218,7 @@ def test_an_edited_budget_is_named_when_a_run_goes_on(tmp_path):
     run = tmp_path / "run"
     (run / "private").mkdir(parents=True)
     personal.check_unchanged(run, "b.csv")  # a run that has not begun
-    personal.remember(run)
+    personal.save_budgets(run)
     assert (run / "private" / "budgets.csv").stat().st_mode & 0o077 == 0
     personal.check_unchanged(run, "b.csv")
     edited = personal.budgets.copy()
@@ -236,7 +236,7 @@ def test_an_id_is_no_formula_of_a_spreadsheet(tmp_path):
     odd = ('=HYPERLINK("http://evil")', "+1", "-2", "@a", "'=b", "'c", "d")
     personal = dataclasses.replace(personal, names=(*odd, *personal.names[len(odd) :]))
     (tmp_path / "private").mkdir()
-    personal.remember(tmp_path)
+    personal.save_budgets(tmp_path)
     personal.write(tmp_path, 3)
     for name in ("budgets.csv", "records.csv"):
         with (tmp_path / "private" / name).open(newline="") as file:
