@@ -582,6 +582,15 @@ class RunConfig(Section):
             )
         check_target(privacy, self.mechanism.private)
         if self.variant == "silos":
+            if not self.mechanism.participation.personal:
+                for name in ("budgets", "policy", "unreachable"):
+                    check(
+                        name not in privacy.model_fields_set
+                        or getattr(privacy, name) == PrivacyConfig.model_fields[name].default,
+                        f"privacy.{name} is for records with budgets of their own "
+                        f"(mechanism.kind=rpdp), but mechanism.kind is {self.mechanism.kind}: "
+                        "remove it, or take rpdp",
+                    )
             check(
                 not (self.train.chooses and self.data.split == "within_user")
                 or not self.mechanism.private,

@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
+
+from pydantic import BaseModel
 
 from dpfl_jax.config.kinds import (
     CENTRAL,
@@ -17,6 +20,7 @@ from dpfl_jax.config.kinds import (
     SILOS,
     Kinds,
 )
+from dpfl_jax.data.sections import DataConfig
 from dpfl_jax.errors import BadInputError, nearest
 
 Variant = Literal["central", "silos", "isrl"]
@@ -142,6 +146,7 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       BadInputError: a key of another variant, or a value that this one does not have.
     """
+    raw = {section: _as_mapping(value) for section, value in raw.items()}
     variant, named = variant_of(raw["mechanism"]), _named(raw["mechanism"])
     for key in _keys(raw):
         if not takes(variant, key):
@@ -174,6 +179,17 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(inside, Mapping):
             found[section] = {name: value, **inside}
     return found
+
+
+def _as_mapping(section: Any) -> Any:
+    """What was set of a section that is given as an object; other values are as they are."""
+    if isinstance(section, BaseModel):
+        return {name: getattr(section, name) for name in section.model_fields_set}
+    if isinstance(section, DataConfig):
+        usual = {f.name: f.default for f in dataclasses.fields(section)}
+        values = {name: getattr(section, name) for name in usual}
+        return {name: value for name, value in values.items() if value != usual[name]}
+    return section
 
 
 def own_part(raw: Mapping[str, Any], variant: Variant) -> dict[str, Any]:

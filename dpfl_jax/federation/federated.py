@@ -19,6 +19,7 @@ from dpfl_jax import accounting
 from dpfl_jax.clipping import SelfCheckError, clipped_grad, self_check
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.execution import Execution
+from dpfl_jax.config.kinds import code_outside
 from dpfl_jax.data.example_keys import key_argument, keyed, with_any_key
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, worst_cases
@@ -39,7 +40,13 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
 from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.state import TrainState
-from dpfl_jax.run.terms import Terms, computation_digest, training_digest, value_digest
+from dpfl_jax.run.terms import (
+    Terms,
+    computation_digest,
+    secret_of_code,
+    training_digest,
+    value_digest,
+)
 
 PyTree = Any
 
@@ -109,6 +116,7 @@ class FederatedAlgorithm(Algorithm):
                 "delta": self.delta,
             },
             secret={
+                **secret_of_code(code_outside(self.federation.mechanism)),
                 "plan": value_digest(self.federation),
                 "data": self.data.fingerprint,
                 "computation": value_digest(computation),

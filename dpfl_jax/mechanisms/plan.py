@@ -124,11 +124,12 @@ class Plan:
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        """Checks the mesh.
+        """Checks the mesh, and that the noise is for these data.
 
         Raises:
-          BadInputError: it has no axis to split units over.
+          BadInputError: the mesh has no axis to split units over, or the population is another one.
         """
+        self._check_population()
         if DATA_AXIS not in self.mesh.axis_names:
             raise BadInputError(
                 f"the mesh has the axes {self.mesh.axis_names}, but units are split over one "
@@ -331,8 +332,26 @@ class Plan:
         noise = self.calibrated.noise_transform()
         return refuse_key_reuse(noise) if self.mechanism.private else noise
 
+    def _check_population(self) -> None:
+        """Refuses data with other counts than the accounted ones: how many are drawn would differ.
+
+        Looked at again before units are drawn, as records of a user-defined store may change.
+        """
+        drawn = self.mechanism.participation.count(self.data)
+        if drawn != self.population:
+            raise BadInputError(
+                f"the noise was calibrated for {self.population.description}, but these data hold "
+                f"{drawn.description}: what is stated would not be what runs; make the plan of "
+                "these data (mechanism.plan(data, ...)), and do not change them afterwards"
+            )
+
     def sampler(self, key: RootKey) -> Sampler:
-        """Which units each step has, under the key of a run."""
+        """Which units each step has, under the key of a run.
+
+        Raises:
+          BadInputError: the data have other counts than when the plan was made.
+        """
+        self._check_population()
         return self.mechanism.sampler(self.data.user_offsets, key)
 
     def pipeline(self, sampler: Sampler, loss_key: RootKey | None = None) -> Pipeline:
@@ -428,12 +447,15 @@ class Plan:
         digest.update(fingerprint_of(self.data, int(offsets[-1])).encode())
         return digest.hexdigest()
 
+    @property
+    def code_outside(self) -> list[str]:
+        """Digests of the code of parts that are not this package's."""
+        return code_outside(self.mechanism, getattr(self.mechanism.participation, "scheme", None))
+
     @functools.cached_property
     def digest(self) -> str:
         """Identifies mechanism, data, steps and delta. Execution is no part of it."""
-        scheme = getattr(self.mechanism.participation, "scheme", None)
-        outside = code_outside(self.mechanism, scheme)
-        content = json.dumps([self.stated, self.data_digest, *outside], sort_keys=True)
+        content = json.dumps([self.stated, self.data_digest, *self.code_outside], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def event(self, steps: int | None = None) -> Any:

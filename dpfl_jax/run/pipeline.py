@@ -31,6 +31,7 @@ from dpfl_jax.run.driver import Evaluate, LoopConfig, RunResult, drive
 from dpfl_jax.run.public_inputs import about
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report, write_report
 from dpfl_jax.run.sinks import sink_of
+from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT
 from dpfl_jax.task import Task
 
 # The module that prepares each kind, by name: this one is below them all, and a command, which
@@ -284,10 +285,18 @@ def run_experiment(
 
     run = processes.on_all_hosts(ready)
     key = key if config.seed is None else RootKey.from_seed(config.seed)
+    if config.privacy.ledger is not None and key is not None and key.public:
+        raise BadInputError(
+            "privacy.ledger adds up independent runs, but the key is public, so that all runs with "
+            "it draw the same: leave key out, or privacy.ledger"
+        )
     directory = open_directory(run_dir, content, key, run.facts())
     sinks: tuple[Any, ...] = ()
     try:
         run = processes.on_all_hosts(lambda: run.resume_from(directory))
+        # A resume may not do what the run did before: send metrics somewhere, pack examples.
+        before = directory.facts.get("caveats", ())
+        directory.note("caveats", list(dict.fromkeys((*before, *run.caveats()))))
         _introduce(run, directory, console)
         if directory.writes:
             everything = config.metrics.not_private
@@ -308,7 +317,8 @@ def dry_run(config: Any, console: Console) -> dict[str, Any]:
         run = prepare(config, console)
     else:
         run = importlib.import_module(_KINDS[config.variant]).declared(config)
-    guarantee = run.about(run.guarantee(run.steps, run.caveats()))
+    public = (PUBLIC_KEY_CAVEAT,) if config.seed is not None and run.private else ()
+    guarantee = run.about(run.guarantee(run.steps, (*run.caveats(), *public)))
     for line in [*run.warnings(), *run.advice()]:
         console.print(line, highlight=False)
     balance = run.balance()
@@ -424,7 +434,7 @@ def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, Any]:
     if not directory.writes:
         status = FINISHED if result.interrupted is None else "interrupted"
         return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
-    caveats = (*run.caveats(), *result.caveats)
+    caveats = (*directory.facts["caveats"], *result.caveats)
     guarantee = run.about(run.guarantee(result.accounted, caveats))
     sections = run.report(directory, result, guarantee)
     if result.interrupted is None:

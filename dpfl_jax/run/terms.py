@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -32,6 +32,7 @@ _UNSPOKEN = {
     "data": "the training data are",
     "frozen": "the parameters that are not trained are",
     "plan": "what the silos do is",
+    "code": "the code of the mechanism's own parts (package.module:NAME) is",
     "execution": "how steps are computed (execution, devices) is",
     "computation": "the loss, the set of trained parameters or the optimiser is",
 }
@@ -60,6 +61,15 @@ class Terms:
         made = {name: v(root) if callable(v) else v for name, v in self.secret.items()}
         secret = {name: root.keyed_digest(name, value) for name, value in made.items()}
         return json.loads(json.dumps({**self.stated, **secret}, sort_keys=True))
+
+
+def secret_of_code(digests: Sequence[str]) -> dict[str, str]:
+    """The secret term of parts written elsewhere, from ``code_outside``; none if there are none.
+
+    A section names such parts. Written anew under the same names they are another mechanism, which
+    must not draw the noise of the one before, nor resume its run.
+    """
+    return {"code": value_digest(list(digests))} if digests else {}
 
 
 def begin(

@@ -133,6 +133,9 @@ class CanaryPlan(Plan):
 
     people: Plan
 
+    def _check_population(self) -> None:
+        """People's plan, which draws them, checks their data; canaries are not accounted."""
+
     @property
     def data_digest(self) -> str:
         return self.people.data_digest

@@ -23,7 +23,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.state import TrainState, init_state
-from dpfl_jax.run.terms import Terms, training_digest
+from dpfl_jax.run.terms import Terms, secret_of_code, training_digest
 from dpfl_jax.training.modules import check_one_example
 from dpfl_jax.training.optimizers import check_optimizer
 from dpfl_jax.training.step import TrainStep, make_train_step
@@ -79,10 +79,11 @@ class Central(Algorithm):
         )
 
     def terms(self) -> Terms:
-        """Mechanism, population, delta, steps; data, frozen parameters and computation."""
+        """Mechanism, population, delta, steps; data, frozen parameters, computation and code."""
         return Terms(
             stated=self.plan.stated,
             secret={
+                **secret_of_code(self.plan.code_outside),
                 "data": self.plan.data_digest,
                 "frozen": lambda root: content_digest(self.frozen, root),
                 "computation": training_digest(

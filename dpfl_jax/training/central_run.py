@@ -44,6 +44,7 @@ from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate
 from dpfl_jax.run.pipeline import Charge, Run
 from dpfl_jax.run.public_inputs import not_people, public_inputs
+from dpfl_jax.run.report import PACKING_CAVEAT
 from dpfl_jax.task import Task
 from dpfl_jax.training.canaries import WithCanaries, check_fit
 from dpfl_jax.training.central import Central
@@ -269,6 +270,7 @@ class CentralRun(Run):
             (config.model.checkpoint is not None, BASE_CAVEAT),
             (config.pretrain is not None, CORPUS_CAVEAT),
             (config.privacy.delta is None, _OWN_DELTA_CAVEAT),
+            (config.execution.packing, PACKING_CAVEAT),
         )
         return tuple(caveat for applies, caveat in found if applies)
 

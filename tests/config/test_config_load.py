@@ -5,10 +5,13 @@ import random
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
 
 from dpfl_jax.config import config_fingerprint, config_to_dict, load_config, validate_config
 from dpfl_jax.config.load import make_config, read_sections
+from dpfl_jax.config.schema import PrivacyConfig, RunConfig
+from dpfl_jax.data import DataConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.pipeline import run_experiment
 
@@ -335,3 +338,24 @@ def test_a_wrong_key_in_any_configuration_is_named(how, monkeypatch):
             make_config(raw, (), file)
         assert "\n" not in str(caught.value)
     assert variants == {"central", "silos", "isrl"}
+
+
+def test_sections_that_are_objects_follow_the_rules_of_the_variant():
+    """What is not set has the variant's default, and a key of another variant is refused."""
+    raw = {"mechanism": {"kind": "minibatch_sgd"}, "federation": {"silos": 5}}
+    assert RunConfig(**raw, privacy=PrivacyConfig(delta=1e-5)).privacy.epsilon == 3.0
+    with pytest.raises(ValidationError, match=r"privacy\.noise_multiplier is for data in one"):
+        RunConfig(**raw, privacy=PrivacyConfig(epsilon=8.0, noise_multiplier=50.0))
+    with pytest.raises(ValidationError, match=r"data\.test_fraction is for data in one place"):
+        RunConfig(**raw, data=DataConfig(source="digits", test_fraction=0.3))
+
+
+@pytest.mark.parametrize("privacy", [{"policy": "minimum"}, {"budgets": {"kind": "pareto"}}])
+def test_budgets_of_records_are_refused_where_no_record_has_one(privacy):
+    raw = {
+        "mechanism": {"kind": "local_item", "sampling_prob": 0.1},
+        "federation": {"silos": 4, "rounds": 2, "local_steps": 1},
+        "privacy": {"epsilon": 8.0, **privacy},
+    }
+    with pytest.raises(BadInputError, match=r"privacy\.\w+ is for records with budgets of their"):
+        validate_config(raw)

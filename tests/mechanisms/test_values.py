@@ -3,9 +3,13 @@
 import dataclasses
 from typing import ClassVar
 
+import jax.numpy as jnp
+import optax
 import pytest
 from neighbours import people
+from runs import DiedError
 
+import dpfl_jax as dpfl
 from dpfl_jax.clipping import Adaptive, Flat
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.errors import BadInputError
@@ -22,6 +26,7 @@ from dpfl_jax.mechanisms import (
 from dpfl_jax.mechanisms.candidates import at_budget
 from dpfl_jax.mechanisms.central_statement import parse_calibrated
 from dpfl_jax.planning.selection import RunCount, Selection
+from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Cyclic, CyclicPoisson, TruncatedPoisson
 
 SIZES = {"group_size": 2, "cohort_size": 5}
@@ -127,3 +132,33 @@ def test_sections_of_two_versions_at_once_are_refused():
     assert parse_calibrated(basis, 1e-5).scheme.period == 20
     with pytest.raises(BadInputError, match="has period beside `noise`"):
         parse_calibrated(basis | {"mechanism": section | {"period": 40}}, 1e-5)
+
+
+def test_a_plan_is_of_the_population_that_its_noise_is_for():
+    """Fewer people would be drawn more often than the guarantee says."""
+    made = uls(**SIZES).plan(people(20), steps=2, noise_multiplier=1.0, delta=1e-3)
+    few = uls(**SIZES).plan(people(6), steps=2, noise_multiplier=1.0, delta=1e-3).data
+    with pytest.raises(BadInputError, match=r"for 20 users.* hold 6 users.*not be what runs"):
+        dataclasses.replace(made, data=few)
+    object.__setattr__(made, "data", few)  # records of a user-defined store may change
+    with pytest.raises(BadInputError, match=r"for 20 users.* hold 6 users"):
+        made.sampler(RootKey.from_seed(0))
+
+
+def test_a_run_does_not_resume_with_parts_written_anew(tmp_path):
+    """What it released would be taken again with the same noise on other sums."""
+
+    def dies(row):
+        raise DiedError
+
+    def run(otherwise, hooks=None):
+        mechanism = dataclasses.replace(uls(**SIZES), noise=noise_of(otherwise))
+        made = mechanism.plan(people(20), steps=2, noise_multiplier=1.0, delta=1e-3)
+        options = {"run_dir": tmp_path / "run", "hooks": hooks}
+        return dpfl.fit(lambda p, e: p @ e["x"], jnp.zeros(4), made, optax.sgd(0.1), **options)
+
+    with pytest.raises(DiedError):
+        run(False, dpfl.Hooks(on_step=dies))
+    with pytest.raises(BadInputError, match=r"code of the mechanism's own parts.* not what"):
+        run(True)
+    assert run(False).steps == 2

@@ -8,15 +8,21 @@ import jax
 import pytest
 import yaml
 from rich.console import Console
+from runs import death_after_a_checkpoint
 from silo_configs import SILOS
 
 from dpfl_jax.accounting import Account, Ledger, events
 from dpfl_jax.cli.main import main
+from dpfl_jax.config import validate_config
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.pipeline import Charge, _Bill
+from dpfl_jax.run.pipeline import Charge, _Bill, dry_run, run_experiment
+from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("sklearn")
+QUIET = Console(quiet=True)
 KEYS = {
     "status", "name", "steps", "privacy", "guarantee", "eval", "throughput", "clipping",
     "outside_guarantee", "model", "data", "mechanism", "environment", "run_dir",
@@ -108,3 +114,36 @@ def test_no_delta_or_epsilon_is_printed_below_what_it_is(tmp_path):
     assert "is now 2.00001 " in ledger.reserve(
         Account("people", unit_key="column patient"), "b", event, 1.0004e-6, 2.000001
     ).notes[0]  # fmt: skip
+
+
+TABLE = {
+    "data": {"source": "digits", "records_per_user": 6},
+    "model": {"kind": "linear"},
+    "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 20},
+    "privacy": {"epsilon": 8.0, "delta": 1e-4},
+    "train": {"steps": 4, "checkpoint_every": 1},
+}
+
+
+def test_a_resumed_run_states_what_was_sent_before(tmp_path, monkeypatch):
+    sinks = {"sinks": ["tensorboard"], "not_private": True}
+    with death_after_a_checkpoint(monkeypatch):
+        run_experiment(validate_config(TABLE | {"metrics": sinks}), tmp_path / "run", QUIET)
+    report = run_experiment(validate_config(TABLE), tmp_path / "run", QUIET)
+    assert "tensorboard were sent" in " ".join(report["privacy"]["caveats"])
+
+
+def test_a_ledger_takes_no_public_key(tmp_path):
+    """Two runs under it are one, and not independent."""
+    spent = {"ledger": str(tmp_path / "spent.jsonl"), "account": "people"}
+    config = validate_config(TABLE | {"privacy": TABLE["privacy"] | spent})
+    with pytest.raises(BadInputError, match="the key is public"):
+        run_experiment(config, tmp_path / "run", QUIET, key=RootKey.from_seed(3))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_has_the_caveats_of_the_run(tmp_path):
+    config = validate_config(TABLE | {"seed": 3})
+    priced = dry_run(config, QUIET)["privacy"]
+    assert priced == run_experiment(config, tmp_path / "run", QUIET)["privacy"]
+    assert PUBLIC_KEY_CAVEAT in priced["caveats"]
