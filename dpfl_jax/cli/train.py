@@ -93,7 +93,7 @@ def train_or_price(
 
 
 def _chip_hours(flops: float) -> dict[str, float]:
-    """Of chips that many have, at the share of their peak that ``planning.bill`` assumes."""
+    """Of chips that many have, at the share of their peak that ``planning.costs`` assumes."""
     from dpfl_jax.planning.costs import Chip
 
     return {

@@ -228,7 +228,7 @@ def calibrate_federation(
     """Sets the noise of all silos so that no unit's epsilon exceeds the target.
 
     ``"per_silo"``: each silo is calibrated as if all silos of a subject were like it, which
-    makes all spend alike; then all are raised by one factor until the composition of what they
+    makes all spend the same; then all are raised by one factor until the composition of what they
     really do meets the target (for privacy-loss distributions the first step is not enough).
     ``"common"``: one noise multiplier for all.
 

@@ -67,7 +67,7 @@ def federated_options(prepared: FederatedRun) -> Iterator[FederatedOption]:
       prepared: of the configuration, on its data. Caps are at most the configured one.
 
     Raises:
-      BadInputError: the configuration has no target, or records with budgets of their own.
+      BadInputError: the configuration has no target, or personal budgets.
     """
     config = prepared.config
     cap = config.mechanism.participation.max_items_per_subject

@@ -125,7 +125,7 @@ def assign_by_labels(
     """Chooses the silo of each record so that each silo holds half of the classes.
 
     Silo i holds the ceil(classes / 2) classes from number i * classes / silos on, cyclically: a
-    public table. A record goes to one of the silos that hold its class, by a hash of its own id.
+    public table. A record goes to one of the silos that hold its class, by a hash of its id.
     (As the non-IID split of Liu et al. 2024, whose ten silos hold five digits each.)
 
     Args:
@@ -310,7 +310,7 @@ def capped(
 
     Raises:
       BadInputError: of personal budgets, which take one record of a subject, some would be left out
-        that nobody said may be.
+        although the configuration does not say so.
     """
     participation = config.mechanism.participation
     keep = cap_per_subject(subjects, silos, keys, participation.max_items_per_subject)

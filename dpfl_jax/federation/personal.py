@@ -1,4 +1,4 @@
-"""Records with budgets of their own (rPDP-FL, Liu et al. 2024): rates, what each spends, guarantee.
+"""Personal budgets of records (rPDP-FL, Liu et al. 2024): rates, what each spends, guarantee.
 
 A policy turns budgets into sampling rates; it is one of
 
@@ -189,7 +189,7 @@ def public_setting(
 
     Args:
       config: see ``personalise``.
-      federation: of mechanisms whose records have rates of their own.
+      federation: of mechanisms with personal rates.
       delta: of every record.
       noise: noise multiplier of a run that is resumed.
     """
@@ -275,7 +275,7 @@ def personalise(
     Args:
       config: its ``privacy.epsilon`` is the public cap: a record with that budget is always
         sampled. ``privacy.noise_multiplier`` replaces it.
-      federation: of mechanisms whose records have rates of their own, not yet calibrated.
+      federation: of mechanisms with personal rates, not yet calibrated.
       data: what the silos hold.
       store: where the records come from.
       keys: uint64 [users of the store], keyed hashes of record ids.
@@ -358,7 +358,7 @@ class BudgetTable:
         return spent
 
     def check_rates(self, data: FederatedData) -> None:
-        """Checks the rates that silos will draw by against each record's own budget.
+        """Checks the rates that silos will sample with against each record's budget.
 
         Args:
           data: as the run draws from them.
@@ -477,7 +477,6 @@ def read_records(directory: pathlib.Path) -> tuple[dict[str, Any], list[dict[str
     return summary, [row | {COLUMNS[0]: unquoted(row[COLUMNS[0]])} for row in rows]
 
 
-# Declared budgets of which each is told apart.
 _MOST_GROUPS = 16
 
 
@@ -487,10 +486,10 @@ _MOST_GROUPS = 16
 def personal_guarantee(
     public: PublicBudgets, rounds: int, caveats: tuple[str, ...] = ()
 ) -> Guarantee:
-    """What ``rounds`` rounds guarantee: to each record its own epsilon; the number is the cap's.
+    """What ``rounds`` rounds guarantee: to each record its epsilon; the stated one is the cap.
 
     The single epsilon is what a record that is always sampled spends: public, and a bound for all.
-    Each record's own is in the table of records, which belongs to the silos.
+    Those of single records are in the table of records, which belongs to the silos.
     """
     setting = public.setting
     cell = cell_of(setting.scheme(1.0))

@@ -54,7 +54,7 @@ class RoundBuilder:
       key: root key of the run.
       mesh: silos are split over its ``"data"`` axis.
       width: silos of a device that are vmapped.
-      microbatch_size: units processed at once.
+      microbatch_size: units in a microbatch.
       chunk_silos: silos in a chunk; None: as many as 192 MiB of buffers hold.
       loss_keys: whether each record comes with its key (``data.example_keys``).
     """

@@ -106,7 +106,7 @@ class RemoteRun(Run, abc.ABC):
         """Asks the silos to accept the plan.
 
         Raises:
-          BadInputError: silos that refuse, with their own sentence.
+          BadInputError: silos that refuse, with the reason that they give.
           StoppedError: one does not answer.
         """
         study, names = study_of(self.config), [row["name"] for row in self.rows]

@@ -107,7 +107,7 @@ def serve(
     with open_plain(study_log) as file:
         seen = file.seek(0, os.SEEK_END)
     with contextlib.ExitStack() as stack:
-        # Code is run from there, so it is not in the run directory: somebody may have sent that.
+        # Code is run from there, so it is not in the run directory: others may have sent that.
         fresh = tempfile.TemporaryDirectory(prefix="dpfl-", ignore_cleanup_errors=True)
         home = pathlib.Path(stack.enter_context(fresh))
         outcome = home / "outcome.json"

@@ -113,7 +113,7 @@ def run_study(
       console: for people.
 
     Raises:
-      BadInputError: silos that refuse, with their own sentence.
+      BadInputError: silos that refuse, with the reason that they give.
       StoppedError: no silo answers.
     """
     path = pathlib.Path(run_dir) / SILOS

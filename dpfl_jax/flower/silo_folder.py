@@ -127,7 +127,7 @@ class SiloConfig(Section):
       server: HOST:PORT of the server's SuperLink.
       root_certificates: file with the certificate that the server's is checked with; null: those of
         the system.
-      certificate: file with the silo's own, for a server that asks for one
+      certificate: file with the silo's certificate, for a server that asks for one
         (``--silo-certificates``), and its key ``certificate_key``; null: none.
       certificate_key: likewise.
     """

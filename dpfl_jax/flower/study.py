@@ -152,7 +152,7 @@ def read_study(path: pathlib.Path) -> RunConfig:
 def first_difference(mine: Any, theirs: Any) -> str | None:
     """Where two studies differ, in words; None if nowhere.
 
-    Without the values: whoever reads it may not be allowed to know them.
+    Without the values, which the reader may not be allowed to know.
     """
     key = differing_key(mine, theirs)
     return None if key is None else f"{key} is another here than there"

@@ -1,9 +1,9 @@
 """What the cells of a plan cost: operations, chip-hours, money, and whether they fit a device.
 
 ``Chip`` turns operations into hours by what a chip is stated, or was measured, to do.
-``this_machine`` measures it: a step takes a time for each row of units and one of its own (noise,
-optimiser), a line through two sizes. On a CPU seconds are those of all its cores together,
-elsewhere those of the clock.
+``this_machine`` measures it: a step takes some time for each row of units, and some that does not
+depend on them (noise, optimiser): a line through two sizes. Seconds are those of all cores together
+on a CPU, and wall-clock seconds on other devices.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def estimate_sensitivities(
         for u in chosen
     ]
     norms_of = jax.jit(lambda p, units: _norms(mean_of_examples(loss_fn), p, units, trainable))
-    found: dict[int, np.ndarray] = {}
+    norms_by_group: dict[int, np.ndarray] = {}
     for group in sorted({1, *groups}):
         norms: list[float] = []
         for first in range(0, len(chosen), batch):
@@ -163,16 +163,16 @@ def estimate_sensitivities(
 
             units = {"examples": jax.tree.map(scatter, examples), "mask": mask}
             norms.extend(np.asarray(norms_of(params, units))[: len(part)].tolist())
-        found[group] = np.asarray(norms)
+        norms_by_group[group] = np.asarray(norms)
     resample = np.random.default_rng(0).integers(0, len(chosen), (500, len(chosen)))
     intervals = {}
-    for group, values in found.items():
+    for group, values in norms_by_group.items():
         medians = np.median(values[resample], axis=1)
         low, high = np.quantile(medians, [0.05, 0.95])
         intervals[group] = (float(low), float(high))
     return Sensitivities(
-        example=float(np.median(found[1])),
-        user={g: float(np.median(v)) for g, v in found.items()},
+        example=float(np.median(norms_by_group[1])),
+        user={g: float(np.median(v)) for g, v in norms_by_group.items()},
         intervals=intervals,
         source=f"median gradient norms of {len(chosen)} users at the starting model, without noise",
     )

@@ -22,9 +22,9 @@ def draw_heat_map(planner: Any, plan: Any, file: pathlib.Path) -> None:
     groups = sorted(planner.sensitivities.user)
     top = int(math.log2(min(planner.users.num_users, 4 * plan.budget)))
     cohorts = [2**k for k in range(max(0, top - 5), top + 1)]
-    found = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
+    noise = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
     # What is recommended is a row on top: perhaps of another mechanism, or of a cohort not here.
-    best, rows = plan.best, [[found[g, m] for m in cohorts] for g in groups]
+    best, rows = plan.best, [[noise[g, m] for m in cohorts] for g in groups]
     image = np.array([*rows, [best.noise] * len(cohorts)])
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     ax = figure.subplots()
@@ -78,9 +78,9 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
 
     for t in np.unique(np.geomspace(steps.min(), steps.max(), 4).round()):
         cells = [{**of_an_example, "size": size, "steps": t, "ratio": r} for r in grid]
-        found = law.predict(cells)
-        left.plot(grid, [f["loss"] for f in found], color=colour(t), label=f"{t:.0f} steps")
-        low, high = ([f[k] for f in found] for k in ("low", "high"))
+        fit = law.predict(cells)
+        left.plot(grid, [f["loss"] for f in fit], color=colour(t), label=f"{t:.0f} steps")
+        low, high = ([f[k] for f in fit] for k in ("low", "high"))
         left.fill_between(grid, low, high, color=colour(t), alpha=0.15, linewidth=0)
     marks = {plain(examples=True): "o", plain(examples=False): "s"}
     for row in law.rows:
@@ -93,9 +93,9 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
     left.set_title(f"law at batch {size:.0f}; dots: runs (square: users)", fontsize=9)
     left.legend(fontsize=7)
     measured = np.array([row["loss"] for row in law.rows])
-    found = law.predict(law.rows)
-    value = np.array([f["loss"] for f in found])
-    bars = np.abs(np.array([[f["low"], f["high"]] for f in found]).T - value)
+    fit = law.predict(law.rows)
+    value = np.array([f["loss"] for f in fit])
+    bars = np.abs(np.array([[f["low"], f["high"]] for f in fit]).T - value)
     right.errorbar(measured, value, bars, fmt="o", ms=4, elinewidth=1, alpha=0.8)
     ends = [measured.min(), measured.max()]
     right.plot(ends, ends, color="grey", linewidth=1)
@@ -105,23 +105,23 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
     save_figure(figure, file)
 
 
-def draw_answer(found: dict[str, Any], title: str, file: pathlib.Path) -> None:
+def draw_answer(answer: dict[str, Any], title: str, file: pathlib.Path) -> None:
     """The curves of an answer, with their bands."""
     figure = Figure(figsize=(7, 4.5))
     ax = figure.subplots()
-    for label, points in found["series"].items():
+    for label, points in answer["series"].items():
         points = [p for p in points if p["cell"] is not None]
         x = [p["x"] for p in points]
         (line,) = ax.plot(x, [p["score"] for p in points], "o-", label=label)
         low, high = ([p[k] for p in points] for k in ("low", "high"))
         ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    for i, (label, value) in enumerate(found["lines"].items()):
+    for i, (label, value) in enumerate(answer["lines"].items()):
         ax.axhline(value, color="grey", linestyle=[":", "--"][i % 2], label=label)
-    ax.set(xscale="log", xlabel=found["x"], ylabel=found["y"])
-    ticks = [p["x"] for p in next(iter(found["series"].values()))]
+    ax.set(xscale="log", xlabel=answer["x"], ylabel=answer["y"])
+    ticks = [p["x"] for p in next(iter(answer["series"].values()))]
     ax.set_xticks(ticks, [f"{x:,.4g}" for x in ticks])
     ax.minorticks_off()
-    if found["y"].startswith("noise"):
+    if answer["y"].startswith("noise"):
         ax.set_yscale("log")
     ax.set_title(title, fontsize=10)
     ax.legend(fontsize=8)
@@ -129,16 +129,16 @@ def draw_answer(found: dict[str, Any], title: str, file: pathlib.Path) -> None:
     save_figure(figure, file)
 
 
-def draw_caps(found: list[Any], file: pathlib.Path) -> None:
+def draw_caps(options: list[Any], file: pathlib.Path) -> None:
     """Noise over signal against the cap, of each mechanism."""
     figure = Figure(figsize=(7, 4.2))
     ax = figure.subplots()
-    for kind in sorted({choice.kind for choice in found}):
-        same = sorted((c for c in found if c.kind == kind), key=lambda c: c.cap)
+    for kind in sorted({option.kind for option in options}):
+        same = sorted((c for c in options if c.kind == kind), key=lambda c: c.cap)
         ax.plot([c.cap for c in same], [c.ratio for c in same], "o-", label=kind)
     ax.axhline(1.0, color="0.5", linestyle=":", linewidth=1, label="noise = signal")
     # The least: what has its cap in a step alone keeps all.
-    caps = {choice.cap: min(c.kept for c in found if c.cap == choice.cap) for choice in found}
+    caps = {o.cap: min(c.kept for c in options if c.cap == o.cap) for o in options}
     ax.set(xscale="log", yscale="log", xlabel="cap (share of the records that it keeps)")
     ax.set_ylabel("noise over the largest signal (lower is better)")
     ax.set_xticks(list(caps), [f"{cap}\n({kept:.0%})" for cap, kept in caps.items()])

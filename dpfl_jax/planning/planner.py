@@ -472,16 +472,16 @@ class Planner:
 
         # More compute never needs more noise: halve the range of powers.
         low, high = -1, int(math.log2(self.users.num_users * max(self.sensitivities.user)))
-        found = fits(high)
-        while found is not None and high - low > 1:
+        best = fits(high)
+        while best is not None and high - low > 1:
             middle = (low + high) // 2
             option = fits(middle)
             if option is None:
                 low = middle
             else:
-                high, found = middle, option
-        if found is not None:
-            return 2**high, found
+                high, best = middle, option
+        if best is not None:
+            return 2**high, best
         raise BadInputError(
             f"no compute budget brings the noise down to {noise:g} at epsilon {self.epsilon:g}: "
             "raise epsilon, or find more users"

@@ -222,7 +222,7 @@ def join_scaling_laws(laws: Sequence[ScalingLaw]) -> ScalingLaw:
     lists ``sizes``: (parameters, FLOPs of a gradient evaluation), smallest first.
 
     Raises:
-      BadInputError: fewer than two sizes, or a fit that does not say its own.
+      BadInputError: fewer than two sizes, or a fit that does not state its size.
     """
     sizes = {law.about.get("parameters"): law.about.get("flops_per_gradient") for law in laws}
     if len(sizes) < 2 or any(not both for pair in sizes.items() for both in pair):
@@ -276,7 +276,7 @@ def _features(
 
 
 def _guess(columns: np.ndarray) -> float:
-    """Kappa at which noise of both kinds is alike in the middle of the runs."""
+    """Kappa at which both kinds of noise are equal in the median run."""
     return float(np.median(columns[:, 1] / columns[:, 2])) + 1e-12
 
 

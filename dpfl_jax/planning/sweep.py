@@ -48,7 +48,7 @@ ALIASES = {
 SIZES = ("kind", "budget", "group_size", "cohort_size")
 
 
-# A cell is compared with other cells: a baseline of its own would double its work.
+# A cell is compared with other cells: a baseline for each would double the work.
 _NO_BASELINE = ("eval.baseline=false", "eval.prompt=null")
 
 
@@ -301,12 +301,12 @@ def best_rows(
     fixed = [axis for axis in axes if axis not in tuned]
     chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
     for values, group in groups.items():
-        found = [row["loss"] for row in group]
+        losses = [row["loss"] for row in group]
         point = dict(zip(axes, values))
         key = tuple(point[axis] for axis in fixed)
-        if key in chosen and chosen[key]["loss"] <= np.mean(found):
+        if key in chosen and chosen[key]["loss"] <= np.mean(losses):
             continue
-        low, high = _interval(found)
+        low, high = _interval(losses)
         edge = [
             axis
             for axis in tuned
@@ -314,10 +314,10 @@ def best_rows(
         ]
         chosen[key] = {
             **point,
-            "loss": float(np.mean(found)),
+            "loss": float(np.mean(losses)),
             "low": low,
             "high": high,
-            "repeats": len(found),
+            "repeats": len(losses),
             "edge": edge,
             "seed": group[0]["seed"],
             "caveats": list(dict.fromkeys(text for row in group for text in row["caveats"])),

@@ -173,7 +173,7 @@ def of_all_silos(
 
     def messages(w: jax.Array, row: PyTree) -> jax.Array:
         # Keys depend on w, too: messages at two points would otherwise have the same noise, and
-        # their difference none. The digest is keyed, as somebody else chooses w.
+        # their difference none. The digest is keyed, as w is chosen by others.
         of_w = functools.partial(words_of, loss_name(loss, w, data), w)
         point = jax.vmap(lambda keys: of_w(key=keys.reshape(-1, 8)[0]))(row["keys"])
         keys = jax.vmap(derived_keys)(row["keys"], mixed(words, point))

@@ -289,9 +289,9 @@ def relations(noise: SiloNoise, silos: int, shuffled: bool = True) -> list[dict[
     """The same run under other notions of privacy (section 2 of the notes on trust).
 
     Args:
-      noise: of every silo (alike).
+      noise: of every silo; all are equal.
       silos: N.
-      shuffled: whether all silos are alike and answer in every round, as the theorem needs.
+      shuffled: whether all silos are equal and answer in every round, as the theorem needs.
 
     Returns:
       Rows ``notion, trusted, protects, epsilon, delta, note``.
@@ -329,7 +329,7 @@ def shuffled_view(noise: SiloNoise, silos: int) -> float:
     Theorem D.5 on each round, whose silo randomiser is (e, e')-DP with e' so small that
     2 N n exp((n-1) e) e' is a quarter of the round's delta; then optimal composition over R rounds
     (one round, whichever, for disjoint batches). A silo's n records move together through the
-    shuffler, hence exp(n e). Needs that all N silos answer, and are alike.
+    shuffler, hence exp(n e). All N silos must answer, and be equal.
 
     Args:
       noise: of every silo.
@@ -342,14 +342,14 @@ def shuffled_view(noise: SiloNoise, silos: int) -> float:
     limit = silos / (16 * math.log(2 / shuffle_delta))
     if limit <= 1:
         return math.inf
-    # exp((n-1) e) is at most the theorem's own limit on exp(n e).
+    # exp((n-1) e) is at most the theorem's limit on exp(n e).
     silo_delta = shuffle_delta / (2 * silos * n * limit)
     try:
-        own = accounting.epsilon(one, silo_delta, relation=REPLACE)
-        hidden = closed.shuffled_epsilon(own, silos, n, shuffle_delta)
+        per_silo = accounting.epsilon(one, silo_delta, relation=REPLACE)
+        hidden = closed.shuffled_epsilon(per_silo, silos, n, shuffle_delta)
     except BadInputError:
         return math.inf
-    per_round = closed.shuffled_delta(own, silos, n, shuffle_delta, silo_delta)
+    per_round = closed.shuffled_delta(per_silo, silos, n, shuffle_delta, silo_delta)
     if rounds == 1:
         return hidden
     step = ApproximateDpEvent(hidden, per_round)

@@ -87,7 +87,7 @@ def make_schedule(
     """Draws a schedule.
 
     Args:
-      key: the run's root key; every (silo, round) gets its own keys from it.
+      key: the run's root key; the keys of every (silo, round) are derived from it.
       rounds: R.
       sizes: int [N], records of each silo.
       available: M, silos that answer in every round; or {m: probability}, the law of M_r, which
@@ -170,7 +170,7 @@ def words_of(*what: Any, key: jax.Array | None = None) -> jax.Array:
 
     Args:
       *what: of which names and arrays.
-      key: uint32 [8], of a keyed digest, for arrays that somebody else chooses; None: a public
+      key: uint32 [8], of a keyed digest, for arrays that others choose; None: a public
         one, for which two arrays with the same digest can be constructed.
     """
     words = jnp.zeros(4, jnp.uint32)

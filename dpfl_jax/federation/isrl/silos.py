@@ -177,7 +177,7 @@ def _cut(
     """Indices of each silo, disjoint."""
     silos = federation.silos
     if federation.partition == "natural":
-        if silo is None and silos == 1:  # one silo's own file
+        if silo is None and silos == 1:  # the file of one silo
             silo = np.zeros(len(fine), np.int64)
         if silo is None:
             raise BadInputError(
