@@ -46,10 +46,12 @@ class Silo:
 
     @property
     def num_records(self) -> int:
+        """Records of all its subjects."""
         return int(self.subject_offsets[-1])
 
     @property
     def num_subjects(self) -> int:
+        """Subjects with a record here."""
         return len(self.subject_offsets) - 1
 
     @functools.cached_property
@@ -161,10 +163,12 @@ class FederatedData:
 
     @property
     def num_records(self) -> int:
+        """Records in all silos, after caps."""
         return int(self.silo_offsets[-1])
 
     @functools.cached_property
     def silos(self) -> tuple[Silo, ...]:
+        """All silos, empty ones included."""
         return tuple(self._silo(i) for i in range(self.num_silos))
 
     def _silo(self, index: int) -> Silo:
@@ -213,7 +217,7 @@ class FederatedData:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ArrayRecords:
+class ArrayRecords(RecordSource):
     """Records held in memory, as ``arrays`` with a common leading axis."""
 
     arrays: Mapping[str, np.ndarray]

@@ -272,7 +272,7 @@ class ServerRule(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerServer:
+class OptimizerServer(ServerRule):
     """Any Optax optimiser, on minus the mean update (Reddi et al. 2021, "FedOpt").
 
     With ``optax.sgd(1.0)``, the default, this is the average of the silos' parameters.

@@ -138,6 +138,7 @@ class FederatedAlgorithm(Algorithm):
         return self.packed({"server": server} | kept, 0)
 
     def packed(self, state: dict[str, PyTree], done: int) -> TrainState:
+        """The state of a run after ``done`` rounds."""
         step = place(np.int32(done), replicated(self.mesh))
         return TrainState(self.server.model(state["server"]), state, step)
 

@@ -145,6 +145,7 @@ class Federation:
 
     @property
     def max_local_steps(self) -> int:
+        """The most local steps of any silo in a round."""
         return max(plan.local_steps for plan in self.silos)
 
     @property

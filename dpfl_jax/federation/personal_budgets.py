@@ -33,7 +33,7 @@ class BudgetDistribution(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ThreeLevels:
+class ThreeLevels(BudgetDistribution):
     """Strict, moderate and relaxed records; any number of levels.
 
     Attributes:
@@ -52,7 +52,7 @@ class ThreeLevels:
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundedMixGauss:
+class BoundedMixGauss(BudgetDistribution):
     """A mixture of normal distributions, values outside the bounds set to the bound.
 
     Attributes:
@@ -82,7 +82,7 @@ class BoundedMixGauss:
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundedPareto:
+class BoundedPareto(BudgetDistribution):
     """A heavy tail of relaxed records, values above the bound set to it.
 
     Attributes:
@@ -106,7 +106,7 @@ class BoundedPareto:
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
+class Constant(BudgetDistribution):
     """The same budget for all."""
 
     epsilon: float = 1.0

@@ -102,6 +102,7 @@ class Option:
 
     @property
     def noise(self) -> float:
+        """L sigma error / size: standard deviation on the averaged gradient."""
         return self.sensitivity * self.noise_multiplier * self.error / self.size
 
     @property
@@ -141,6 +142,7 @@ class Recommendation:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
+        """As JSON: the fields, each option as of ``Option.to_json``."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         single = {k: v.to_json() if isinstance(v, Option) else v for k, v in fields.items()}
         return single | {"options": [option.to_json() for option in self.options]}

@@ -309,6 +309,7 @@ class Selection:
 
     @functools.cached_property
     def epsilon(self) -> float:
+        """Epsilon of the whole sweep, at ``delta``."""
         return accounting.epsilon(self.event, self.delta, accountant="rdp")
 
     def guarantee(self, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
@@ -401,6 +402,7 @@ class Selection:
         )
 
     def statement(self, caveats: tuple[str, ...] = ()) -> Statement:
+        """What guarantee.json of the sweep states."""
         basis = {"system": "selection", **self.to_json()}
         return Statement.of(self.guarantee(caveats), basis, [[self.event]])
 

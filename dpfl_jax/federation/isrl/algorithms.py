@@ -42,9 +42,11 @@ class Method:
 
     @property
     def rounds(self) -> int:
+        """R, the leading axis of ``values``."""
         return jax.tree.leaves(self.values)[0].shape[0]
 
     def scan(self, oracle: Oracle, state: Any, rows: Any, values: Any) -> Any:
+        """The state after the rounds of ``rows`` and ``values``, as one ``jax.lax.scan``."""
 
         def one(state: Any, x: Any) -> tuple[Any, None]:
             return self.step(oracle, x[0], state, x[1]), None

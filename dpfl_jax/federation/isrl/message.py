@@ -46,10 +46,12 @@ class SiloData:
 
     @property
     def num_silos(self) -> int:
+        """N, the leading axis."""
         return self.sizes.shape[0]
 
     @property
     def capacity(self) -> int:
+        """n_max, the records that the arrays have room for in each silo."""
         return jax.tree.leaves(self.examples)[0].shape[1]
 
 

@@ -182,9 +182,11 @@ class IsrlAlgorithm(Algorithm):
         return self.packed(self.everywhere(start), 0)
 
     def everywhere(self, tree: Any) -> Any:
+        """Replicates a pytree over the devices of the mesh."""
         return place(tree, replicated(self.mesh))
 
     def packed(self, state: Any, done: int) -> TrainState:
+        """The state of a run after ``done`` rounds."""
         step = self.everywhere(np.int32(done))
         return TrainState(self.method.output(state, done), {"state": state}, step)
 

@@ -39,6 +39,7 @@ class Schedule:
 
     @property
     def rounds(self) -> int:
+        """R, the leading axis of ``present``."""
         return self.present.shape[0]
 
     def rows(self, start: int = 0, stop: int | None = None) -> dict[str, jax.Array]:
