@@ -21,7 +21,6 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning.figures import draw_sweep
 from dpfl_jax.planning.sweep import Sweep, best_rows
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run import pipeline
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import PUBLIC_KEY_CAVEAT
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT
@@ -100,7 +99,7 @@ def pretend(monkeypatch, steps=3, sigma=1.0):
         finally:
             directory.close()
 
-    monkeypatch.setattr(pipeline, "run_experiment", run_experiment)
+    monkeypatch.setattr("dpfl_jax.planning.sweep.run_experiment", run_experiment)
     return ran
 
 
