@@ -177,11 +177,11 @@ def _unequal(kind: str, count: int, reach: int) -> Any:
 
 
 def _plan(budget: int) -> Any:
-    from dpfl_jax.planning import Planner, Sensitivities, Users
+    from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
 
-    users = Users(342_477, limited={128: 30_000_000})
+    users = UserStatistics(342_477, limited={128: 30_000_000})
     norms = Sensitivities.assumed(0.5, [2**k for k in range(9)])
-    return Planner(users, norms, epsilon=4.0, delta=1.13e-9, steps=10_000).plan(budget)
+    return Planner(users, norms, epsilon=4.0, delta=1.13e-9, steps=10_000).recommend(budget)
 
 
 def planner_rows(repeats: int, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:

@@ -285,7 +285,7 @@ def _one_message() -> Iterator[None]:
 
     with (
         mock.patch.object(Schedule, "rows", rows),
-        mock.patch.object(message, "own_keys", lambda keys, words: keys),
+        mock.patch.object(message, "derived_keys", lambda keys, words: keys),
     ):
         yield
 

@@ -182,7 +182,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for r in range(args.rounds + 1):  # the first one compiles
         for name, (builder, release) in variants.items():
             host, taken, drawn = (0.0, 0.0), (0.0, 0.0), 0
-            for part in builder.pieces(r):
+            for part in builder.chunks(r):
                 start = _clock()
                 piece = builder.build(r, part)
                 jax.block_until_ready(piece.chunk)

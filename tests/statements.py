@@ -8,8 +8,8 @@ import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, worst_guarantee
+from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
+from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, isrl_statement, worst_guarantee
 from dpfl_jax.federation.mechanisms import (
     SiloFacts,
     fed_avg,
@@ -20,12 +20,7 @@ from dpfl_jax.federation.mechanisms import (
     subject_uls,
     user_ldp,
 )
-from dpfl_jax.federation.personal.personalise import Published, published_guarantee
-from dpfl_jax.federation.silo_statement import (
-    federated_statement,
-    isrl_statement,
-    personal_statement,
-)
+from dpfl_jax.federation.personal import PublicBudgets, personal_guarantee, personal_statement
 from dpfl_jax.mechanisms import (
     Calibrated,
     Population,
@@ -81,8 +76,8 @@ def personal():
     rates = [solver(setting).grid[solver(setting).index_above(r)] for r in (0.01, 0.06)]
     mechanism = rpdp()
     groups = tuple((b, float(q), 6) for b, q in zip(budgets, rates))
-    public = Published(setting, "certified", 500, groups)
-    return personal_statement(mechanism, public, 5, published_guarantee(public, 5, EXTRA))
+    public = PublicBudgets(setting, "certified", 500, groups)
+    return personal_statement(mechanism, public, 5, personal_guarantee(public, 5, EXTRA))
 
 
 def isrl(sampling="poisson"):

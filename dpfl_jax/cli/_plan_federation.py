@@ -21,7 +21,7 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
     Raises:
       BadInputError: nobody trusted, arguments for central runs, or no way meets the target.
     """
-    from dpfl_jax.federation.choice import by_reach, choices, other_steps
+    from dpfl_jax.federation.choice import by_reach, federated_options, other_steps
     from dpfl_jax.federation.federated_run import prepare
     from dpfl_jax.planning.figures import draw_caps
 
@@ -40,7 +40,9 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
     prepared = prepare(config, console)
     with console.status("calibrating noise"):
         # Of equal noise, what leaves out the fewest records.
-        found = sorted(choices(prepared), key=lambda c: (float(f"{c.ratio:.3g}"), -c.kept))
+        found = sorted(
+            federated_options(prepared), key=lambda c: (float(f"{c.ratio:.3g}"), -c.kept)
+        )
         if not found:
             raise BadInputError(
                 f"no mechanism meets epsilon {config.privacy.epsilon:g}: raise privacy.epsilon, or "

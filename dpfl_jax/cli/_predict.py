@@ -42,9 +42,9 @@ def check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
 def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> dict[str, Any]:
     """Runs the proxies that are missing, fits, writes and draws the law."""
     from dpfl_jax.planning.figures import draw_law
-    from dpfl_jax.planning.law import fit_law
+    from dpfl_jax.planning.planner import in_words
     from dpfl_jax.planning.proxy import design, run_trials
-    from dpfl_jax.planning.questions import in_words
+    from dpfl_jax.planning.scaling_law import fit_scaling_law
     from dpfl_jax.run.console import StepProgress
     from dpfl_jax.training.slices import gradient_cost
 
@@ -76,7 +76,7 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
     }
     if config.model.is_transformer:
         about |= gradient_cost(config, args.vocab_size)
-    law = fit_law(rows, planner.sensitivities, about)
+    law = fit_scaling_law(rows, planner.sensitivities, about)
     law.save(args.fit)
     picture = args.png or args.fit.with_suffix(".png")
     draw_law(law, picture)
@@ -104,21 +104,21 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
 
 def laws(files: list[pathlib.Path] | None) -> dict[str, Any]:
     """The fits, by the names of their files."""
-    from dpfl_jax.planning.law import Law
+    from dpfl_jax.planning.scaling_law import ScalingLaw
 
-    return {file.stem: Law.load(file) for file in files or []}
+    return {file.stem: ScalingLaw.load(file) for file in files or []}
 
 
-def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> dict[str, Any]:
+def answer(args: argparse.Namespace, scenarios: dict[str, Any], console: Any) -> dict[str, Any]:
     """Answers ``--ask``, and draws."""
     from rich.table import Table
 
     from dpfl_jax.planning.figures import draw_answer
-    from dpfl_jax.planning.hover import drawn
+    from dpfl_jax.planning.hover import to_svg
     from dpfl_jax.planning.questions import ask
 
     with console.status("calibrating noise for every cell"):
-        result = ask(args.ask, outlooks, args.target_loss)
+        result = ask(args.ask, scenarios, args.target_loss)
     table = Table(result["x"], *result["series"], title=QUESTIONS[args.ask])
     for points in zip(*result["series"].values()):
         shown = ["-" if p["cell"] is None else f"{p['score']:.4g}" for p in points]
@@ -133,7 +133,7 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
         console.print(f"drawn: {args.png}")
     if args.html is not None:
         try:
-            args.html.write_text(f"<!doctype html><meta charset='utf-8'>{drawn(result)}")
+            args.html.write_text(f"<!doctype html><meta charset='utf-8'>{to_svg(result)}")
         except OSError as error:
             raise BadInputError(f"cannot write {args.html}: {error.strerror}") from error
         console.print(f"drawn: {args.html}")
@@ -142,7 +142,7 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
 
 def print_prediction(console: Any, prediction: dict[str, Any]) -> None:
     """The best of the budget, the best split, the least epsilon."""
-    from dpfl_jax.planning.questions import in_words
+    from dpfl_jax.planning.planner import in_words
 
     def words(cell: dict[str, Any]) -> str:
         text = in_words(cell)

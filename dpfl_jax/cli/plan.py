@@ -136,9 +136,9 @@ class Options(Configured):
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints, writes."""
     from dpfl_jax.config import load_config
-    from dpfl_jax.planning.costs import Start, add_bills, add_memory, prices
+    from dpfl_jax.planning.costs import LazyStart, add_bills, add_memory, prices
     from dpfl_jax.planning.figures import draw_heat_map
-    from dpfl_jax.planning.questions import Outlook, predict
+    from dpfl_jax.planning.questions import Scenario, predict
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _check_costs(args)
     if args.html is not None and args.ask is None:
         raise BadInputError("--html draws an answer: add --ask QUESTION")
-    start = Start(config, console)
+    start = LazyStart(config, console)
     price: Any = None
     if args.fit is None and args.chip is not None:
         price = prices(
@@ -182,25 +182,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.fit is not None:
         return _predict.fit(args, config, planner, console)
     gradients = float(budget * steps)
-    outlooks = {
-        name: Outlook(planner, paid.get(name, gradients), law) for name, law in laws.items()
+    scenarios = {
+        name: Scenario(planner, paid.get(name, gradients), law) for name, law in laws.items()
     }
     if args.ask is not None:
-        return _predict.answer(args, outlooks or {"noise": Outlook(planner, gradients)}, console)
+        return _predict.answer(args, scenarios or {"noise": Scenario(planner, gradients)}, console)
     with console.status("calibrating noise"):
         # Examples that are drawn one by one make no user update.
         alone = () if config.mechanism.clips_user_updates else None
-        plan = planner.plan(budget, example_groups=alone, every=True)
+        plan = planner.recommend(budget, example_groups=alone, every=True)
     result: dict[str, Any] = {
         "status": "planned",
         "sensitivities": planner.sensitivities.source,
         "notes": _notes(config.mechanism, budget),
         **plan.to_json(),
     }
-    if outlooks:
-        outlook = next(iter(outlooks.values()))
+    if scenarios:
+        scenario = next(iter(scenarios.values()))
         with console.status("weighing steps against batch"):
-            prediction = predict(result, plan, outlook, args.target_loss)
+            prediction = predict(result, plan, scenario, args.target_loss)
         result["prediction"] = prediction
     elif args.target_loss is not None:
         raise BadInputError("--target-loss needs a fit: give --with FIT.json")
@@ -261,7 +261,7 @@ def _planner(
     from dpfl_jax.planning import (
         Planner,
         Sensitivities,
-        Users,
+        UserStatistics,
         estimate_sensitivities,
         private_median_group_size,
     )
@@ -276,7 +276,7 @@ def _planner(
                 "--fit trains, but this configuration has statistics in the place of data: give "
                 "one of a public proxy, and use its fit here (--with)"
             )
-        users = Users(declared.num_users, limited=declared.limited_examples or None)
+        users = UserStatistics(declared.num_users, limited=declared.limited_examples or None)
         examples = declared.num_examples
         groups = [2**k for k in range(largest.bit_length())]
         sensitivities = Sensitivities.assumed(args.decay, groups)
@@ -285,7 +285,7 @@ def _planner(
 
         data, model = start.data
         sizes = np.diff(data.train.user_offsets)
-        users = Users(len(sizes), sizes=sizes)
+        users = UserStatistics(len(sizes), sizes=sizes)
         examples = int(sizes.sum())
         largest = min(largest, int(sizes.max()))
         groups = [2**k for k in range(largest.bit_length())]

@@ -120,7 +120,7 @@ def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str,
     from rich.table import Table
 
     from dpfl_jax.accounting.guarantee import rounded_up
-    from dpfl_jax.federation.personal.records import COLUMNS, read_records
+    from dpfl_jax.federation.personal import COLUMNS, read_records
     from dpfl_jax.run.directory import RECORDS
 
     summary, rows = read_records(directory)

@@ -143,8 +143,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _init(args: argparse.Namespace) -> dict[str, Any]:
     import os
 
-    from dpfl_jax.flower.plan import study_of
-    from dpfl_jax.flower.silo import CONFIG, KEY, make_key, read_study
+    from dpfl_jax.flower.silo_folder import CONFIG, KEY, make_key
+    from dpfl_jax.flower.study import read_study, study_of
     from dpfl_jax.run.console import Console
     from dpfl_jax.run.directory import write_atomically
 
@@ -191,12 +191,12 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     from rich.table import Table
 
     from dpfl_jax.accounting.guarantee import rounded_up
-    from dpfl_jax.flower.server import digest_of
-    from dpfl_jax.flower.silo import Silo
+    from dpfl_jax.flower.silo import SiloClient
+    from dpfl_jax.flower.study import digest_of
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
-    silo = Silo(args.folder, console)
+    silo = SiloClient(args.folder, console)
     runs = {row["run"]: row for row in silo.log.rows if row["kind"] == "accepted"}
     result = {
         "name": silo.name,
@@ -245,9 +245,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
     _flower()
     from dpfl_jax.flower.node import run_node
-    from dpfl_jax.flower.silo import Silo
+    from dpfl_jax.flower.silo import SiloClient
 
-    silo = Silo(args.folder, Console(stderr=args.json))
+    silo = SiloClient(args.folder, Console(stderr=args.json))
     run_node(silo, args.insecure, args.finish)
     return {"name": silo.name, "finished": silo.log.find("finished")}
 

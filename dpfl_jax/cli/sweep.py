@@ -85,7 +85,7 @@ class Options(Configured):
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs this process's cells, then tabulates all."""
     from dpfl_jax.accounting import LedgerError
-    from dpfl_jax.planning.sweep import draw
+    from dpfl_jax.planning.figures import draw_sweep
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     fixed = [axis for axis in sweep.axes if axis not in sweep.tuned]
     if best:
         figure = sweep.directory / "sweep.png"
-        draw(best, fixed, figure)
+        draw_sweep(best, fixed, figure)
         files.append(figure)
     caveats = list(dict.fromkeys(text for row in best for text in row["caveats"]))
     _print(console, best, fixed, sweep, caveats)

@@ -92,8 +92,8 @@ def train_or_price(
 
 
 def _chip_hours(flops: float) -> dict[str, float]:
-    """Of chips that many have, at the share of their peak that ``planning.bill`` assumes."""
-    from dpfl_jax.planning.bill import Chip
+    """Of chips that many have, at the share of their peak that ``planning.costs`` assumes."""
+    from dpfl_jax.planning.costs import Chip
 
     return {
         name: float(f"{Chip.named(name).bill(flops)['chip_hours']:.2g}")

@@ -47,9 +47,9 @@ in a sentence; 2 unreadable: no such file, no JSON, a version not known here; 1 
 _SYSTEMS = {
     "central": "dpfl_jax.training.central_statement",
     "selection": "dpfl_jax.planning.selection",
-    "federated": "dpfl_jax.federation.silo_statement",
-    "personal": "dpfl_jax.federation.silo_statement",
-    "isrl": "dpfl_jax.federation.silo_statement",
+    "federated": "dpfl_jax.federation.guarantee",
+    "personal": "dpfl_jax.federation.personal",
+    "isrl": "dpfl_jax.federation.isrl.privacy",
 }
 
 

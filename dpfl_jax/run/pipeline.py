@@ -40,7 +40,7 @@ from dpfl_jax.task import Task
 _KINDS = {
     "central": "dpfl_jax.training.central_run",
     "silos": "dpfl_jax.federation.federated_run",
-    "isrl": "dpfl_jax.federation.isrl.runs.isrl_run",
+    "isrl": "dpfl_jax.federation.isrl.isrl_run",
 }
 
 

@@ -337,7 +337,7 @@ def _forward(params: PyTree, model: Any) -> tuple[Any, PyTree]:
 
 
 def _features(x: np.ndarray, linear: Mapping[str, Any]) -> np.ndarray:
-    """As ``isrl.runs.silos`` makes them: scaled, with a constant, within the ball."""
+    """As ``isrl.silos`` makes them: scaled, with a constant, within the ball."""
     x = x.reshape(len(x), -1).astype(np.float64)
     if linear["scale"] is not None:
         middle, width = np.asarray(linear["scale"])

@@ -30,7 +30,7 @@ from dpfl_jax.accounting.closed_forms import subject
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon, subject_epsilon
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.federation.federated import Federated, FederatedSteps
+from dpfl_jax.federation.federated import FederatedAlgorithm, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
     SiloDraw,
@@ -130,7 +130,7 @@ class DistinctSubjects(RoundBuilder):
         return stddev, float(max(len(np.unique(self.data.subjects[draw.positions])), 1))
 
 
-class Rounds(Federated):
+class Rounds(FederatedAlgorithm):
     """Rounds whose noise and divisors are another builder's than the accounted ones."""
 
     def __init__(self, builder: Callable[..., RoundBuilder], **options: Any) -> None:

@@ -17,10 +17,11 @@ from dpfl_jax.config import RunConfig
 from dpfl_jax.config.schema import PrivacyConfig
 from dpfl_jax.data import DataConfig
 from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.engine import OptimizerServer
 from dpfl_jax.federation.federated_run import build_federation, spread
+from dpfl_jax.federation.mechanisms import SiloFacts
+from dpfl_jax.federation.partition import SubjectData, load_subjects
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.federation.server import OptimizerServer
-from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
@@ -185,7 +186,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
         }
     )
     data = _spread(data_part.model_dump_json())
-    federation = build_federation(config, data)
+    federation = build_federation(config, [SiloFacts.of(silo) for silo in data.silos])
     settings.console.print(f"[dim]{run.label}: calibrating[/dim]")
     delta = config.privacy.delta or 1e-5
     epsilon = config.privacy.epsilon or math.inf

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.federation.personal.records import COLUMNS
+from dpfl_jax.federation.personal import COLUMNS
 
 pytest.importorskip("sklearn")
 

@@ -42,7 +42,7 @@ def run_round(federation, data, devices=1, width=1, optimizer=None, poison=(), *
         federation.mechanism, loss_fn, optimizer or optax.sgd(0.1), mesh, width=width
     )
     total = None
-    for part in builder.pieces(0):
+    for part in builder.chunks(0):
         chunk = builder.build(0, part).chunk
         if poison:
             stddev = np.array(chunk.stddev)
@@ -263,7 +263,7 @@ def test_each_record_of_a_local_step_has_its_own_key():
     assert_close(one, trained(noisy, 8, 2))
     assert np.abs(one["b"] - trained(loss_fn, 1, 4)["b"]).max() > 1e-3
     builder = RoundBuilder(federation, data, KEY, data_parallel_mesh(), loss_keys=True)
-    (silos,) = builder.pieces(0)
+    (silos,) = builder.chunks(0)
     chunk = builder.build(0, silos).chunk
     examples, steps = chunk.units["examples"], np.asarray(chunk.noise_key)
     keys, present = np.asarray(examples["key"]), np.asarray(chunk.units["mask"])

@@ -42,7 +42,8 @@ from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.clipping import Flat
 from dpfl_jax.data.owners import store_from_users
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation import silo_statement
+from dpfl_jax.federation import guarantee, personal
+from dpfl_jax.federation.isrl import privacy
 from dpfl_jax.mechanisms import (
     Banded,
     Buffered,
@@ -369,7 +370,8 @@ def test_a_run_goes_on_bit_for_bit_or_not_at_all(name, tmp_path, monkeypatch):
 def test_what_is_stated_holds_and_is_read_back(name):
     if name in SILOS:
         made = SOUND["personal" if name == "rpdp" else name.replace(", full", "")]()
-        restate = silo_statement.restate
+        systems = {"personal": personal, "isrl": privacy, "federated": guarantee}
+        restate = systems[made.basis["system"]].restate
     else:
         plan = plan_of(name)
         made, restate = plan.statement(plan.guarantee()), central_statement.restate

@@ -242,7 +242,9 @@ def central(
     coins, seen, beside = [], [], []
     for run in range(_runs(trials, units)):
         inside = key.numpy("audit-coins", run).random(units) < 0.5
-        plan = Plan(calibrated, store(inside), execution, mesh)
+        data = store(inside)
+        there = mechanism.participation.population_of(data)  # drawn at the accounted rates
+        plan = Plan(dataclasses.replace(calibrated, population=there), data, execution, mesh)
         run_key, state, rows = key.child("audit-run", run), noise.init(params), []
         for batch in plan.pipeline(plan.sampler(run_key)).iterate(0, steps):
             turn = (-1.0) ** batch.step if alone else 1.0

@@ -1,7 +1,7 @@
-"""The law of private training: held-out loss by steps, noise, learning rate and model size.
+"""A scaling law of private training: held-out loss by steps, noise, learning rate and model size.
 
-What privacy, batch and group size do to a run goes through one number, the effective noise-to-batch
-ratio rho, to which both the noise of the mechanism and that of sampling add up:
+Privacy, batch and group size affect a run through one number, the effective noise-to-batch ratio
+rho, in which the noise of the mechanism and that of sampling add up:
 
     rho^2 = L(G)^(2 gamma) (ratio^2 + kappa / size)
 
@@ -25,6 +25,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import stats
+from scipy.linalg import cho_factor, cho_solve, solve_triangular
+from scipy.optimize import minimize
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning.estimates import Sensitivities
@@ -41,15 +44,16 @@ Cell = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Law:
-    """A fit: made by ``fit_law``, or read by ``load``.
+class ScalingLaw:
+    """A fitted scaling law, from ``fit_scaling_law`` or ``load``.
 
     Attributes:
       rows: the runs: ``kind``, ``group_size``, ``size``, ``steps``, ``ratio``, ``rate``, ``loss``.
       sensitivities: typical gradient norms of the data they ran on.
       fitted: parameters, see ``_MEAN``.
       about: of what model and configuration this is; plain JSON.
-      parameters: of the model that is asked about, where the runs are of several (``join_laws``).
+      parameters: of the model that predictions are for, where the runs are of several sizes
+        (``join_scaling_laws``).
     """
 
     rows: Sequence[Cell]
@@ -64,7 +68,7 @@ class Law:
         return sorted({row["rate"] for row in self.rows})
 
     def predict(self, cells: Sequence[Cell]) -> list[dict[str, float]]:
-        """What a run of each cell would come to.
+        """Predicts the loss of a run of each cell.
 
         Args:
           cells: ``kind``, ``group_size``, ``size``, ``steps`` and ``ratio``, ``rate`` where it is
@@ -74,14 +78,12 @@ class Law:
           For each ``loss``, its band ``low`` to ``high`` (90 % of runs), ``rate``, and ``outside``:
           how far steps or noise lie beyond what was tried, as a factor (1: not).
         """
-        from scipy import stats
-
         asked = [
             [{**cell, "rate": rate} for rate in ([cell["rate"]] if "rate" in cell else self.rates)]
             for cell in cells
         ]
-        own = {} if self.parameters is None else {"parameters": self.parameters}
-        cells = [own | cell for some in asked for cell in some]
+        size = {} if self.parameters is None else {"parameters": self.parameters}
+        cells = [size | cell for some in asked for cell in some]
         flat = self._features(_columns(cells, self.sensitivities))
         mean, sd = self._posterior(flat)
         # Student's: the scales were fitted to the same runs.
@@ -89,15 +91,15 @@ class Law:
         known = self._known[0][:, :2]
         beyond = np.maximum(known.min(axis=0) - flat[:, :2], flat[:, :2] - known.max(axis=0))
         outside = np.exp(np.maximum(beyond, 0.0).max(axis=1))
-        found, first = [], 0
+        predictions, first = [], 0
         for some in asked:
             i = first + int(np.argmin(mean[first : first + len(some)]))
             losses = np.exp(mean[i] + sd[i] * np.array([0.0, -wide, wide]))
             named = dict(zip(("loss", "low", "high"), losses.tolist()))
             rate = some[i - first]["rate"]
-            found.append({**named, "rate": rate, "outside": round(float(outside[i]), 3)})
+            predictions.append({**named, "rate": rate, "outside": round(float(outside[i]), 3)})
             first += len(some)
-        return found
+        return predictions
 
     def ratio_for(self, loss: float, cell: Cell) -> float:
         """The largest noise-to-batch ratio at which a cell comes to this loss; 0 if none does."""
@@ -126,12 +128,10 @@ class Law:
 
     def _posterior(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the log loss of a run."""
-        from scipy.linalg import cho_solve
-
         known, target, centre, factor = self._known
         cross = _kernel(features, known, self.fitted)
-        own = _PLANE * (1 + (features**2).sum(axis=1)) + math.exp(self.fitted[0])
-        variance = own - (cross * cho_solve(factor, cross.T).T).sum(axis=1)
+        prior = _PLANE * (1 + (features**2).sum(axis=1)) + math.exp(self.fitted[0])
+        variance = prior - (cross * cho_solve(factor, cross.T).T).sum(axis=1)
         noise = math.exp(self.fitted[1])
         return (
             centre + cross @ cho_solve(factor, target),
@@ -149,7 +149,7 @@ class Law:
             raise BadInputError(f"cannot write {file}: {error.strerror}") from error
 
     @classmethod
-    def load(cls, file: str | os.PathLike[str]) -> Law:
+    def load(cls, file: str | os.PathLike[str]) -> ScalingLaw:
         """Reads what ``save`` wrote.
 
         Raises:
@@ -174,9 +174,9 @@ class Law:
         return law
 
 
-def fit_law(
+def fit_scaling_law(
     rows: Sequence[Cell], sensitivities: Sensitivities, about: Mapping[str, Any] | None = None
-) -> Law:
+) -> ScalingLaw:
     """Fits the law to proxy runs, by the most likely parameters.
 
     Args:
@@ -187,9 +187,6 @@ def fit_law(
     Raises:
       BadInputError: too few runs, or of one number of steps or one noise alone.
     """
-    from scipy.linalg import solve_triangular
-    from scipy.optimize import minimize
-
     finite = [row for row in rows if row["loss"] is not None]
     if len(finite) < FEWEST or any(len({r[k] for r in finite}) < 2 for k in ("steps", "ratio")):
         raise BadInputError(
@@ -215,17 +212,17 @@ def fit_law(
     # Differences to one side are too coarse: the search stops where the first of them is noise.
     bounds = list(zip(mean - 3 * deviation, mean + 3 * deviation))
     best = minimize(cost, mean, method="L-BFGS-B", jac="3-point", bounds=bounds)
-    return Law(finite, sensitivities, tuple(map(float, best.x)), dict(about or {}))
+    return ScalingLaw(finite, sensitivities, tuple(map(float, best.x)), dict(about or {}))
 
 
-def join_laws(laws: Sequence[Law]) -> Law:
+def join_scaling_laws(laws: Sequence[ScalingLaw]) -> ScalingLaw:
     """One law over model size, from a fit of each of several sizes.
 
     Gradient norms enter relative to an example's: how long they are depends on the model. ``about``
     lists ``sizes``: (parameters, FLOPs of a gradient evaluation), smallest first.
 
     Raises:
-      BadInputError: fewer than two sizes, or a fit that does not say its own.
+      BadInputError: fewer than two sizes, or a fit that does not state its size.
     """
     sizes = {law.about.get("parameters"): law.about.get("flops_per_gradient") for law in laws}
     if len(sizes) < 2 or any(not both for pair in sizes.items() for both in pair):
@@ -242,7 +239,7 @@ def join_laws(laws: Sequence[Law]) -> Law:
     rows = [{**row, "parameters": law.about["parameters"]} for law in laws for row in law.rows]
     norms = Sensitivities(1.0, user, {}, "of several model sizes, relative to an example's")
     about = {"initial": min(law.about["initial"] for law in laws), "sizes": sorted(sizes.items())}
-    return fit_law(rows, norms, about)
+    return fit_scaling_law(rows, norms, about)
 
 
 def _columns(cells: Sequence[Cell], norms: Sensitivities) -> np.ndarray:
@@ -279,7 +276,7 @@ def _features(
 
 
 def _guess(columns: np.ndarray) -> float:
-    """Kappa at which noise of both kinds is alike in the middle of the runs."""
+    """Kappa at which both kinds of noise are equal in the median run."""
     return float(np.median(columns[:, 1] / columns[:, 2])) + 1e-12
 
 
@@ -290,7 +287,5 @@ def _kernel(a: np.ndarray, b: np.ndarray, fitted: Sequence[float]) -> np.ndarray
 
 
 def _factor(features: np.ndarray, fitted: Sequence[float]) -> Any:
-    from scipy.linalg import cho_factor
-
     noise = (math.exp(fitted[1]) + 1e-9) * np.eye(len(features))
     return cho_factor(_kernel(features, features, fitted) + noise, lower=True)

@@ -16,14 +16,13 @@ from dpfl_jax.data import DataConfig, Store, load_examples
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import SiloData
-from dpfl_jax.federation.partition import record_numbers, uniforms
-from dpfl_jax.federation.placement import subject_keys
+from dpfl_jax.federation.partition import record_numbers, subject_keys, uniforms
 from dpfl_jax.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
 class SiloRecords:
-    """Silos, split.
+    """The records of all silos, split.
 
     Attributes:
       train, test: of each silo; features end with a constant 1 (scaled with the record).
@@ -31,9 +30,9 @@ class SiloRecords:
       features: the constant among them.
       description: one line.
       fingerprint: of the training records; sensitive.
-      owners: whether somebody owns several records.
+      owners: whether any user owns several records.
       public: whether some records were declared public.
-      inputs: what features and target were made with, beside the table's own scale: ``scale`` and
+      inputs: what features and target were made with, besides the table's scale: ``scale`` and
         ``target``, (middle, width) by the public records; ``names`` of classes.
       unit_key: what makes a record, and a user of several.
       learned: the task of the data.
@@ -59,25 +58,24 @@ def load_silos(
 
     Args:
       config: the data section.
-      federation: the silos, and who is where.
-      federation: the silos, and who is where.
+      federation: how many silos there are, and how records are spread over them.
       softmax: keep all classes (otherwise ten digits are odd and even).
       signed: two classes are -1 and 1.
 
     Raises:
       BadInputError: missing files or packages, or silos that would be empty.
     """
-    found = load_examples(config)
-    task, classes = found.task, found.task.classes
+    loaded = load_examples(config)
+    task, classes = loaded.task, loaded.task.classes
     if task.vocab_size:
         raise BadInputError(
             f"data.source={config.source} holds text, but the models of this kind of run are "
             "linear: use a source of numbers"
         )
-    # Each record's place among the others comes from its own id: replacing one moves no other.
-    chance, held_chance = _chances(found.store, config.split_seed)
+    # A record's place in the order comes from its id alone: replacing one moves no other.
+    chance, held_chance = _chances(loaded.store, config.split_seed)
     order = np.argsort(chance, kind="stable")
-    rows, chance, held_chance = found.store.read(order), chance[order], held_chance[order]
+    rows, chance, held_chance = loaded.store.read(order), chance[order], held_chance[order]
     x = rows["x"].reshape(len(order), -1).astype(np.float64)
     y = fine = rows["label"].astype(np.float64)
     inputs: dict[str, Any] = {}
@@ -110,16 +108,16 @@ def load_silos(
     if signed and classes == 2:
         y = 2 * y - 1
     x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
-    # Each record by itself: its place on the ball depends on no other record.
+    # Record by record: its place on the ball depends on no other record.
     x *= np.minimum(1.0, config.max_norm / np.linalg.norm(x, axis=1, keepdims=True))
     parts = _cut(federation, fine, silo, task.classes)
     train, test = [], []
     for part in parts:
-        # The data's own silos hold their own records out; silos that are cut have equal sizes.
+        # Natural silos choose held-out records one by one; silos that we cut get equal sizes.
         held = round(config.validation_fraction * len(part))
         if federation.partition == "natural":
-            own = held_chance[part] < config.validation_fraction
-            part, held = np.concatenate([part[own], part[~own]]), int(own.sum())
+            out = held_chance[part] < config.validation_fraction
+            part, held = np.concatenate([part[out], part[~out]]), int(out.sum())
         if held < 1 or len(part) - held < 1:
             raise BadInputError(
                 f"a silo of {len(part)} records cannot be split: use fewer silos than "
@@ -132,7 +130,7 @@ def load_silos(
     description = (
         f"{config.source}: {federation.silos} silos ({federation.partition}) of {between} records "
         f"in training, {sum(len(v) for _, v in test)} held out; {x.shape[1]} features, {what}"
-        f"{found.left_out}"
+        f"{loaded.left_out}"
     )
     digest = hashlib.sha256()
     for a, b in train:
@@ -144,9 +142,9 @@ def load_silos(
         x.shape[1],
         description,
         digest.hexdigest(),
-        f"row (users by {unit_key_of(found.store)})",
+        f"row (users by {unit_key_of(loaded.store)})",
         task,
-        found.store.num_users < found.store.num_examples,
+        loaded.store.num_users < loaded.store.num_examples,
         not task.scaled,
         inputs,
     )
@@ -179,18 +177,18 @@ def _cut(
     """Indices of each silo, disjoint."""
     silos = federation.silos
     if federation.partition == "natural":
-        if silo is None and silos == 1:  # one silo's own file
+        if silo is None and silos == 1:  # the file of one silo
             silo = np.zeros(len(fine), np.int64)
         if silo is None:
             raise BadInputError(
                 "federation.partition=natural needs records that name their silo: set "
                 "data.silo_column, or use uniform or sorted"
             )
-        there = int(silo.max()) + 1
-        if there != silos:
+        count = int(silo.max()) + 1
+        if count != silos:
             raise BadInputError(
-                f"federation.silos is {silos}, but the data have {there} silos of their own: set "
-                f"federation.silos={there} for federation.partition=natural"
+                f"federation.silos is {silos}, but the data have {count} silos of their own: set "
+                f"federation.silos={count} for federation.partition=natural"
             )
         parts = [np.flatnonzero(silo == i) for i in range(silos)]
     elif federation.partition == "pairs":

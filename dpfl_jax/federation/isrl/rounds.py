@@ -1,4 +1,4 @@
-"""Rounds of messages in blocks, as an algorithm that the one driver runs."""
+"""Rounds of messages in blocks, as an algorithm for ``run.driver``, and their evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE
 from dpfl_jax.config import RunConfig
-from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
+from dpfl_jax.federation.isrl.algorithms import (
+    Method,
+    accelerated,
+    ball,
+    last_weights,
+    minibatch_sgd,
+    multi_stage,
+    step_weights,
+    strongly_convex_weights,
+    uniform_weights,
+)
+from dpfl_jax.federation.isrl.losses import LinearLoss
 from dpfl_jax.federation.isrl.message import (
     MessageSpec,
     SiloData,
@@ -23,18 +34,8 @@ from dpfl_jax.federation.isrl.message import (
     make_messages,
     mean_message,
 )
-from dpfl_jax.federation.isrl.method import Method
-from dpfl_jax.federation.isrl.minibatch_sgd import (
-    ball,
-    last_weights,
-    minibatch_sgd,
-    strongly_convex_weights,
-    uniform_weights,
-)
-from dpfl_jax.federation.isrl.multi_stage import multi_stage
+from dpfl_jax.federation.isrl.parameters import Parameters
 from dpfl_jax.federation.isrl.privacy import at_one_delta
-from dpfl_jax.federation.isrl.runs.parameters import Parameters
-from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.mesh import DATA_AXIS, place, replicated
 from dpfl_jax.randomness import RootKey
@@ -85,8 +86,8 @@ def objective_mean(config: RunConfig, w: jax.Array, sent: jax.Array, row: Any) -
     return mean_message(sent, row["present"], shares) + config.model.regularization * w
 
 
-class Round:
-    """A round in three compiled programs, the same whether the silos are here or elsewhere.
+class CompiledRound:
+    """A round in three compiled programs, the same whether the silos are here or remote.
 
     Attributes:
       where: ``(state, values) -> w`` at which gradients are asked for.
@@ -95,7 +96,7 @@ class Round:
     """
 
     def __init__(
-        self, config: RunConfig, task: Task, parameters: Parameters, method: Method
+        self, config: RunConfig, loss: LinearLoss, parameters: Parameters, method: Method
     ) -> None:
         def where(state: Any, values: Any) -> jax.Array:
             asked: list[jax.Array] = []
@@ -108,10 +109,10 @@ class Round:
             return asked[0]
 
         def messages(w: jax.Array, row: Any, data: SiloData, rank: jax.Array) -> jax.Array:
-            # Of arguments: captured records would be written into the program, and with it
+            # Data are arguments: captured records would be written into the program, and with it
             # wherever compiled programs are kept.
             return make_messages(
-                task.train_loss,
+                loss.train_loss,
                 MessageSpec(config.mechanism.sampling, config.mechanism.arithmetic),
                 data,
                 batch=jnp.asarray(parameters.batches, jnp.float32),
@@ -128,72 +129,64 @@ class Round:
         self.server = jax.jit(server)
 
 
-def _terms(
-    config: RunConfig, task: Task, data: SiloData, parameters: Parameters, algorithm: Method
-) -> Terms:
-    """The terms of a run; it starts from zero."""
-    mechanism, noise = config.mechanism, parameters.noise or []
-    start = jax.ShapeDtypeStruct(task.shape, jnp.float32)
-    trained = loss_name(task.train_loss, start, data)
-    return Terms(
-        stated={
-            "algorithm": mechanism.kind,
-            "sampling": mechanism.sampling,
-            "rounds": parameters.rounds,
-            "batches": parameters.batches.tolist(),
-            "clip_norms": parameters.clip_norms.tolist(),
-            "noise_multipliers": [float(z.noise_multiplier) for z in noise],
-            "budgets": [dataclasses.asdict(z.budget) for z in noise],
-        },
-        secret={
-            "data": value_digest(data),
-            # What an algorithm takes is a function of the rest of its configuration.
-            "computation": value_digest(
-                [
-                    trained,
-                    algorithm.values,
-                    dataclasses.asdict(mechanism),
-                    config.federation.model_dump(),
-                    config.model.model_dump(),
-                ]
-            ),
-        },
-    )
-
-
-class Messages(Algorithm):
+class IsrlAlgorithm(Algorithm):
     """The rounds of a prepared configuration; a step of the driver is a block."""
 
     word = "rounds"
-    # Records' turns are drawn once for the whole run: it cannot go on as another computation.
+    # Records' turns are drawn once for the whole run: it cannot resume as another computation.
     can_reshard_on_resume = False
     memory_hint = "spread the silos over more devices"
 
     def __init__(
-        self, config: RunConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
+        self,
+        config: RunConfig,
+        loss: LinearLoss,
+        data: SiloData,
+        parameters: Parameters,
+        mesh: Mesh,
     ) -> None:
-        """See ``run_rounds``."""
-        self.config, self.task, self.data, self.parameters = config, task, data, parameters
+        self.config, self.loss, self.data, self.parameters = config, loss, data, parameters
         self.mesh, self.method = mesh, make_method(config, parameters)
         self.layout_fingerprint = [self.hardware, config.execution.model_dump()]
         self.steps, self.private = parameters.rounds, parameters.noise is not None
         self.delta = max((z.budget.delta for z in parameters.noise or []), default=1.0)
 
     def terms(self) -> Terms:
-        """Algorithm, sampling, rounds, batches and noise; data and computation."""
-        return _terms(self.config, self.task, self.data, self.parameters, self.method)
+        """Algorithm, sampling, rounds, batches and noise; data and computation. It starts at 0."""
+        config, parameters, mechanism = self.config, self.parameters, self.config.mechanism
+        start = jax.ShapeDtypeStruct(self.loss.shape, jnp.float32)
+        # What an algorithm takes is a function of the rest of its configuration.
+        computation = [
+            loss_name(self.loss.train_loss, start, self.data),
+            self.method.values,
+            dataclasses.asdict(mechanism),
+            config.federation.model_dump(),
+            config.model.model_dump(),
+        ]
+        noise = parameters.noise or []
+        return Terms(
+            stated={
+                "algorithm": mechanism.kind,
+                "sampling": mechanism.sampling,
+                "rounds": parameters.rounds,
+                "batches": parameters.batches.tolist(),
+                "clip_norms": parameters.clip_norms.tolist(),
+                "noise_multipliers": [float(z.noise_multiplier) for z in noise],
+                "budgets": [dataclasses.asdict(z.budget) for z in noise],
+            },
+            secret={"data": value_digest(self.data), "computation": value_digest(computation)},
+        )
 
     def init(self) -> TrainState:
-        """From zero."""
-        start = self.method.start(jnp.zeros(self.task.shape))
+        start = self.method.start(jnp.zeros(self.loss.shape))
         return self.packed(self.everywhere(start), 0)
 
     def everywhere(self, tree: Any) -> Any:
-        """On all devices, whole."""
+        """Replicates a pytree over the devices of the mesh."""
         return place(tree, replicated(self.mesh))
 
     def packed(self, state: Any, done: int) -> TrainState:
-        """As the driver keeps it."""
+        """The state of a run after ``done`` rounds."""
         step = self.everywhere(np.int32(done))
         return TrainState(self.method.output(state, done), {"state": state}, step)
 
@@ -205,7 +198,6 @@ class Messages(Algorithm):
         return {"messages": messages, "outside_guarantee": {"train_loss": loss}}
 
     def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
-        """Of every silo, at the largest delta."""
         noise = self.parameters.noise
         if not noise:
             return [math.inf] * len(counts)
@@ -220,50 +212,56 @@ class Messages(Algorithm):
             curves.append([min(e, one.epsilon) for e in coarse])
         return np.max(curves, axis=0).tolist()
 
-    def begin(self, key: RootKey, start: int) -> MessageSteps:
-        return MessageSteps(self, key, start)
+    def begin(self, key: RootKey, start: int) -> IsrlSteps:
+        return IsrlSteps(self, key, start)
 
 
 _take = jax.jit(lambda tree, r: jax.tree.map(lambda x: x[r], tree))
 
 
-class MessageSteps(Steps):
-    """Blocks of the schedule."""
+def blocks(start: int, rounds: int, size: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Blocks of ``size`` rounds, the last one shorter: (end, (begin, end))."""
+    for begin in range(start, rounds, size):
+        end = min(begin + size, rounds)
+        yield end, (begin, end)
 
-    def __init__(self, run: Messages, key: RootKey, start: int) -> None:
+
+class IsrlSteps(Steps):
+    """The schedule, cut into blocks of rounds."""
+
+    def __init__(self, run: IsrlAlgorithm, key: RootKey, start: int) -> None:
         self.run, self.start = run, start
         sizes = np.asarray(run.data.sizes)
         self.schedule = run.everywhere(schedule_of(run.config, run.parameters, sizes, key))
-        self.round = Round(run.config, run.task, run.parameters, run.method)
+        self.round = CompiledRound(run.config, run.loss, run.parameters, run.method)
         self.present = np.asarray(self.schedule.present)
         self.batch = float(run.parameters.batches.mean())
         parts = run.mesh.size
         split = NamedSharding(run.mesh, PartitionSpec(DATA_AXIS))
         by_silo = split if run.data.num_silos % parts == 0 else replicated(run.mesh)
         self.data = place(run.data, by_silo)
-        evaluate = make_evaluation(run.task, self.data)
+        evaluate = make_evaluation(run.loss, self.data)
         self.train_loss = lambda w: float(evaluate(w)["loss_by_silo"])
 
     def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
         size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
-        for begin_at in range(self.start, rounds, size):
-            yield min(begin_at + size, rounds), (begin_at, min(begin_at + size, rounds))
+        yield from blocks(self.start, rounds, size)
 
     def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, StepOutput]:
-        run, (begin_at, end) = self.run, inputs
+        run, (begin, end) = self.run, inputs
         now, rows = state.opt_state["state"], self.schedule.rows()
-        for r in range(begin_at, end):
+        for r in range(begin, end):
             values, row = _take((run.method.values, rows), r)
             w = self.round.where(now, values)
             sent = self.round.messages(w, row, self.data, self.schedule.rank)
             now = self.round.server(now, values, w, sent, row)
         state = run.packed(now, end)
-        answered = int(self.present[begin_at:end].sum())
+        answered = int(self.present[begin:end].sum())
         stats = (answered, self.train_loss(state.params))
         return state, StepOutput(stats, round(answered * self.batch))
 
 
-def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
+def make_evaluation(loss: LinearLoss, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
     """``w -> dict``: mean loss over records and over silos, the worst silo's, and accuracy."""
 
     def per_silo(value: Any, w: jax.Array, data: SiloData) -> jax.Array:
@@ -271,10 +269,10 @@ def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[st
         each = jax.vmap(jax.vmap(value, (None, 0)), (None, 0))(w, data.examples)
         return jnp.where(real, each, 0.0).sum(1)
 
-    # Of the data, too: what it captured would be written into the compiled program.
+    # Data are an argument: what is captured would be written into the compiled program.
     def measured(w: jax.Array, data: SiloData) -> tuple[jax.Array, jax.Array, jax.Array]:
-        hits = jnp.zeros(data.num_silos) if task.hit is None else per_silo(task.hit, w, data)
-        return per_silo(task.loss, w, data), hits, data.sizes
+        hits = jnp.zeros(data.num_silos) if loss.hit is None else per_silo(loss.hit, w, data)
+        return per_silo(loss.eval_loss, w, data), hits, data.sizes
 
     # Whole on every device: each process then has all losses.
     held: Any = data.sizes.sharding
@@ -283,7 +281,7 @@ def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[st
 
     def evaluate(w: jax.Array) -> dict[str, Any]:
         losses, hits, sizes = (np.asarray(v, np.float64) for v in compiled(w, data))
-        accuracy = None if task.hit is None else float(hits.sum() / sizes.sum())
+        accuracy = None if loss.hit is None else float(hits.sum() / sizes.sum())
         return {
             "loss": float(losses.sum() / sizes.sum()),
             "loss_by_silo": float((losses / sizes).mean()),
@@ -295,22 +293,22 @@ def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[st
     return evaluate
 
 
-def make_scores(task: Task, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
-    """The same, with what ``training.evaluate.Evaluation`` says of classes."""
-    evaluate = make_evaluation(task, data)
-    if task.hit is None:
+def make_scores(loss: LinearLoss, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
+    """As ``make_evaluation``, with base rates and AUC as of ``training.evaluate.Evaluation``."""
+    evaluate = make_evaluation(loss, data)
+    if loss.hit is None:
         return evaluate
-    there = np.arange(data.capacity) < np.asarray(data.sizes)[:, None]
-    x, labels = (np.asarray(data.examples[name])[there] for name in "xy")
+    real = np.arange(data.capacity) < np.asarray(data.sizes)[:, None]
+    x, labels = (np.asarray(data.examples[name])[real] for name in "xy")
     shares = np.unique(labels, return_counts=True)[1] / len(labels)
     positive = (labels > 0.5).astype(int)  # of 0 and 1, or -1 and 1
 
     def scored(w: jax.Array) -> dict[str, Any]:
-        found = {**evaluate(w), "majority_accuracy": float(shares.max())}
-        if task.shape[:-1] not in ((), (2,)):
-            return found
+        scores = {**evaluate(w), "majority_accuracy": float(shares.max())}
+        if loss.shape[:-1] not in ((), (2,)):
+            return scores
         rows = np.asarray(w)
-        scores = x @ (rows if rows.ndim == 1 else rows[1] - rows[0])
-        return found | {"base_rate": float(positive.mean()), "auc": auc_of(scores, positive)}
+        margins = x @ (rows if rows.ndim == 1 else rows[1] - rows[0])
+        return scores | {"base_rate": float(positive.mean()), "auc": auc_of(margins, positive)}
 
     return scored

@@ -1,4 +1,4 @@
-"""Learning without a trusted server from a configuration: data, numbers, noise, and the words."""
+"""Learning without a trusted server from a configuration: data, parameters, noise and report."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
-from dpfl_jax.federation.isrl import bounds
-from dpfl_jax.federation.isrl.privacy import (
-    SiloNoise,
-    at_one_delta,
-    silo_guarantee,
-    worst_guarantee,
-)
-from dpfl_jax.federation.isrl.relations import relations
-from dpfl_jax.federation.isrl.runs.messages import Messages, make_scores
-from dpfl_jax.federation.isrl.runs.parameters import (
+from dpfl_jax.federation.isrl import theory
+from dpfl_jax.federation.isrl.losses import LinearLoss, linear_loss
+from dpfl_jax.federation.isrl.parameters import (
     Parameters,
     check_noise,
     choose,
     effective_silos,
     smoothing,
 )
-from dpfl_jax.federation.isrl.runs.silos import SiloRecords, load_silos
-from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
-from dpfl_jax.federation.silo_statement import isrl_statement
+from dpfl_jax.federation.isrl.privacy import (
+    SiloNoise,
+    at_one_delta,
+    isrl_statement,
+    relations,
+    silo_guarantee,
+    worst_guarantee,
+)
+from dpfl_jax.federation.isrl.rounds import IsrlAlgorithm, make_scores
+from dpfl_jax.federation.isrl.silos import SiloRecords, load_silos
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import RunResult
@@ -43,7 +43,7 @@ from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate, LoopConfig
 from dpfl_jax.run.pipeline import Charge, Run
 from dpfl_jax.run.public_inputs import public_inputs
-from dpfl_jax.task import Task as DataTask
+from dpfl_jax.task import Task
 
 EVALUATION_CAVEAT = (
     "held-out figures are computed without noise on other records of the same silos: the guarantee "
@@ -60,7 +60,7 @@ _SILOS_CAVEAT = "the silos are cut from one data set: who holds which record is 
 
 
 class IsrlStudy(Run, abc.ABC):
-    """What holds of a study whether its silos are here or elsewhere: it follows from their sizes.
+    """What follows from the sizes of the silos, whether they are here or remote.
 
     Attributes:
       config: the configuration.
@@ -70,7 +70,7 @@ class IsrlStudy(Run, abc.ABC):
     """
 
     config: RunConfig
-    loss: Task
+    loss: LinearLoss
     parameters: Parameters
     sizes: np.ndarray
 
@@ -95,10 +95,7 @@ class IsrlStudy(Run, abc.ABC):
         ]
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
-        """One guarantee that all silos give.
-
-        Silos may differ in delta: it is stated at the largest, with the largest epsilon there.
-        """
+        """One guarantee that all silos give: at the largest delta, with the largest epsilon."""
         if self.private:
             return worst_guarantee(self.noise(steps), caveats)
         return Guarantee(
@@ -148,7 +145,7 @@ class IsrlRun(IsrlStudy):
 
     config: RunConfig
     records: SiloRecords
-    loss: Task
+    loss: LinearLoss
     parameters: Parameters
 
     def __post_init__(self) -> None:
@@ -157,14 +154,14 @@ class IsrlRun(IsrlStudy):
 
     def algorithm(
         self, directory: RunDirectory | None = None, console: Console | None = None
-    ) -> Messages:
+    ) -> IsrlAlgorithm:
         del directory, console
         check_noise(self.config, self.sizes, self.parameters)
         mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
-        return Messages(self.config, self.loss, self.records.train, self.parameters, mesh)
+        return IsrlAlgorithm(self.config, self.loss, self.records.train, self.parameters, mesh)
 
-    def without_privacy(self, algorithm: Any = None) -> Messages:
-        """The same algorithm with what theory gives it where nobody asks for privacy."""
+    def without_privacy(self, algorithm: Any = None) -> IsrlAlgorithm:
+        """The same algorithm, with the parameters that theory gives without privacy."""
         del algorithm
         privacy = self.config.privacy.model_copy(update={"epsilon": None, "delta": None})
         config = self.config.model_copy(update={"privacy": privacy})
@@ -191,7 +188,7 @@ class IsrlRun(IsrlStudy):
         return (_SILOS_CAVEAT, *public, *owners)
 
     def charge(self) -> Charge:
-        """All rounds, to the records of the silo that costs most, or of one worse than all."""
+        """All rounds, for a record of a silo with the largest rate and the least noise of all."""
         unit, adjacency = "record", "replace one record"
         noise = self.parameters.noise
         if not noise:
@@ -289,9 +286,9 @@ class IsrlRun(IsrlStudy):
 
 
 def isrl_inputs(
-    config: RunConfig, learned: DataTask, counts: str, *, remote: bool = False
+    config: RunConfig, task: Task, counts: str, *, remote: bool = False
 ) -> tuple[str, ...]:
-    """What a study takes as public; ``remote``: its silos are elsewhere."""
+    """What a study takes as public; ``remote``: its silos hold the data."""
     data, clip_norm = config.data, config.mechanism.clip_norm
     more = [
         "clip norm: " + ("the loss's own bound" if clip_norm is None else f"{clip_norm:g}"),
@@ -300,17 +297,17 @@ def isrl_inputs(
     ]
     if config.federation.weights is not None:
         more.append("weights of silos: federation.weights")
-    return public_inputs(counts, None, config, learned, more=more, remote=remote)
+    return public_inputs(counts, None, config, task, more=more, remote=remote)
 
 
-def balance_of_messages(config: RunConfig, task: Task, parameters: Parameters) -> Balance:
+def balance_of_messages(config: RunConfig, loss: LinearLoss, parameters: Parameters) -> Balance:
     """Noise and signal of the mean message of a round, in units of the step size."""
     silos = len(parameters.batches)
     weights = config.federation.weights
     shares = np.full(silos, 1 / silos) if weights is None else np.asarray(weights)
     answering = effective_silos(config.federation.answering, silos) / silos
     stddevs = shares * parameters.stddevs / parameters.batches
-    noise = math.sqrt(task.dim * float((stddevs**2).sum()) / answering)
+    noise = math.sqrt(loss.dim * float((stddevs**2).sum()) / answering)
     return Balance(noise, float((shares * parameters.clip_norms).sum()), parameters.rounds)
 
 
@@ -320,26 +317,26 @@ def prepare(config: RunConfig, console: Console) -> IsrlRun:
     Raises:
       BadInputError: anything wrong with the configuration or the data.
     """
-    loss = config.model.loss
+    kind = config.model.loss
     with console.status("reading data"):
         records = load_silos(
-            config.data, config.federation, softmax=loss == "softmax", signed=loss == "hinge"
+            config.data, config.federation, softmax=kind == "softmax", signed=kind == "hinge"
         )
     sizes = np.asarray(records.train.sizes)
-    task = dataset_task(config, sizes, records.features, records.classes)
+    loss = loss_for_data(config, sizes, records.features, records.classes)
     with console.status("calibrating noise"):
-        parameters = choose(config, task, sizes)
-    if loss in ("hinge", "absolute") and config.model.smoothing is None:
-        parameters.sources["smoothing"] = (task.smoothness, "section 2, or Theorem F.2")
-    return IsrlRun(config, records, task, parameters)
+        parameters = choose(config, loss, sizes)
+    if kind in ("hinge", "absolute") and config.model.smoothing is None:
+        parameters.sources["smoothing"] = (loss.smoothness, "section 2, or Theorem F.2")
+    return IsrlRun(config, records, loss, parameters)
 
 
-def dataset_task(config: RunConfig, sizes: np.ndarray, features: int, classes: int) -> Task:
+def loss_for_data(config: RunConfig, sizes: np.ndarray, features: int, classes: int) -> LinearLoss:
     """The loss of a configuration for data of these public sizes."""
     bound, beta = config.data.max_norm, None
     if config.model.loss in ("hinge", "absolute") and config.model.smoothing is None:
         beta = smoothing(config, sizes, features, bound)
-    return make_task(config.model, features, classes, bound, config.data.max_target, beta)
+    return linear_loss(config.model, features, classes, bound, config.data.max_target, beta)
 
 
 def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
@@ -349,9 +346,9 @@ def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
     lipschitz = float(parameters.clip_norms.max())
     problem = dataclasses.replace(parameters.problem, lipschitz=lipschitz)
     rows = [
-        ("this trust model, upper bound (Theorem 2.1)", bounds.upper(problem)),
-        ("this trust model, lower bound (Theorem 2.2)", bounds.lower(problem)),
-        ("a trusted server, convex lower bound", bounds.central(problem)),
+        ("this trust model, upper bound (Theorem 2.1)", theory.risk_upper_bound(problem)),
+        ("this trust model, lower bound (Theorem 2.2)", theory.risk_lower_bound(problem)),
+        ("a trusted server, convex lower bound", theory.central_risk_lower_bound(problem)),
     ]
     return [
         {"bound": name, "sampling": risk.statistical, "privacy": risk.private}
@@ -360,13 +357,13 @@ def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
 
 
 def _relations(config: RunConfig, noise: list[SiloNoise]) -> list[dict[str, Any]]:
-    """Each notion for the silo for which it promises least; none where there is no promise."""
+    """Each notion for the silo with the largest epsilon; none without a finite epsilon."""
     distinct = list(dict.fromkeys(at_one_delta(noise))) if noise else []
     if not all(math.isfinite(z.epsilon) for z in distinct):
         return []
     available = config.federation.answering
-    alike = len(distinct) == 1 and available in (None, config.federation.silos)
-    tables = [relations(z, config.federation.silos, shuffled=alike) for z in distinct]
+    same = len(distinct) == 1 and available in (None, config.federation.silos)
+    tables = [relations(z, config.federation.silos, shuffled=same) for z in distinct]
     rows = []
     for column in zip(*tables, strict=True):
         worst = max(column, key=lambda row: row["epsilon"])

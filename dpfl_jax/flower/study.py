@@ -1,30 +1,32 @@
-"""What all parties of a run must have alike: the study they agreed on, and the plan made of it."""
+"""What all parties of a run agree on: the study, and the plan made of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import pathlib
 import re
 from typing import Any
 
-from dpfl_jax.config import RunConfig, config_to_dict
-from dpfl_jax.config.load import differing_key
+from dpfl_jax.config import RunConfig, config_to_dict, validate_config
+from dpfl_jax.config.load import differing_key, read_sections, refuse_code
 from dpfl_jax.data.sets import SETS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower.wire import MessageError
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 
+NO_CODE = "a silo runs what is installed with it: name a column, or a data set of the library"
 _MOST_NAME = 300
 _NAME = re.compile(r"[^/\\.\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*")
 
-# What each party has for itself: where its data lie, what it keeps, its ledger.
-_OWN_DATA = (
+# Left out of the study, as each party sets it: where its data lie, what it keeps, its ledger.
+_LOCAL_DATA = (
     "source", "path", "user_column", "text_column", "target_column", "input_columns", "silo_column",
     "delimiter", "encoding", "decimal", "on_bad_row", "tokenizer", "public_fraction",
 )  # fmt: skip
-_OWN = ("name", "seed", "train", "processes", "metrics", "eval")
-_OWN_PRIVACY = ("ledger", "account", "budget")
+_LOCAL = ("name", "seed", "train", "processes", "metrics", "eval")
+_LOCAL_PRIVACY = ("ledger", "account", "budget")
 
 
 def is_name(value: Any) -> bool:
@@ -38,17 +40,23 @@ def study_of(config: Any) -> dict[str, Any]:
     """The part of a configuration that is the same at all parties.
 
     Raises:
-      BadInputError: a configuration that cannot be run by silos that are elsewhere.
+      BadInputError: a configuration that remote silos cannot run.
     """
     _check(config)
-    found = json.loads(json.dumps(config_to_dict(config), sort_keys=True))
-    study = {name: section for name, section in found.items() if name not in _OWN}
-    for section, own in (("data", _OWN_DATA), ("privacy", _OWN_PRIVACY)):
-        study[section] = {k: v for k, v in study[section].items() if k not in own}
+    sections = json.loads(json.dumps(config_to_dict(config), sort_keys=True))
+    study = {name: section for name, section in sections.items() if name not in _LOCAL}
+    for section, local in (("data", _LOCAL_DATA), ("privacy", _LOCAL_PRIVACY)):
+        study[section] = {k: v for k, v in study[section].items() if k not in local}
     return study
 
 
-def _check(config: Any) -> None:
+def digest_of(config: Any) -> str:
+    """16 hexadecimal digits by which parties can compare their studies."""
+    text = json.dumps(study_of(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check(config: RunConfig) -> None:
     if config.variant == "central":
         raise BadInputError(
             f"mechanism.kind is {config.mechanism.kind}, which trains in one place: silos "
@@ -56,84 +64,103 @@ def _check(config: Any) -> None:
             "central training, devices with local steps too, trust a server that has their updates "
             "before noise, which is simulated alone (dpfl train)"
         )
+    wrong = None
     if config.seed is not None:
-        raise BadInputError(
+        wrong = (
             "seed is set, but a silo's key is secret and its own: leave seed unset in the "
             "configuration of a federation"
         )
-    if config.eval.baseline:
-        raise BadInputError(
+    elif config.eval.baseline:
+        wrong = (
             "eval.baseline trains without privacy, which no silo elsewhere does: set it to false"
         )
-    if config.variant == "isrl":
-        _check_isrl(config)
-        return
-    section, privacy = config.federation, config.privacy
-    wrong = None
-    if config.model.module is not None:
+    elif config.federation.partition != "natural":
         wrong = (
+            f"federation.partition is {config.federation.partition}: silos hold their own, set "
+            "natural"
+        )
+    wrong = wrong or (_wrong_isrl(config) if config.variant == "isrl" else _wrong_silos(config))
+    if wrong:
+        raise BadInputError(wrong)
+
+
+def _wrong_silos(config: RunConfig) -> str | None:
+    """What remote silos cannot run of a study with a server rule, in a sentence."""
+    section, privacy = config.federation, config.privacy
+    if config.model.module is not None:
+        return (
             "model.module is code, and no silo could tell whether the others run the same: set "
             "model.kind"
         )
-    elif section.partition != "natural":
-        wrong = f"federation.partition is {section.partition}: silos hold their own, set natural"
-    elif section.silos_per_round is not None:
-        wrong = (
+    if section.silos_per_round is not None:
+        return (
             "federation.silos_per_round is drawn by a server, which a silo cannot check: set "
             "federation.participation_prob, by which every silo draws for itself"
         )
-    elif privacy.delta is None:
-        wrong = "privacy.delta is not set: nobody knows how many subjects all silos hold together"
-    elif not config.mechanism.private:
-        wrong = f"mechanism.kind is {config.mechanism.kind}, as configured without any guarantee"
-    elif config.data.split != "by_user":
-        wrong = "data.split is within_user: silos hold out subjects, set by_user"
-    elif config.mechanism.participation.personal and privacy.unreachable != "exclude":
-        wrong = (
+    if privacy.delta is None:
+        return (
+            "privacy.delta is not set, and it is not known how many subjects all silos hold "
+            "together: set it"
+        )
+    if not config.mechanism.private:
+        return f"mechanism.kind is {config.mechanism.kind}, as configured without any guarantee"
+    if config.data.split != "by_user":
+        return "data.split is within_user: silos hold out subjects, set by_user"
+    if config.mechanism.participation.personal and privacy.unreachable != "exclude":
+        return (
             "privacy.unreachable is error, but a silo that refuses would tell the server of its "
             "people's least budget: set exclude"
         )
-    elif section.max_silos_per_subject is None:
-        wrong = (
+    if section.max_silos_per_subject is None:
+        return (
             "federation.max_silos_per_subject is not set: state in how many silos a person may "
             "have records"
         )
-    if wrong:
-        raise BadInputError(wrong)
+    return None
 
 
-def _check_isrl(config: RunConfig) -> None:
-    data, section, wrong = config.data, config.federation, None
+def _wrong_isrl(config: RunConfig) -> str | None:
+    """What remote silos cannot run of a study without a trusted server, in a sentence."""
+    data, section = config.data, config.federation
     task = SETS[data.source].task if data.source in SETS else None
-    known = task is not None and task.scaled  # by constants that no record moves
-    if section.partition != "natural":
-        wrong = f"federation.partition is {section.partition}: silos hold their own, set natural"
-    elif not data.scale and not known:
-        wrong = (
+    if not data.scale and not (task is not None and task.scaled):  # by constants
+        return (
             "data.scale is not set, and no public records of all silos can be set aside: declare "
             "the middle and half width of each column"
         )
-    elif section.answering is not None:
+    if section.answering is not None:
         key = "silos_law" if section.silos_law is not None else "silos_per_round"
-        wrong = f"federation.{key} is set, but who answers is found out: remove it"
-    elif config.privacy.epsilon is None:
-        wrong = "privacy.epsilon is null: silos run with privacy"
-    if wrong:
-        raise BadInputError(wrong)
+        return f"federation.{key} is set, but who answers shows in the run: remove it"
+    if config.privacy.epsilon is None:
+        return "privacy.epsilon is null: silos run with privacy"
+    return None
+
+
+def read_study(path: pathlib.Path) -> RunConfig:
+    """Reads a study, which a server may have sent, without expanding environment variables.
+
+    Otherwise a server could name a variable, and learn its value from how the studies differ.
+
+    Raises:
+      BadInputError: it is wrong, or names code.
+    """
+    raw = read_sections(path)
+    refuse_code(raw, str(path), NO_CODE)
+    return validate_config(raw, str(path))
 
 
 def first_difference(mine: Any, theirs: Any) -> str | None:
     """Where two studies differ, in words; None if nowhere.
 
-    Without the values: who hears of it may not be who knows them.
+    Without the values, which the reader may not be allowed to know.
     """
     key = differing_key(mine, theirs)
     return None if key is None else f"{key} is another here than there"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """One run: public, and the same at all parties to the last digit.
+class StudyPlan:
+    """The plan of one run: public, and the same at all parties to the last digit.
 
     Attributes:
       run: name of the run, unlike any other's.
@@ -148,12 +175,11 @@ class Plan:
     noise: list[float]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, plain: Any) -> Plan:
-        """From plain JSON.
+    def from_json(cls, plain: Any) -> StudyPlan:
+        """The inverse of ``to_json``.
 
         Raises:
           MessageError: it is none.
@@ -178,10 +204,9 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Identifies it: 64 hexadecimal digits."""
+        """Identifies the plan: 64 hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     @property
     def names(self) -> list[str]:
-        """Names of the silos, in order."""
         return [row["name"] for row in self.silos]

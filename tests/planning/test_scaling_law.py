@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.planning import Planner, Sensitivities, Users
-from dpfl_jax.planning.law import Law, fit_law, join_laws
-from dpfl_jax.planning.questions import Outlook, ask
+from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
+from dpfl_jax.planning.questions import Scenario, ask
+from dpfl_jax.planning.scaling_law import ScalingLaw, fit_scaling_law, join_scaling_laws
 
 NORMS = Sensitivities.assumed(0.5, [1, 2, 4, 8])
 
@@ -38,7 +38,7 @@ def world(n, seed, rates=(1.0,), noise=0.005):
 
 @pytest.fixture(scope="module")
 def law():
-    return fit_law(world(40, 0), NORMS, {"initial": 6.0})
+    return fit_scaling_law(world(40, 0), NORMS, {"initial": 6.0})
 
 
 def test_runs_that_were_not_fitted_are_predicted_within_their_band(law):
@@ -61,7 +61,7 @@ def test_bands_widen_and_say_so_beyond_what_was_tried(law):
 
 
 def test_the_best_of_the_rates_is_taken():
-    law = fit_law(world(60, 2, rates=(0.25, 1.0, 4.0)), NORMS)
+    law = fit_scaling_law(world(60, 2, rates=(0.25, 1.0, 4.0)), NORMS)
     cell = {"kind": "uls", "group_size": 1, "size": 64, "ratio": 0.01, "steps": 30}
     assert law.predict([cell])[0]["rate"] == 1.0
     assert law.predict([{**cell, "rate": 4.0}])[0]["loss"] > law.predict([cell])[0]["loss"]
@@ -78,34 +78,34 @@ def test_a_fit_is_read_as_it_was_written(law, tmp_path):
     file = tmp_path / "fit.json"
     law.save(file)
     cell = {"kind": "uls", "group_size": 2, "size": 64, "steps": 40, "ratio": 0.02}
-    assert Law.load(file).predict([cell]) == law.predict([cell])
+    assert ScalingLaw.load(file).predict([cell]) == law.predict([cell])
     file.write_text(json.dumps({**json.loads(file.read_text()), "version": 0}))
     with pytest.raises(BadInputError, match="another version"):
-        Law.load(file)
+        ScalingLaw.load(file)
     file.write_text("[]")
     with pytest.raises(BadInputError, match="is not a fit"):
-        Law.load(file)
+        ScalingLaw.load(file)
 
 
 def test_too_few_runs_are_refused():
     with pytest.raises(BadInputError, match="too few"):
-        fit_law(world(5, 0), NORMS)
+        fit_scaling_law(world(5, 0), NORMS)
     diverged = [{**row, "loss": None} for row in world(20, 0)]
     with pytest.raises(BadInputError, match="0 runs"):
-        fit_law(diverged, NORMS)
+        fit_scaling_law(diverged, NORMS)
 
 
 @pytest.fixture(scope="module")
-def outlook(law):
-    users = Users(4000, limited={1: 4000, 4: 16000})
-    return Outlook(Planner(users, NORMS, epsilon=4.0, delta=1e-5, steps=32), 128 * 32.0, law)
+def scenario(law):
+    users = UserStatistics(4000, limited={1: 4000, 4: 16000})
+    return Scenario(Planner(users, NORMS, epsilon=4.0, delta=1e-5, steps=32), 128 * 32.0, law)
 
 
-def test_the_best_split_is_never_worse_than_the_configurations_own_steps(outlook):
-    best = outlook.best(0.0, epsilon=4.0)
-    fixed = [c for c in outlook.cells(4.0) if c[1] == 32]
-    assert len({steps for _, steps in outlook.cells(4.0)}) > 1
-    told = outlook.law.predict([
+def test_the_best_split_is_never_worse_than_the_configurations_own_steps(scenario):
+    best = scenario.best(0.0, epsilon=4.0)
+    fixed = [c for c in scenario.cells(4.0) if c[1] == 32]
+    assert len({steps for _, steps in scenario.cells(4.0)}) > 1
+    told = scenario.law.predict([
         {"kind": o.kind, "group_size": o.group_size, "size": o.size, "steps": s,
          "ratio": o.noise_multiplier / o.size} for o, s in fixed
     ])  # fmt: skip
@@ -113,11 +113,11 @@ def test_the_best_split_is_never_worse_than_the_configurations_own_steps(outlook
     assert best.cell["size"] * best.cell["steps"] <= 128 * 32
 
 
-def test_the_least_epsilon_reaches_the_loss_that_was_asked_for(outlook):
-    at_four = outlook.best(0.0, epsilon=4.0).score
-    epsilon, cell = outlook.least_epsilon(at_four)
+def test_the_least_epsilon_reaches_the_loss_that_was_asked_for(scenario):
+    at_four = scenario.best(0.0, epsilon=4.0).score
+    epsilon, cell = scenario.least_epsilon(at_four)
     assert 3.5 < epsilon <= 4.01
-    assert outlook.least_epsilon(0.1) == (math.inf, None)
+    assert scenario.least_epsilon(0.1) == (math.inf, None)
     assert cell["kind"] in ("uls", "els")
 
 
@@ -125,8 +125,8 @@ def test_the_least_epsilon_reaches_the_loss_that_was_asked_for(outlook):
 @pytest.mark.parametrize(
     "question", ["algorithm", "epsilon", "users", "overtake", "feasible", "variants", "pareto"]
 )
-def test_every_question_has_an_answer_and_points_in_order(outlook, question):
-    found = ask(question, {"flat": outlook})
+def test_every_question_has_an_answer_and_points_in_order(scenario, question):
+    found = ask(question, {"flat": scenario})
     json.dumps(found, allow_nan=False)
     assert found["answer"]
     if question in ("epsilon", "feasible"):
@@ -140,10 +140,10 @@ def test_every_question_has_an_answer_and_points_in_order(outlook, question):
 
 
 def test_questions_about_loss_need_a_fit():
-    users = Users(4000, limited={4: 16000})
+    users = UserStatistics(4000, limited={4: 16000})
     planner = Planner(users, NORMS, epsilon=4.0, delta=1e-5, steps=32)
     with pytest.raises(BadInputError, match="give a fit"):
-        ask("feasible", {"noise": Outlook(planner, 4096.0)})
+        ask("feasible", {"noise": Scenario(planner, 4096.0)})
 
 
 def of_size(parameters, seed, n=24):
@@ -157,7 +157,7 @@ def of_size(parameters, seed, n=24):
     longer = parameters / 1e5
     norms = Sensitivities(longer, {g: longer * v for g, v in NORMS.user.items()}, {}, "")
     about = {"initial": 6.0, "parameters": parameters, "flops_per_gradient": 100.0 * parameters}
-    return fit_law(rows, norms, about)
+    return fit_scaling_law(rows, norms, about)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def two_sizes():
 
 
 def test_a_size_that_was_not_tried_is_predicted_from_two_that_were(two_sizes):
-    law = join_laws(two_sizes)
+    law = join_scaling_laws(two_sizes)
     middle = of_size(4e5, 5, n=60).rows
     told = law.predict([{**row, "parameters": 4e5} for row in middle])
     losses = np.array([row["loss"] for row in middle])
@@ -179,9 +179,9 @@ def test_a_size_that_was_not_tried_is_predicted_from_two_that_were(two_sizes):
 
 
 @pytest.mark.nightly
-def test_the_best_size_grows_with_compute(two_sizes, outlook):
-    planner = outlook.planner
-    found = ask("size", {str(i): Outlook(planner, 4096.0, law) for i, law in enumerate(two_sizes)})
+def test_the_best_size_grows_with_compute(two_sizes, scenario):
+    planner = scenario.planner
+    found = ask("size", {str(i): Scenario(planner, 4096.0, law) for i, law in enumerate(two_sizes)})
     json.dumps(found, allow_nan=False)
     assert list(found["series"]) == ["100,000 parameters", "1,600,000 parameters"]
     small, large = found["series"].values()
@@ -193,4 +193,4 @@ def test_the_best_size_grows_with_compute(two_sizes, outlook):
 
 def test_one_size_is_no_law_of_sizes(two_sizes):
     with pytest.raises(BadInputError, match="different sizes"):
-        join_laws([two_sizes[0], two_sizes[0]])
+        join_scaling_laws([two_sizes[0], two_sizes[0]])

@@ -13,9 +13,9 @@ from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import theory
-from dpfl_jax.federation.isrl.multi_stage import Stage, stages
+from dpfl_jax.federation.isrl.algorithms import Stage, stages
+from dpfl_jax.federation.isrl.losses import LinearLoss
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, federation_noise
-from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import participation_law
 from dpfl_jax.federation.isrl.theory import Problem
 
@@ -24,10 +24,10 @@ MOST_ROUNDS = 200_000
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """What runs.
+    """Every number of a run.
 
     Attributes:
-      problem: what the theorems were asked about, regulariser included.
+      problem: that the theorems are applied to, regulariser included.
       rounds: R.
       batches: float64 [N], K_i.
       clip_norms: float64 [N] (with weights p_i the message is scaled by N p_i after its noise).
@@ -81,7 +81,7 @@ def effective_silos(available: int | dict[int, float] | None, silos: int) -> flo
 
 
 def budgets(config: RunConfig, sizes: np.ndarray) -> list[Budget] | None:
-    """What each silo grants; None for a baseline."""
+    """The budget of each silo; None for a baseline."""
     privacy = config.privacy
     if privacy.epsilon is None:
         return None
@@ -95,7 +95,7 @@ def budgets(config: RunConfig, sizes: np.ndarray) -> list[Budget] | None:
 
 
 def check_noise(config: RunConfig, sizes: np.ndarray, parameters: Parameters) -> None:
-    """Holds the noise that each silo adds against what that silo grants.
+    """Checks the noise that each silo adds against that silo's budget.
 
     Raises:
       BadInputError: it was made for another budget, silo or batch; the sentence names the silo.
@@ -115,15 +115,15 @@ def check_noise(config: RunConfig, sizes: np.ndarray, parameters: Parameters) ->
 
 def smoothing(config: RunConfig, sizes: np.ndarray, dim: int, lipschitz: float) -> float:
     """Smoothness of the Moreau envelope by section 2 (SCO for one pass) and Theorem F.2 (ERM)."""
-    once = config.mechanism.sampling == "disjoint"
-    smooth = theory.smoothing_sco if once else theory.smoothing_erm
+    one_pass = config.mechanism.sampling == "disjoint"
+    smooth = theory.smoothing_sco if one_pass else theory.smoothing_erm
     return smooth(_problem(config, sizes, dim, lipschitz))
 
 
 def _problem(
     config: RunConfig, sizes: np.ndarray, dim: int, lipschitz: float, **known: float
 ) -> Problem:
-    """The smallest silo and the tightest budget, for which the theorems are asked."""
+    """The problem of the smallest silo and the tightest budget, to which theorems are applied."""
     granted, n = budgets(config, sizes), float(sizes.min())
     if granted is None:  # so much that privacy costs nothing
         budget = Budget(1e3 * math.sqrt(dim), 1.0 / n**2 if n > 1 else 0.5)
@@ -142,7 +142,7 @@ def _problem(
     )
 
 
-def choose(config: RunConfig, task: Task, sizes: np.ndarray) -> Parameters:
+def choose(config: RunConfig, loss: LinearLoss, sizes: np.ndarray) -> Parameters:
     """Fills in what the configuration leaves out, and calibrates.
 
     Raises:
@@ -150,20 +150,20 @@ def choose(config: RunConfig, task: Task, sizes: np.ndarray) -> Parameters:
     """
     section, federation, model = config.mechanism, config.federation, config.model
     silos, mu = len(sizes), model.regularization
-    told: dict[str, tuple[Any, str]] = {}
+    sources: dict[str, tuple[Any, str]] = {}
 
     def pick(name: str, given: Any, default: Any, why: str) -> Any:
-        told[name] = (given, "configuration") if given is not None else (default, why)
-        return told[name][0]
+        sources[name] = (given, "configuration") if given is not None else (default, why)
+        return sources[name][0]
 
-    clip = pick("clip_norm", section.clip_norm, task.lipschitz, f"bound of the {task.kind} loss")
+    clip = pick("clip_norm", section.clip_norm, loss.lipschitz, f"bound of the {loss.kind} loss")
     # f_i is weighted by N p_i (Appendix H).
     shares = np.ones(silos)
     if federation.weights is not None:
         shares = silos * np.asarray(federation.weights)
     lipschitz = float(clip * shares.max()) + mu * model.radius
-    beta = float(task.smoothness * shares.max()) + mu
-    told["smoothness"] = (beta, f"of the {task.kind} loss, regulariser included")
+    beta = float(loss.smoothness * shares.max()) + mu
+    sources["smoothness"] = (beta, f"of the {loss.kind} loss, regulariser included")
     distance = pick("distance", section.distance, model.radius, "the radius of W")
     phi = pick("phi", section.phi, lipschitz, "its largest value, the Lipschitz bound")
     absent = effective_silos(federation.answering, silos) < silos
@@ -175,10 +175,10 @@ def choose(config: RunConfig, task: Task, sizes: np.ndarray) -> Parameters:
     )
     gap = pick("gap", section.gap, lipschitz * 2 * model.radius, "L D")
     problem = _problem(
-        config, sizes, task.dim, lipschitz, smoothness=beta, phi=phi, upsilon=upsilon, gap=gap
+        config, sizes, loss.dim, lipschitz, smoothness=beta, phi=phi, upsilon=upsilon, gap=gap
     )
 
-    share, batches = _batches(config, problem, sizes, told)
+    share, batches = _batches(config, problem, sizes, sources)
     if section.sampling == "disjoint":
         fits = int((sizes // batches).max())
         rounds = pick("rounds", federation.rounds, fits, "one pass: floor(n / K)")
@@ -191,12 +191,11 @@ def choose(config: RunConfig, task: Task, sizes: np.ndarray) -> Parameters:
     elif federation.rounds is not None:
         rounds = pick("rounds", federation.rounds, None, "")
     else:
-        rounds = pick(
-            "rounds", None, *_theory_rounds(section.kind, problem, share * problem.silo_size)
-        )
+        batch = share * problem.silo_size
+        rounds = pick("rounds", None, *_rounds_by_theorem(section.kind, problem, batch))
     if rounds > MOST_ROUNDS:
         raise BadInputError(
-            f"{told['rounds'][1]} asks for {rounds} rounds, more than {MOST_ROUNDS}: give "
+            f"{sources['rounds'][1]} asks for {rounds} rounds, more than {MOST_ROUNDS}: give "
             "federation.rounds"
         )
 
@@ -204,21 +203,17 @@ def choose(config: RunConfig, task: Task, sizes: np.ndarray) -> Parameters:
     cap = min(rounds, section.most_rounds or rounds)
     if granted is not None:
         noise = federation_noise(
-            granted,
-            [int(n) for n in sizes],
-            [float(k) for k in batches],
-            cap,
-            sampling=section.sampling,
+            granted, sizes.tolist(), batches.tolist(), cap, sampling=section.sampling
         )
     multipliers = np.zeros(silos) if noise is None else [z.noise_multiplier for z in noise]
     # Root mean square over silos of the noise of a message, weights included.
     sigma = math.sqrt(float(np.mean((np.asarray(multipliers) * clip * shares / batches) ** 2)))
     if section.sampling == "disjoint":
         variance = theory.variance_sco(problem, float(batches.min()), sigma)
-        told["variance"] = (variance, "Lemma E.3")
+        sources["variance"] = (variance, "Lemma E.3")
     else:
         variance = theory.variance_erm(problem, float(batches.min()), sigma)
-        told["variance"] = (variance, "Appendix F.1")
+        sources["variance"] = (variance, "Appendix F.1")
     step, plan = 0.0, []
     if section.kind == "minibatch_sgd":
         step = pick(
@@ -230,25 +225,17 @@ def choose(config: RunConfig, task: Task, sizes: np.ndarray) -> Parameters:
     elif section.kind == "multi_stage":
         plan = stages(rounds, beta, mu, variance, gap, stage_constant=section.stage_constant)
         why = "Appendix E.1, the last up to federation.rounds"
-        told["stages"] = ([s.rounds for s in plan], why)
+        sources["stages"] = ([s.rounds for s in plan], why)
+    clip_norms = np.full(silos, float(clip))
     return Parameters(
-        problem,
-        rounds,
-        batches,
-        np.full(silos, float(clip)),
-        noise,
-        step,
-        variance,
-        distance,
-        plan,
-        told,
+        problem, rounds, batches, clip_norms, noise, step, variance, distance, plan, sources
     )
 
 
 def _batches(
-    config: RunConfig, problem: Problem, sizes: np.ndarray, told: dict[str, tuple[Any, str]]
+    config: RunConfig, problem: Problem, sizes: np.ndarray, sources: dict[str, tuple[Any, str]]
 ) -> tuple[float, np.ndarray]:
-    """The share K_i / n_i, alike in all silos, and K_i."""
+    """The share K_i / n_i, the same in all silos, and K_i."""
     section = config.mechanism
     if section.sampling == "full":
         share, why = 1.0, "all records"
@@ -261,13 +248,13 @@ def _batches(
     # Draws are whole records, except for Poisson sampling, whose K is an expectation.
     batches = share * sizes if section.sampling == "poisson" else np.round(share * sizes)
     batches = np.clip(batches, 1.0, sizes).astype(float)
-    told["batch_fraction"] = (share, why)
+    sources["batch_fraction"] = (share, why)
     least, most = float(batches.min()), float(batches.max())
-    told["batch"] = (least if least == most else [least, most], "share of each silo's records")
+    sources["batch"] = (least if least == most else [least, most], "share of each silo's records")
     return share, batches
 
 
-def _theory_rounds(algorithm: str, problem: Problem, batch: float) -> tuple[int, str]:
+def _rounds_by_theorem(algorithm: str, problem: Problem, batch: float) -> tuple[int, str]:
     strongly = bool(problem.strong_convexity)
     if algorithm == "minibatch_sgd":
         kind = "strongly convex" if strongly else "convex"

@@ -1,14 +1,16 @@
 """Each record's epsilon: the paper's distributions, and numbers that come with the data.
 
 Source: Liu et al. 2024, section 7.1. A distribution stands for a public policy: a record's budget
-is drawn by a keyed hash of the record alone, so that adding one record changes nobody else's
-(where a person owns several, those are told apart by their order).
+is drawn by a keyed hash of the record alone, so that adding one record changes no other record's
+(where a person owns several, those are distinguished by their order).
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -16,7 +18,11 @@ import numpy as np
 from scipy import special, stats
 
 from dpfl_jax.accounting.rates import check_budgets
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.config.schema import BudgetConfig
+from dpfl_jax.data.store import Store
+from dpfl_jax.errors import BadInputError, positive
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.partition import record_numbers, uniforms
 
 
 class BudgetDistribution(Protocol):
@@ -27,7 +33,7 @@ class BudgetDistribution(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ThreeLevels:
+class ThreeLevels(BudgetDistribution):
     """Strict, moderate and relaxed records; any number of levels.
 
     Attributes:
@@ -42,12 +48,11 @@ class ThreeLevels:
         check_shares(self.levels, self.shares)
 
     def quantiles(self, u: np.ndarray) -> np.ndarray:
-        """The level of each."""
         return np.asarray(self.levels)[component(u, self.shares)[0]]
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundedMixGauss:
+class BoundedMixGauss(BudgetDistribution):
     """A mixture of normal distributions, values outside the bounds set to the bound.
 
     Attributes:
@@ -77,7 +82,7 @@ class BoundedMixGauss:
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundedPareto:
+class BoundedPareto(BudgetDistribution):
     """A heavy tail of relaxed records, values above the bound set to it.
 
     Attributes:
@@ -91,25 +96,22 @@ class BoundedPareto:
     bounds: tuple[float, float] = (0.1, 10.0)
 
     def __post_init__(self) -> None:
-        if not self.shape > 0:
-            raise BadInputError(f"the shape of a Pareto is {self.shape}, but it must be above 0")
+        positive("the shape of a Pareto", self.shape)
         check_bounds(self.bounds)
 
     def quantiles(self, u: np.ndarray) -> np.ndarray:
-        """By inversion."""
         tail = stats.pareto.ppf(u, self.shape)
         low, high = self.bounds
         return np.clip(low * tail if self.kind == "classical" else low + tail - 1.0, low, high)
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
+class Constant(BudgetDistribution):
     """The same budget for all."""
 
     epsilon: float = 1.0
 
     def quantiles(self, u: np.ndarray) -> np.ndarray:
-        """The budget."""
         return np.full(len(u), float(self.epsilon))
 
 
@@ -147,7 +149,7 @@ def budgets_of_column(
     """Budgets from a column of the data, float64 [n].
 
     Args:
-      values: one a record; text is read as a number.
+      values: one per record; text is read as a number.
       column: its name.
       where: names the place of a value.
 
@@ -171,3 +173,87 @@ def budgets_of_column(
                 "number >= 0 (0 for a record that takes no part, inf for none): correct it"
             )
     return numbers
+
+
+# ---- of a configuration --------------------------------------------------------------------------
+
+
+def distribution(config: BudgetConfig) -> BudgetDistribution | None:
+    """The distribution of a config; None where budgets come from a column."""
+    if config.kind == "three_levels":
+        return ThreeLevels(config.levels, config.shares)
+    if config.kind == "mix_gauss":
+        return BoundedMixGauss(config.levels, config.stds, config.shares, config.bounds)
+    if config.kind == "pareto":
+        return BoundedPareto(config.shape, config.pareto, config.bounds)
+    if config.kind == "constant":
+        return Constant(config.levels[0])
+    return None
+
+
+def column_budgets(config: BudgetConfig, store: Store) -> np.ndarray:
+    """Budgets of a store's records, from a field of the data or a CSV file by record id."""
+    if config.path is None:
+        records = store.read(np.arange(store.num_examples))
+        if config.column not in records:
+            raise BadInputError(
+                f"the data have no field {config.column!r} (they have {', '.join(records)}): name "
+                "one in privacy.budgets.column, or give privacy.budgets.path"
+            )
+        owners = np.repeat(np.arange(store.num_users), store.examples_per_user)
+        return budgets_of_column(
+            records[config.column],
+            config.column,
+            lambda i: f"record {i} of the data, of {store.user_ids(owners[i : i + 1])[0]!r},",
+        )
+    path = pathlib.Path(config.path)
+    if not path.is_file():
+        raise BadInputError(f"{path} does not exist: put the CSV file of budgets there")
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if not {"record", config.column} <= set(reader.fieldnames or ()):
+            raise BadInputError(f"{path} needs the columns 'record' and {config.column!r}")
+        given: dict[str, tuple[str, int]] = {}  # budget and line of a record
+        for row in reader:
+            if row["record"] in given:
+                raise BadInputError(
+                    f"{path} has two rows for the record {row['record']!r}: keep one"
+                )
+            given[row["record"]] = row[config.column], reader.line_num
+    names = store.user_ids(range(store.num_users))
+    missing = next((name for name in names if name not in given), None)
+    if missing is not None:
+        raise BadInputError(f"{path} has no budget for the record {missing!r}: give it a row")
+    values = budgets_of_column(
+        [given[name][0] for name in names],
+        config.column,
+        lambda i: f"{path}, line {given[names[i]][1]} (record {names[i]!r}),",
+    )
+    return np.repeat(values, store.examples_per_user)
+
+
+def record_budgets(
+    config: BudgetConfig, store: Store, data: FederatedData, keys: np.ndarray
+) -> np.ndarray:
+    """Each record's epsilon, in the order of ``data``: float64 [num_records].
+
+    A drawn budget is a function of the record's id and the public seed: it reveals nothing about
+    other persons; one of several records of a person is drawn by its place among them.
+    """
+    drawn_from = distribution(config)
+    if drawn_from is None:
+        return column_budgets(config, store)[data.order]
+    subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
+    # proof: rpdp-budget-1
+    u = uniforms(np.asarray(keys, np.uint64)[subjects], record_numbers(subjects), config.seed, 7)
+    return drawn_from.quantiles(u)[data.order]
+
+
+def public_quantiles(config: BudgetConfig) -> np.ndarray | None:
+    """The public distribution of budgets as quantiles; None if none is declared."""
+    declared = distribution(config)
+    if declared is not None:
+        return mean_over(declared)
+    if config.declared is None:
+        return None
+    return check_budgets(np.asarray(config.declared, np.float64))
