@@ -150,6 +150,7 @@ def test_a_step_of_fit_is_that_of_one_device(way):
             mechanism=mechanism,
             optimizer=optax.sgd(1.0),
             steps=1,
+            noise_multiplier=1.0,
             delta=1e-3,
             key=KEY,
             mesh=mesh,
