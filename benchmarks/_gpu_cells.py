@@ -24,7 +24,7 @@ from dpfl_jax.clipping.jaxprs import count_flops, jaxpr_flops
 from dpfl_jax.models import LanguageModel, transformer_config
 from dpfl_jax.models.params import is_adapter
 from dpfl_jax.noise import Noise
-from dpfl_jax.planning.bill import PEAK
+from dpfl_jax.planning.costs import PEAK
 
 PyTree = Any
 GROUP_SIZE = 4  # examples of a user

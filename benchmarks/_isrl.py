@@ -54,8 +54,8 @@ def _vmapped(
     import jax.numpy as jnp
 
     from dpfl_jax.federation.isrl import MessageSpec, SiloData, iterate, make_oracle, minibatch_sgd
-    from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
-    from dpfl_jax.federation.isrl.runs.tasks import logistic
+    from dpfl_jax.federation.isrl.algorithms import ball, last_weights
+    from dpfl_jax.federation.isrl.losses import logistic
     from dpfl_jax.noise.chacha import uniform
 
     silos, rounds = args.silos, args.rounds

@@ -13,8 +13,7 @@ from typing import Any
 
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.training.collectives import Lines, callees, collectives
-from dpfl_jax.training.slices import measure, slice_mesh
+from dpfl_jax.training.slices import Lines, callees, collectives, measure, slice_mesh
 
 _CONSTANT = re.compile(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
 _COMPARED = re.compile(r"ROOT .* compare\(.*%([\w.\-]+)\), direction=LT")

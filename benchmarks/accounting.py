@@ -170,18 +170,18 @@ def _unequal(kind: str, count: int, reach: int) -> Any:
     from dpfl_jax.federation.federation import Federation, SiloPlan
 
     options = {"group_size": 2} if kind == "subject_uls" else {}
-    mechanism = getattr(mechanisms, kind)(batch_size=32, max_items_per_subject=2, **options)
+    mechanism = getattr(mechanisms, kind)(batch_size=32, max_records_per_subject=2, **options)
     sizes = range(200, 200 + count * 97, 97)
     facts = [mechanisms.SiloFacts(n, n // 3) for n in sizes]
     return Federation(tuple(SiloPlan(mechanism, f, 5) for f in facts), 20, reach, None)
 
 
 def _plan(budget: int) -> Any:
-    from dpfl_jax.planning import Planner, Sensitivities, Users
+    from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
 
-    users = Users(342_477, limited={128: 30_000_000})
+    users = UserStatistics(342_477, limited={128: 30_000_000})
     norms = Sensitivities.assumed(0.5, [2**k for k in range(9)])
-    return Planner(users, norms, epsilon=4.0, delta=1.13e-9, steps=10_000).plan(budget)
+    return Planner(users, norms, epsilon=4.0, delta=1.13e-9, steps=10_000).recommend(budget)
 
 
 def planner_rows(repeats: int, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:

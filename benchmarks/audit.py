@@ -103,7 +103,7 @@ def silos(
 ) -> Trials:  # fmt: skip
     """Trials of a mechanism of silos at a target."""
     facts = SiloFacts(records, records // cap)
-    made = kind(sampling_prob=prob, max_items_per_subject=cap)
+    made = kind(sampling_prob=prob, max_records_per_subject=cap)
 
     def at(sigma: float) -> SiloPlan:
         return SiloPlan(made, facts, local_steps, noise_multiplier=sigma)
@@ -141,13 +141,13 @@ def messages(epsilon: float, seed: int, sampling: Any = "poisson", trials: int =
 SOUND: dict[str, Callable[[float, int, int], Trials]] = {
     "uls": lambda e, s, n: central(uls, e, 5, 0.2, s, trials=n),
     "bandmf": lambda e, s, n: central(
-        bandmf, e, 8, 0.1, s, trials=n, fields={"bands": 3, "strategy": (0.75, 0.5, 0.4375)}
+        bandmf, e, 8, 0.1, s, trials=n, fields={"bands": 3, "column": (0.75, 0.5, 0.4375)}
     ),
     "truncated": lambda e, s, n: central(truncated, e, 5, 0.2, s, trials=n, fields={"cap": 260}),
     "allocation": lambda e, s, n: central(allocation, e, 8, 0.25, s, trials=n),
     "blt": lambda e, s, n: central(blt, e, 8, 0.25, s, trials=n),
-    "blt, local steps": lambda e, s, n: central(
-        blt, e, 8, 0.25, s, trials=n, fields={"local_learning_rate": 0.1, "local_epochs": 2}
+    "blt, user updates": lambda e, s, n: central(
+        blt, e, 8, 0.25, s, trials=n, fields={"user_learning_rate": 0.1, "user_epochs": 2}
     ),
     "banded_inverse": lambda e, s, n: central(banded_inverse, e, 8, 0.25, s, trials=n),
     "els": lambda e, s, n: central(els, e, 5, 0.1, s, trials=n, group_size=3),
@@ -184,14 +184,14 @@ TIGHTNESS: dict[str, Callable[[], Trials]] = {
 @contextlib.contextmanager
 def _wrong_sum(change: Callable[..., Any]) -> Iterator[None]:
     """The clipped sum of central mechanisms, changed: ``change(real, loss, rule, options)``."""
-    from dpfl_jax.mechanisms import local_steps
+    from dpfl_jax.mechanisms import user_update
 
-    real = local_steps.clipped_grad
+    real = user_update.clipped_grad
 
     def wrong(loss: Any, *, rule: Any, **options: Any) -> Any:
         return change(real, loss, rule, options)
 
-    with mock.patch.object(local_steps, "clipped_grad", wrong):
+    with mock.patch.object(user_update, "clipped_grad", wrong):
         yield
 
 
@@ -285,7 +285,7 @@ def _one_message() -> Iterator[None]:
 
     with (
         mock.patch.object(Schedule, "rows", rows),
-        mock.patch.object(message, "own_keys", lambda keys, words: keys),
+        mock.patch.object(message, "derived_keys", lambda keys, words: keys),
     ):
         yield
 

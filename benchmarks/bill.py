@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from dpfl_jax.config import load_config
     from dpfl_jax.mesh import make_mesh
-    from dpfl_jax.planning.bill import expected_rows
-    from dpfl_jax.planning.clock import this_machine, time_steps
+    from dpfl_jax.planning.costs import expected_rows, this_machine, time_steps
     from dpfl_jax.training.central_run import read_data
     from dpfl_jax.training.slices import gradient_cost
     from dpfl_jax.training.start import starting_params

@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     silos = np.repeat(np.arange(args.silos), args.records)
     subjects = np.arange(total) // 2  # two records each
     data = FederatedData.from_assignment(records, subjects, silos, args.silos)
-    plain = fed_avg(batch_size=args.batch_size, max_items_per_subject=2)
+    plain = fed_avg(batch_size=args.batch_size, max_records_per_subject=2)
     model = LeafCNN(10, tuple(args.channels), args.hidden)
     params = model.init(jax.random.key(0))
     mesh = data_parallel_mesh(jax.devices()[: args.devices])
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             options = {"expected_batch": args.batch_size}
         else:
             more = {"group_size": 2} if kind == "subject_uls" else {}
-            options = {"batch_size": args.batch_size, "max_items_per_subject": 2, **more}
+            options = {"batch_size": args.batch_size, "max_records_per_subject": 2, **more}
         return SILOS[kind](**options)
 
     for kind in args.mechanism:
@@ -182,7 +182,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for r in range(args.rounds + 1):  # the first one compiles
         for name, (builder, release) in variants.items():
             host, taken, drawn = (0.0, 0.0), (0.0, 0.0), 0
-            for part in builder.pieces(r):
+            for part in builder.chunks(r):
                 start = _clock()
                 piece = builder.build(r, part)
                 jax.block_until_ready(piece.chunk)

@@ -18,8 +18,8 @@ from dpfl_jax.data import ArrayStore, Schema, Store, from_texts, load_tokenizer
 from dpfl_jax.data.rows import guess_format, read_rows
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, els, uls
-from dpfl_jax.mechanisms.batches import step_arguments
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import step_arguments
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
 
@@ -127,7 +127,7 @@ def _one(
         row[f"{name}_shapes"] = pipeline.num_buckets
         if args.places_only:
             continue
-        loss = plan.shipped(model.loss if shapes else lambda p, e: model.loss(p, e))
+        loss = plan.shipped_loss(model.loss if shapes else lambda p, e: model.loss(p, e))
         summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss, plan.mesh))
         params = jax.jit(model.init)(jax.random.key(0))
         begun = time.perf_counter()

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
     from rich.table import Table
 
-    from dpfl_jax.planning.law import Law
+    from dpfl_jax.planning.scaling_law import ScalingLaw
 
     console = Console(stderr=args.json)
     config = args.config or pathlib.Path(__file__).parents[1] / "configs/quickstart.yaml"
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     cells, rows, norms = _grid(config, args, console)
     found = _halves(cells, rows, norms)
     if args.fit is not None:
-        law = Law.load(args.fit)
+        law = ScalingLaw.load(args.fit)
         found.append({"fitted_to": args.fit.name, **_score(cells, rows, law)})
     table = Table("fitted to", "runs", "median error", "largest", "rank", "in band", "pick: mean",
                   "pick: worst", "within 1 %")  # fmt: skip
@@ -87,14 +87,14 @@ def _grid(config: Any, args: argparse.Namespace, console: Any) -> Any:
     """((epsilon, compute) of each run, rows, gradient norms)."""
     from dpfl_jax.clipping import join
     from dpfl_jax.config import load_config
-    from dpfl_jax.planning import Planner, Sensitivities, Users, estimate_sensitivities
+    from dpfl_jax.planning import Planner, Sensitivities, UserStatistics, estimate_sensitivities
     from dpfl_jax.planning.proxy import Proxy, Trial, run_trials
-    from dpfl_jax.run.progress import StepProgress
+    from dpfl_jax.run.console import StepProgress
 
     loaded: Any = load_config(config, args.overrides)
     proxy = Proxy(loaded, args.budget)
     sizes = np.diff(proxy.data.train.user_offsets)
-    users = Users(len(sizes), sizes=sizes)
+    users = UserStatistics(len(sizes), sizes=sizes)
     file = args.out / "norms.json"
     if file.exists():
         kept = json.loads(file.read_text())
@@ -159,9 +159,9 @@ def _halves(cells: Any, rows: Any, norms: Any) -> list[dict[str, Any]]:
 
 
 def _fitted(cells: Any, rows: Any, norms: Any, some: set[int]) -> dict[str, Any]:
-    from dpfl_jax.planning.law import fit_law
+    from dpfl_jax.planning.scaling_law import fit_scaling_law
 
-    law = fit_law([rows[i] for i in sorted(some)], norms)
+    law = fit_scaling_law([rows[i] for i in sorted(some)], norms)
     return _score(cells, rows, law, some)
 
 
@@ -196,11 +196,11 @@ def _score(
 def _draw(rows: Any, norms: Any, file: pathlib.Path) -> None:
     from matplotlib.figure import Figure
 
-    from dpfl_jax.planning.law import fit_law
+    from dpfl_jax.planning.scaling_law import fit_scaling_law
 
     order = np.random.default_rng(0).permutation(len(rows))
     half = set(order[: len(rows) // 2].tolist())
-    law = fit_law([rows[i] for i in sorted(half)], norms)
+    law = fit_scaling_law([rows[i] for i in sorted(half)], norms)
     figure = Figure(figsize=(6, 5.5))
     ax = figure.subplots()
     for (kind, group), mark in {("uls", 1): "o", ("uls", 4): "s", ("els", 4): "^"}.items():

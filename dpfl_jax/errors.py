@@ -263,7 +263,7 @@ def room_on_disk() -> Iterator[None]:
             raise
         raise BadInputError(
             f"{error.filename or 'a file'} cannot be written, as the disk is full: free space, and "
-            "do the same again; a run goes on with its run directory"
+            "do the same again; a run resumes with its run directory"
         ) from error
 
 

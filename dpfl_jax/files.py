@@ -90,6 +90,14 @@ def save_figure(figure: Any, path: pathlib.Path, dpi: int = 150) -> None:
         raise BadInputError(f"the plot cannot be written to {path}: {error}") from error
 
 
+def default_cache_dir() -> pathlib.Path:
+    """``$DPFL_CACHE_DIR``, or dpfl_jax in the user's cache folder."""
+    if "DPFL_CACHE_DIR" in os.environ:
+        return pathlib.Path(os.environ["DPFL_CACHE_DIR"])
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "dpfl_jax"
+
+
 # ---- names of the Hugging Face hub ---------------------------------------------------------------
 
 

@@ -62,7 +62,6 @@ class RootKey:
         return cls(hashlib.sha256(b"dpfl_jax public seed %d" % seed).digest(), public=True)
 
     def __repr__(self) -> str:
-        """Names the key without printing it."""
         return f"RootKey(fingerprint={self.fingerprint!r}, public={self.public})"
 
     @property

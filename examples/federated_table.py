@@ -34,7 +34,7 @@ def visits(seed: int = 0) -> fl.FederatedData:
 def main(rounds: int = 15) -> Any:
     """Calibrates, trains, and prints what was learnt and what it cost a patient."""
     data, delta = visits(), 1e-4
-    mechanism = fl.hi_grad_avg(sampling_prob=0.2, max_items_per_subject=CAP, clip_norm=1.0)
+    mechanism = fl.hi_grad_avg(sampling_prob=0.2, max_records_per_subject=CAP, clip_norm=1.0)
     silos = tuple(
         fl.SiloPlan(mechanism, fl.SiloFacts.of(silo), local_steps=2) for silo in data.silos
     )

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dpfl_jax as dpfl
-from dpfl_jax.planning import Plan, Planner, Sensitivities, Users
+from dpfl_jax.planning import Planner, Recommendation, Sensitivities, UserStatistics
 
 # Public numbers: 100,000 people, 3 million examples, fewer if each keeps at most G.
 LEFT = {1: 100_000, 4: 370_000, 16: 1_200_000}
 
 
-def main(budget: int = 4096, epsilon: float = 4.0) -> Plan:
+def main(budget: int = 4096, epsilon: float = 4.0) -> Recommendation:
     """Prints the options, best first, and makes the best one's mechanism."""
     planner = Planner(
-        Users(100_000, limited=LEFT),
+        UserStatistics(100_000, limited=LEFT),
         Sensitivities.assumed(0.25, list(LEFT)),  # norms fall as G^-0.25: examples are a bit alike
         epsilon=epsilon,
         delta=1e-6,
         steps=1000,
     )
-    plan = planner.plan(budget)
+    plan = planner.recommend(budget)
     print("algorithm  group  size  noise multiplier  noise of the average gradient")
     for o in sorted(plan.options, key=lambda option: option.noise):
         print(f"{o.kind:9s}{o.group_size:7d}{o.size:6d}{o.noise_multiplier:18.3f}{o.noise:12.5f}")

@@ -25,14 +25,15 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import dpfl_jax as dpfl
+from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.documents import store_from_documents
 from dpfl_jax.data.python_source import standard_library_files
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models.checkpoint import save_checkpoint
-from dpfl_jax.run.progress import RunConsole
-from dpfl_jax.training.optimizers import build_optimizer
-from dpfl_jax.training.pretrain import pretrain
+from dpfl_jax.run.console import RunConsole
+from dpfl_jax.training.optimizers import make_optimizer
+from dpfl_jax.training.start import pretrain
 
 SEQ_LEN, VOCABULARY, STEPS, BATCH = 64, 1024, 1600, 32
 CARD = """\
@@ -111,7 +112,8 @@ def main(out: pathlib.Path) -> None:
             scan_layers=False,
         )
     )
-    optimizer = build_optimizer("adamw", 4e-3, STEPS, "cosine", warmup_steps=100)
+    section = OptimizerConfig(name="adamw", learning_rate=4e-3, schedule="cosine", warmup_steps=100)
+    optimizer = make_optimizer(section, STEPS)
     with tempfile.TemporaryDirectory() as cache:
         made = pretrain(
             loss_fn=model.loss,

@@ -77,7 +77,7 @@ federation:
   local_steps: 5
   local_optimizer: {name: sgd, learning_rate: 0.5}
 model: {kind: logistic}
-mechanism: {kind: hi_grad_avg, sampling_prob: 0.2, max_items_per_subject: 3}
+mechanism: {kind: hi_grad_avg, sampling_prob: 0.2, max_records_per_subject: 3}
 privacy: {epsilon: 4.0, delta: 1.0e-4}
 train: {checkpoint_every: 1}
 """)

@@ -8,8 +8,8 @@ import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, worst_guarantee
+from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
+from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, isrl_statement, worst_guarantee
 from dpfl_jax.federation.mechanisms import (
     SiloFacts,
     fed_avg,
@@ -20,12 +20,7 @@ from dpfl_jax.federation.mechanisms import (
     subject_uls,
     user_ldp,
 )
-from dpfl_jax.federation.personal.personalise import Published, published_guarantee
-from dpfl_jax.federation.silo_statement import (
-    federated_statement,
-    isrl_statement,
-    personal_statement,
-)
+from dpfl_jax.federation.personal import PublicBudgets, personal_guarantee, personal_statement
 from dpfl_jax.mechanisms import (
     Calibrated,
     Population,
@@ -67,7 +62,7 @@ def federated(mechanism, sigmas, silos_per_subject=2, delta=1e-5, rounds=5):
     plans = []
     for i, sigma in enumerate(sigmas):
         records = 100 + 7 * i
-        subjects = max(40 + i, math.ceil(records / mechanism.participation.max_items_per_subject))
+        subjects = max(40 + i, math.ceil(records / mechanism.participation.max_records_per_subject))
         plans.append(SiloPlan(mechanism, SiloFacts(records, subjects), 3, noise_multiplier=sigma))
     federation = Federation(tuple(plans), rounds, silos_per_subject)
     people = sum(plan.facts.num_subjects for plan in plans)
@@ -81,8 +76,8 @@ def personal():
     rates = [solver(setting).grid[solver(setting).index_above(r)] for r in (0.01, 0.06)]
     mechanism = rpdp()
     groups = tuple((b, float(q), 6) for b, q in zip(budgets, rates))
-    public = Published(setting, "certified", 500, groups)
-    return personal_statement(mechanism, public, 5, published_guarantee(public, 5, EXTRA))
+    public = PublicBudgets(setting, "certified", 500, groups)
+    return personal_statement(mechanism, public, 5, personal_guarantee(public, 5, EXTRA))
 
 
 def isrl(sampling="poisson"):
@@ -98,7 +93,7 @@ SOUND = {
     "uls": lambda: central(uls(group_size=3, cohort_size=20), 1.0),
     "uls, declared": lambda: central(uls(group_size=3, cohort_size=20, sampling_prob=0.1), 1.0),
     "bandmf": lambda: central(
-        bandmf(group_size=3, cohort_size=20, bands=2, strategy=(0.8, 0.6)),
+        bandmf(group_size=3, cohort_size=20, bands=2, column=(0.8, 0.6)),
         1.0,
         steps=31,
     ),
@@ -115,7 +110,7 @@ SOUND = {
         steps=31,
     ),
     "banded_inverse": lambda: central(
-        banded_inverse(group_size=3, cohort_size=20, taken=(0.5, 0.25), horizon=40),
+        banded_inverse(group_size=3, cohort_size=20, fractions=(0.5, 0.25), horizon=40),
         5.0,
         steps=31,
     ),
@@ -123,17 +118,17 @@ SOUND = {
         uls(
             group_size=3,
             cohort_size=20,
-            local_learning_rate=0.1,
-            local_epochs=2,
+            user_learning_rate=0.1,
+            user_epochs=2,
         ),
         1.0,
     ),
     "truncated": lambda: central(truncated(group_size=3, cohort_size=20, cap=36), 1.0),
     "individual": lambda: central(
-        individual(group_size=3, cohort_size=20, refresh=4, least_steps=9, order=4.0), 1.0
+        individual(group_size=3, cohort_size=20, refresh=4, least_steps=9, renyi_order=4.0), 1.0
     ),
     "individual_els": lambda: central(
-        individual_els(group_size=3, batch_size=20, refresh=4, least_steps=9, order=4.0), 3.0
+        individual_els(group_size=3, batch_size=20, refresh=4, least_steps=9, renyi_order=4.0), 3.0
     ),
     "selection": lambda: selection().statement(EXTRA),
     "els, several owners": lambda: central(els(group_size=4, batch_size=30), 2.0, shared=True),
@@ -142,10 +137,10 @@ SOUND = {
     ),
     "none": lambda: central(non_private(batch_size=8)),
     "hi_grad_avg": lambda: federated(
-        hi_grad_avg(batch_size=20, max_items_per_subject=4), [3.0 + i for i in range(4)]
+        hi_grad_avg(batch_size=20, max_records_per_subject=4), [3.0 + i for i in range(4)]
     ),
     "local_group": lambda: federated(
-        local_group(batch_size=20, max_items_per_subject=3, batch_cap=2),
+        local_group(batch_size=20, max_records_per_subject=3, batch_cap=2),
         [4.0 + i for i in range(3)],
         silos_per_subject=1,
     ),

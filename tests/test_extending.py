@@ -15,7 +15,13 @@ from neighbours import people
 from runs import death_after_a_checkpoint
 
 from dpfl_jax.accounting import epsilon, events
-from dpfl_jax.accounting.cells import TABLE, Cell, Contribution, Everyone, StrategyMatrix
+from dpfl_jax.accounting.cells import (
+    TABLE,
+    Cell,
+    Everyone,
+    Sensitivity,
+    StrategyMatrix,
+)
 from dpfl_jax.audit import audit
 from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.cli._account_rows import ROWS, Row
@@ -57,7 +63,7 @@ class HalfAtATime(SamplingScheme):
         return np.flatnonzero(key.numpy("halves").integers(2, size=population) == step % 2)
 
 
-TABLE[HalfAtATime, "independent", False] = Cell(
+TABLE[HalfAtATime, "independent", None] = Cell(
     event=lambda sums: events.gaussian(sums.noise_multiplier, -(-sums.steps // 2)),
     accountant="PLD, Gaussians of half of the steps",
     proof="the docstring of HalfAtATime",
@@ -118,7 +124,7 @@ class Fading(NoiseStrategy):
         return True
 
     def matrix(self, steps):
-        return StrategyMatrix(tuple(self.decay ** np.arange(steps)), "toeplitz")
+        return StrategyMatrix(tuple(self.decay ** np.arange(steps)), "full")
 
     def transform(self, stddev, sensitivity, divisor):
         reach = sensitivity / (1 - self.decay**2) ** 0.5
@@ -133,17 +139,17 @@ class Fading(NoiseStrategy):
 class WholeSilo(SiloParticipation):
     """Every record in every local step; a subject of K records moves the sum by up to K C."""
 
-    max_items_per_subject: int = 1
+    max_records_per_subject: int = 1
 
     kind: ClassVar[str] = "whole_silo"
-    unit = "subject"
+    protected = "subject"
     has_fixed_sampling_prob = True
 
     def sampling_prob_of(self, facts):
         return 1.0
 
     def at_sampling_prob(self, sampling_prob, cap=None):
-        return self if cap is None else dataclasses.replace(self, max_items_per_subject=cap)
+        return self if cap is None else dataclasses.replace(self, max_records_per_subject=cap)
 
     def select(self, silo, key, step):
         return np.arange(silo.num_records)
@@ -151,11 +157,11 @@ class WholeSilo(SiloParticipation):
     def divisor(self, facts):
         return max(facts.num_records, 1)
 
-    def scheme(self, facts, unit):
+    def scheme_of(self, facts, protected):
         return Everyone()
 
-    def contribution(self, unit):
-        return Contribution(self.max_items_per_subject)
+    def contribution(self, protected):
+        return Sensitivity(self.max_records_per_subject)
 
 
 TEXTS = {
@@ -189,7 +195,7 @@ CONFIGS = {
         "data": {"source": "digits", "records_per_user": 6},
         "federation": {"silos": 3, "rounds": 4, "local_steps": 1},
         "model": {"kind": "mlp", "options": {"hidden": [4]}},
-        "mechanism": {"participation": {"kind": "whole_silo", "max_items_per_subject": 2}},
+        "mechanism": {"participation": {"kind": "whole_silo", "max_records_per_subject": 2}},
         "train": {"checkpoint_every": 2},
     },
 }
@@ -243,10 +249,10 @@ def test_audits_attack_them_as_all_others(kind):
 def test_what_is_not_proven_is_refused():
     section = {"participation": {"kind": "halves", "group_size": 2, "num_users": 30}}
     mechanism = CENTRAL.parse(section | {"noise": {"kind": "fading"}})
-    with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
+    with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with full"):
         mechanism.calibrate(Population(30, 60, 30), 4, epsilon=4.0, delta=1e-5)
     # Before anything is trained, where the noise is given, too.
-    with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
+    with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with full"):
         mechanism.plan(people(30), steps=4, noise_multiplier=2.0, delta=1e-5)
 
 

@@ -13,7 +13,7 @@ from neighbours import removed
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, uls
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import (
     make_mesh,
     parameter_shardings,
@@ -26,7 +26,7 @@ from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import init_state
-from dpfl_jax.training.collectives import collectives
+from dpfl_jax.training.slices import collectives
 from dpfl_jax.training.step import make_train_step
 from tests.noised import noised
 

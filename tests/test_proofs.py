@@ -112,8 +112,8 @@ def test_what_a_proof_assumes_is_in_the_guarantee(page):
     assert IDEALISED in stated.assumptions
     assert re.search("root keys? .*secret", "; ".join(stated.assumptions))
     for words in re.findall(r'"([a-z][^"]+)"', re.sub(LINK, "", PAGES[f"{page}.md"])):
-        # H and K stand for the run's numbers.
-        numbers = re.sub(r"\b[HK]\b", r"\\d+", re.escape(" ".join(words.split())))
+        # J and L stand for the run's numbers.
+        numbers = re.sub(r"\b[JL]\b", r"\\d+", re.escape(" ".join(words.split())))
         pattern = numbers.replace(r"of\ the\ silos", r"of the \d+ silos")
         assert any(re.search(pattern, told) for told in stated.assumptions), words
 

@@ -1,10 +1,10 @@
 """The proven cells: what a sampling scheme with a noise strategy costs one privacy unit.
 
 A mechanism's participation resolves to a scheme (``sampling.schemes``, or one of those below) and
-to what one privacy unit has in a draw (``Contribution``); its noise resolves to a
-``StrategyMatrix``. ``cell_of`` looks the scheme's type and the matrix's kind up; the identity is
-also a matrix of one band, and Toeplitz, and a privacy unit of one drawn unit is also what is drawn.
-What is not in the table is not proven, and refused.
+to what one privacy unit has in a draw (``Contribution``), its noise resolves to a
+``StrategyMatrix``. ``cell_of`` looks up the scheme's type, the matrix's kind and the contribution's
+type. Independent noise also matches banded and full cells, and a contribution of one drawn unit
+also matches cells without one. What is not in the table is not proven, and refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import Any, Literal
 
 import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation
-from scipy import signal
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import audit_statistics, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import schemes
 
-MatrixKind = Literal["independent", "banded", "toeplitz"]
+MatrixKind = Literal["independent", "banded", "full"]
 _ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 _REPLACE = NeighboringRelation.REPLACE_ONE
 
 
-# Schemes that are accounted alone: what silos draw comes to them, each in its own way.
+# ---- schemes that are used in accounting alone: no sampler draws them ----------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +48,12 @@ class TwoStagePoisson:
     """Silos first, then their units: rounds of local steps, each unit with a rate of its own.
 
     Attributes:
-      prob: q, of the unit that is accounted, in each local step.
+      sampling_prob: q, of the unit that is accounted, in each local step.
       participation_prob: lambda, of its silo in each round, which everybody sees.
       local_steps: tau, steps of a round.
     """
 
-    prob: float
+    sampling_prob: float
     participation_prob: float
     local_steps: int
 
@@ -63,36 +62,65 @@ class TwoStagePoisson:
         return (
             f"each silo with probability {self.participation_prob:.6g} in each round of "
             f"{self.local_steps} local steps, then Poisson over {counted}, probability "
-            f"{self.prob:.6g} of this {unit}"
+            f"{self.sampling_prob:.6g} of this {unit}"
         )
 
 
+# ---- what one privacy unit has in a draw, where it is not itself what is drawn -------------------
+
+
 @dataclasses.dataclass(frozen=True)
-class Contribution:
-    """What one privacy unit has in a draw where it is not itself what is drawn, at most.
+class SeveralUnits:
+    """Several of the units that are drawn, each of which moves the sum by C at most.
 
     Attributes:
-      units: K, drawn units that are its own.
-      cap: of these in one step; None: all.
-      averaged: whether those of a step are weighted to one contribution.
+      max_units: L.
+      per_step_cap: Z, most of these in one step; None: all.
     """
 
-    units: int
-    cap: int | None = None
-    averaged: bool = False
+    max_units: int
+    per_step_cap: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AveragedUnits:
+    """Several of the units that are drawn, whose average in a step moves the sum by C at most.
+
+    Attributes:
+      max_units: L.
+    """
+
+    max_units: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """Whatever is drawn, it moves the sum by so many C at most.
+
+    Attributes:
+      sensitivity: S.
+    """
+
+    sensitivity: int
+
+
+Contribution = SeveralUnits | AveragedUnits | Sensitivity
 
 
 @dataclasses.dataclass(frozen=True)
 class StrategyMatrix:
-    """K of the noise K^-1 Z, lower triangular and Toeplitz, by its first column.
+    """K of the noise K^-1 Z, lower triangular and Toeplitz.
 
     Attributes:
-      column: float [steps], or as far as it is not 0.
-      kind: ``independent`` (the identity), ``banded`` (nothing beyond ``column``), ``toeplitz``.
+      column: the first of K, float [steps], or as far as it is not 0.
+      kind: ``independent`` (the identity), ``banded`` (nothing beyond ``column``), ``full``.
+      bounding_column: of a full matrix, numbers that are not below K's, nor below a later one:
+        what is accounted. None: ``column`` is such.
     """
 
     column: tuple[float, ...] = (1.0,)
     kind: MatrixKind = "independent"
+    bounding_column: tuple[float, ...] | None = None
 
 
 INDEPENDENT = StrategyMatrix()
@@ -106,7 +134,7 @@ class NoisedSums:
       scheme: which units are drawn.
       noise_multiplier: standard deviation of each entry of Z over the sensitivity of a drawn unit.
       steps: taken.
-      population: units that may be drawn.
+      num_units: units that may be drawn.
       matrix: K of the noise.
       contribution: what one privacy unit has in a draw; None: it is itself what is drawn.
       relation: whether a privacy unit is added or removed, or replaced by another.
@@ -115,7 +143,7 @@ class NoisedSums:
     scheme: Any
     noise_multiplier: float
     steps: int
-    population: int
+    num_units: int
     matrix: StrategyMatrix = INDEPENDENT
     contribution: Contribution | None = None
     relation: NeighboringRelation = _ADD_OR_REMOVE
@@ -138,8 +166,9 @@ class NoisedSums:
         return self.cell.event(self)
 
 
-# Of each unit a column for each step of the event, of (matrix, seen, inside, sampler).
-Statistic = Callable[[StrategyMatrix, np.ndarray, np.ndarray, Any], np.ndarray]
+# Of each unit a column for each step of the event, of (column of K, seen, inside, sampler).
+Statistic = Callable[[tuple[float, ...], np.ndarray, np.ndarray, Any], np.ndarray]
+Key = tuple[type, MatrixKind, type[Contribution] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +204,11 @@ def cell_of(
     table = _REPLACE_TABLE if relation is _REPLACE else TABLE
     if (cell := _found(table, scheme, matrix, contribution)) is not None:
         return cell
-    several = contribution is not None and contribution.units > 1
+    several = not _is_one_unit(contribution)
+    wanted = type(contribution) if several else None
 
-    def distance(key: tuple[type, MatrixKind, bool]) -> tuple[int, ...]:
-        differs = [key[2] != several, key[0] is not type(scheme), key[1] != matrix.kind]
+    def distance(key: Key) -> tuple[int, ...]:
+        differs = [key[2] is not wanted, key[0] is not type(scheme), key[1] != matrix.kind]
         return (sum(differs), *differs)
 
     kind, noise, more = min(table, key=distance)
@@ -187,46 +217,60 @@ def cell_of(
         + (" where a privacy unit has several of the units that are drawn" if several else "")
         + (" under replace-one adjacency" if relation is _REPLACE else "")
         + f": take {kind.__name__} with {noise} noise"
-        + (" where it has one of them" if several and not more else "")
+        + (" where it has one of them" if several and more is None else "")
     )
 
 
-_ALSO: dict[MatrixKind, tuple[MatrixKind, ...]] = {"independent": ("banded", "toeplitz")}
+_ALSO: dict[MatrixKind, tuple[MatrixKind, ...]] = {"independent": ("banded", "full")}
+
+
+def _is_one_unit(contribution: Contribution | None) -> bool:
+    """Whether a privacy unit is itself what is drawn, or has one of the drawn units."""
+    return contribution is None or getattr(contribution, "max_units", None) == 1
 
 
 def _found(
-    table: dict[tuple[type, MatrixKind, bool], Cell],
+    table: dict[Key, Cell],
     scheme: Any,
     matrix: StrategyMatrix,
     contribution: Contribution | None,
 ) -> Cell | None:
     """The cell of these, or of what they also are; None: there is none."""
     kinds = (matrix.kind, *_ALSO.get(matrix.kind, ()))
-    keys = [(type(scheme), kind, True) for kind in kinds] if contribution else []
+    keys: list[Key] = []
+    if contribution is not None:
+        keys += [(type(scheme), kind, type(contribution)) for kind in kinds]
     # proof: wider-cell-1
-    if contribution is None or contribution.units == 1:
-        keys += [(type(scheme), kind, False) for kind in kinds]
+    if _is_one_unit(contribution):
+        keys += [(type(scheme), kind, None) for kind in kinds]
     return next((table[key] for key in keys if key in table), None)
 
 
+# ---- the events of the cells ---------------------------------------------------------------------
+
+
 def _poisson(sums: NoisedSums) -> DpEvent:
-    # proof: subject-uls-event-1
-    return events.uls(sums.noise_multiplier, sums.scheme.prob, sums.steps)
+    # proof: poisson-cell-1
+    return events.uls(sums.noise_multiplier, sums.scheme.sampling_prob, sums.steps)
 
 
 def _poisson_of_several(sums: NoisedSums) -> DpEvent:
-    of, given = sums.contribution, (sums.noise_multiplier, sums.scheme.prob)
-    assert of is not None
-    if of.averaged:
-        return events.hi_grad_avg_dp(*given, of.units, sums.steps)
-    return events.local_group_dp(*given, of.units, sums.steps, of.cap)
+    of, given = sums.contribution, (sums.noise_multiplier, sums.scheme.sampling_prob)
+    assert isinstance(of, SeveralUnits)
+    return events.poisson_of_several(*given, of.max_units, sums.steps, of.per_step_cap)
+
+
+def _poisson_of_averaged(sums: NoisedSums) -> DpEvent:
+    of, given = sums.contribution, (sums.noise_multiplier, sums.scheme.sampling_prob)
+    assert isinstance(of, AveragedUnits)
+    return events.poisson_of_averaged(*given, of.max_units, sums.steps)
 
 
 def _truncated(sums: NoisedSums) -> DpEvent:
-    given = (sums.noise_multiplier, sums.scheme.prob)
+    given = (sums.noise_multiplier, sums.scheme.sampling_prob)
     # Of the larger of two neighbouring sets: one unit more than there are.
     # proof: truncated-event-1
-    return events.truncated_poisson(*given, sums.population + 1, sums.scheme.cap, sums.steps)
+    return events.truncated_poisson(*given, sums.num_units + 1, sums.scheme.cap, sums.steps)
 
 
 def _allocation(sums: NoisedSums) -> DpEvent:
@@ -242,18 +286,18 @@ def _cyclic_poisson(sums: NoisedSums) -> DpEvent:
             f"period is {period}: raise it"
         )
     padded = (*column, *[0.0] * (period - len(column)))
-    return events.banded(sums.noise_multiplier, sums.scheme.prob, padded, sums.steps)
+    return events.banded(sums.noise_multiplier, sums.scheme.sampling_prob, padded, sums.steps)
 
 
 def _cyclic(sums: NoisedSums) -> DpEvent:
-    given = (sums.noise_multiplier, sums.matrix.column, sums.scheme.period)
-    return events.toeplitz(*given, sums.steps)
+    column = sums.matrix.bounding_column or sums.matrix.column
+    return events.toeplitz(sums.noise_multiplier, column, sums.scheme.period, sums.steps)
 
 
-def _everyone_of_several(sums: NoisedSums) -> DpEvent:
+def _everyone_of_sensitivity(sums: NoisedSums) -> DpEvent:
     of = sums.contribution
-    assert of is not None  # a cap, or an average, makes it less
-    return events.user_ldp(sums.noise_multiplier, sums.steps, sensitivity=float(of.units))
+    assert isinstance(of, Sensitivity)
+    return events.user_ldp(sums.noise_multiplier, sums.steps, sensitivity=float(of.sensitivity))
 
 
 def _two_stage(sums: NoisedSums) -> DpEvent:
@@ -264,12 +308,17 @@ def _two_stage(sums: NoisedSums) -> DpEvent:
             f"{sums.steps} local steps are no whole number of rounds of {scheme.local_steps}: "
             "personal rates are accounted by rounds"
         )
-    given = (sums.noise_multiplier, scheme.prob, scheme.participation_prob, scheme.local_steps)
+    given = (
+        sums.noise_multiplier,
+        scheme.sampling_prob,
+        scheme.participation_prob,
+        scheme.local_steps,
+    )
     return events.two_stage(*given, rounds)
 
 
 def _poisson_replaced(sums: NoisedSums) -> DpEvent:
-    return events.isrl_dp(sums.noise_multiplier, sums.scheme.prob, sums.steps)
+    return events.isrl_dp(sums.noise_multiplier, sums.scheme.sampling_prob, sums.steps)
 
 
 def _everyone_replaced(sums: NoisedSums) -> DpEvent:
@@ -279,9 +328,6 @@ def _everyone_replaced(sums: NoisedSums) -> DpEvent:
 def _one_pass_replaced(sums: NoisedSums) -> DpEvent:
     # proof: isrl-event-1
     return events.gaussian(sums.noise_multiplier, 1)
-
-
-# ---- what tells an audit most --------------------------------------------------------------------
 
 
 def audit_statistic(
@@ -298,73 +344,31 @@ def audit_statistic(
     cell = _found(TABLE, sampler.scheme, matrix, None)
     if cell is None or cell.statistic is None:
         return seen
-    return cell.statistic(matrix, seen, inside, sampler)
-
-
-def _turns(drawn: np.ndarray, period: int, inside: np.ndarray) -> np.ndarray:
-    """Who is not in the data has a turn like everybody: it is drawn, and means nothing."""
-    turns: np.ndarray = np.random.default_rng(0).integers(period, size=inside.shape)
-    turns[inside] = drawn[: inside.sum()]
-    return turns
-
-
-def _column_of_each_turn(
-    matrix: StrategyMatrix, seen: np.ndarray, inside: np.ndarray, sampler: Any
-) -> np.ndarray:
-    """Of every turn of a unit what its column of K says; NaN where it has no such turn."""
-    scheme: schemes.CyclicPoisson = sampler.scheme
-    if scheme.period == 1:
-        return seen
-    units, steps = seen.shape
-    column = np.asarray(matrix.column)
-    white = sum(np.pad(seen, ((0, 0), (i, 0)))[:, :steps] * c for i, c in enumerate(column))
-    group = _turns(scheme.group_of(sampler.key, sampler.population), scheme.period, inside)
-    found = np.full((units, -(-steps // scheme.period)), np.nan)
-    for turn in range(found.shape[1]):
-        first = turn * scheme.period + group
-        reached = first[:, None] + np.arange(len(column))
-        there = np.where(reached < steps, column, 0.0)
-        values = np.take_along_axis(np.asarray(white), np.minimum(reached, steps - 1), axis=1)
-        with np.errstate(invalid="ignore"):
-            found[:, turn] = (values * there).sum(axis=1) / np.linalg.norm(there, axis=1)
-    return found
-
-
-def _columns_of_all_turns(
-    matrix: StrategyMatrix, seen: np.ndarray, inside: np.ndarray, sampler: Any
-) -> np.ndarray:
-    """Of all turns of a unit together what its columns of K say; of the steps that were."""
-    scheme: schemes.Cyclic = sampler.scheme
-    period = scheme.steps
-    seen = seen[:, ~np.isnan(seen).all(axis=0)]
-    turn = _turns(scheme.turn_of(sampler.key, sampler.population), period, inside)
-    steps = np.arange(seen.shape[1])
-    taken = (steps % period == turn[:, None]).astype(float)
-    column = np.asarray(matrix.column)[None, : len(steps)]
-    moved, rows = (
-        signal.fftconvolve(part, column, axes=1)[:, : len(steps)] for part in (taken, seen)
-    )
-    with np.errstate(invalid="ignore"):  # no turn
-        found: np.ndarray = (moved * rows).sum(axis=1) / np.linalg.norm(moved, axis=1)
-    return found[:, None]
+    return cell.statistic(matrix.column, seen, inside, sampler)
 
 
 # ---- the table -----------------------------------------------------------------------------------
 
-# By type of scheme, kind of matrix, and whether a privacy unit has several drawn units.
-TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
-    (schemes.Poisson, "independent", False): Cell(
+# By type of scheme, kind of matrix, and type of contribution.
+TABLE: dict[Key, Cell] = {
+    (schemes.Poisson, "independent", None): Cell(
         _poisson, "PLD, Poisson-subsampled Gaussian (exact up to rounding upwards)", "uls"
     ),
-    (schemes.Poisson, "independent", True): Cell(
+    (schemes.Poisson, "independent", SeveralUnits): Cell(
         _poisson_of_several,
         "PLD, mixture of Gaussians with Binomial sensitivity (exact up to rounding upwards)",
         "els",
     ),
-    (schemes.TruncatedPoisson, "independent", False): Cell(
+    (schemes.Poisson, "independent", AveragedUnits): Cell(
+        _poisson_of_averaged,
+        "PLD, Gaussian that is Poisson-sampled with the probability that any of a unit's own is "
+        "drawn (exact up to rounding upwards)",
+        "hi_grad_avg",
+    ),
+    (schemes.TruncatedPoisson, "independent", None): Cell(
         _truncated, "PLD, truncated Poisson-subsampled Gaussian (rounded upwards)", "truncated"
     ),
-    (schemes.RandomAllocation, "independent", False): Cell(
+    (schemes.RandomAllocation, "independent", None): Cell(
         _allocation,
         "PLD, random allocation of Gaussians (rounded upwards)",
         "allocation",
@@ -373,7 +377,7 @@ TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
             "once",
         ),
     ),
-    (schemes.CyclicPoisson, "banded", False): Cell(
+    (schemes.CyclicPoisson, "banded", None): Cell(
         _cyclic_poisson,
         "PLD, Poisson-subsampled Gaussians of a user's turns (exact up to rounding upwards)",
         "bandmf",
@@ -381,9 +385,9 @@ TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
             "the number of groups of users and the strategy of the noise (its bands) are public "
             "constants, fixed before looking at one user's data",
         ),
-        _column_of_each_turn,
+        audit_statistics.column_of_each_turn,
     ),
-    (schemes.Cyclic, "toeplitz", False): Cell(
+    (schemes.Cyclic, "full", None): Cell(
         _cyclic,
         "one Gaussian of all steps, without amplification by sampling (sensitivity rounded "
         "upwards)",
@@ -394,12 +398,12 @@ TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
             "the number of turns and the matrix of the noise are public constants, fixed before "
             "looking at one user's data",
         ),
-        _columns_of_all_turns,
+        audit_statistics.columns_of_all_turns,
     ),
-    (Everyone, "independent", True): Cell(
-        _everyone_of_several, "PLD, Gaussian of the units' sensitivity", "user_ldp"
+    (Everyone, "independent", Sensitivity): Cell(
+        _everyone_of_sensitivity, "PLD, Gaussian of the unit's sensitivity", "user_ldp"
     ),
-    (TwoStagePoisson, "independent", False): Cell(
+    (TwoStagePoisson, "independent", None): Cell(
         _two_stage,
         "PLD of two-stage sampling (silos, then the record by its own rate), each record's rate "
         "certified",
@@ -409,8 +413,8 @@ TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
 }
 _REPLACED = "PLD, replace-one (rounded upwards)"
 # Of one privacy unit that is replaced by another; its events are accounted under replace-one.
-_REPLACE_TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
-    (schemes.Poisson, "independent", False): Cell(_poisson_replaced, _REPLACED, "isrl"),
-    (Everyone, "independent", False): Cell(_everyone_replaced, _REPLACED, "isrl"),
-    (OnePass, "independent", False): Cell(_one_pass_replaced, _REPLACED, "isrl"),
+_REPLACE_TABLE: dict[Key, Cell] = {
+    (schemes.Poisson, "independent", None): Cell(_poisson_replaced, _REPLACED, "isrl"),
+    (Everyone, "independent", None): Cell(_everyone_replaced, _REPLACED, "isrl"),
+    (OnePass, "independent", None): Cell(_one_pass_replaced, _REPLACED, "isrl"),
 }

@@ -88,7 +88,7 @@ def uls(noise_multiplier: float, sampling_prob: float, steps: int) -> DpEvent:
     return repeated(step, steps)
 
 
-def filtered(
+def individual(
     noise_multiplier: float,
     sampling_prob: float,
     least_steps: int,
@@ -144,7 +144,7 @@ def allocated(noise_multiplier: float, period: int, steps: int) -> DpEvent:
 
 
 def banded(
-    noise_multiplier: float, sampling_prob: float, strategy: Sequence[float], steps: int
+    noise_multiplier: float, sampling_prob: float, column: Sequence[float], steps: int
 ) -> DpEvent:
     """Cyclic Poisson sampling over b groups of users, with noise C^-1 Z for a banded C.
 
@@ -156,16 +156,16 @@ def banded(
     Args:
       noise_multiplier: standard deviation of each entry of Z over the clip norm.
       sampling_prob: p, of each user of the group whose turn it is.
-      strategy: first column of C, lower triangular and Toeplitz: b numbers, one for each group.
+      column: first of C, lower triangular and Toeplitz: b numbers, one for each group.
       steps: T.
     """
     sigma, steps = check_noise(noise_multiplier), check_count(steps, "number of steps")
-    column = np.asarray(strategy, float)
-    if column.ndim != 1 or not len(column) or not np.isfinite(column).all() or not column.any():
+    bands = np.asarray(column, float)
+    if bands.ndim != 1 or not len(bands) or not np.isfinite(bands).all() or not bands.any():
         raise BadInputError("the strategy must be finite numbers, one for each band, not all zero")
     # proof: bandmf-event-1
-    norms = np.sqrt(np.cumsum(column**2))
-    turns, rest = divmod(steps, len(column))
+    norms = np.sqrt(np.cumsum(bands**2))
+    turns, rest = divmod(steps, len(bands))
     whole = uls(sigma / float(norms[-1]), sampling_prob, turns)
     if not rest or not norms[rest - 1]:
         return whole
@@ -341,35 +341,34 @@ def truncated_poisson(
     return repeated(step, steps)
 
 
-def local_group_dp(
+def poisson_of_several(
     noise_multiplier: float,
     sampling_prob: float,
-    items_per_subject: int,
+    max_units: int,
     steps: int,
-    batch_cap: int | None = None,
+    per_step_cap: int | None = None,
 ) -> DpEvent:
-    """LocalGroupDP in one silo, soundly: record-clipped DP-SGD seen by a subject of K records.
+    """Poisson sampling seen by a privacy unit that has K of the drawn units.
 
-    Unit: subject; add-or-remove; trust: silo-local. The subject's records in a batch are
-    Binomial(K, q); with ``batch_cap`` Z, at most Z of them are kept, so min(Binomial, Z).
-    (Marathe et al.: LocalGroupDP; their own calibration is in ``closed_forms.subject``.)
+    A user of K examples (``els``), or a subject of K records in one silo; add-or-remove. Those in a
+    batch are Binomial(K, q); with a cap Z, at most Z of them are kept, so min(Binomial, Z).
+    (LocalGroupDP of Marathe et al., soundly; their own calibration is in
+    ``closed_forms.subject``.)
 
     Args:
       noise_multiplier: constant over batches (a noise that follows the batch is not private).
-      sampling_prob: q, of each record in each step (Poisson).
-      items_per_subject: K, enforced cap of a subject's records in this silo.
-      steps: local steps times rounds.
-      batch_cap: Z, most records of a subject kept in a batch; None for no cap.
+      sampling_prob: q, of each drawn unit in each step (Poisson).
+      max_units: K, enforced on the data.
+      steps: of the whole run (in a silo: local steps times rounds).
+      per_step_cap: Z, most of these kept in a batch; None for no cap.
     """
-    if batch_cap is None:
-        return els(noise_multiplier, sampling_prob, items_per_subject, steps)
-    cap = check_count(batch_cap, "batch cap", 1)
+    if per_step_cap is None:
+        return els(noise_multiplier, sampling_prob, max_units, steps)
+    cap = check_count(per_step_cap, "batch cap", 1)
     prob = check_prob(sampling_prob)
     if prob == 0.0:
         return dp_accounting.NoOpDpEvent()
-    counts, weights = binomial_weights(
-        check_count(items_per_subject, "records per subject", 1), prob
-    )
+    counts, weights = binomial_weights(check_count(max_units, "records per subject", 1), prob)
     # proof: local-group-event-1
     clipped = np.minimum(counts, cap)
     values = np.unique(clipped)
@@ -377,23 +376,24 @@ def local_group_dp(
     return mixture(noise_multiplier, [float(v) for v in values], grouped, steps)
 
 
-def subject_probability(sampling_prob: float, items_per_subject: int) -> float:
-    """1 - (1-q)^K: probability that a subject of K records has any in a Poisson batch."""
+def any_of_several(sampling_prob: float, max_units: int) -> float:
+    """1 - (1-q)^K: the probability that any of K units is in a Poisson batch."""
     prob = check_prob(sampling_prob)
-    size = check_count(items_per_subject, "records per subject", 1)
+    size = check_count(max_units, "records per subject", 1)
     # proof: hi-grad-avg-event-1
     return 1.0 if prob == 1.0 else -math.expm1(size * math.log1p(-prob))
 
 
-def hi_grad_avg_dp(
-    noise_multiplier: float, sampling_prob: float, items_per_subject: int, steps: int
+def poisson_of_averaged(
+    noise_multiplier: float, sampling_prob: float, max_units: int, steps: int
 ) -> DpEvent:
-    """HiGradAvgDP in one silo: each subject's records are averaged, so it moves the sum by C.
+    """Poisson sampling seen by a privacy unit whose K drawn units are averaged: it moves by C.
 
-    Unit: subject; add-or-remove; trust: silo-local. Needs Poisson sampling and a public divisor.
-    A subject is in the batch with probability 1 - (1-q)^K. Arguments as :func:`local_group_dp`.
+    HiGradAvgDP in one silo, of a subject; add-or-remove. Needs Poisson sampling and a public
+    divisor. Any of the K is in the batch with probability 1 - (1-q)^K. Arguments as of
+    :func:`poisson_of_several`.
     """
-    return uls(noise_multiplier, subject_probability(sampling_prob, items_per_subject), steps)
+    return uls(noise_multiplier, any_of_several(sampling_prob, max_units), steps)
 
 
 def user_ldp(noise_multiplier: float, steps: int, *, sensitivity: float = 2.0) -> DpEvent:

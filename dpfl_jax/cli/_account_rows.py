@@ -15,9 +15,12 @@ from dpfl_jax import matrices
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, epsilon, events
 from dpfl_jax.accounting.cells import (
     INDEPENDENT,
+    AveragedUnits,
     Contribution,
     Everyone,
     NoisedSums,
+    Sensitivity,
+    SeveralUnits,
     StrategyMatrix,
     TwoStagePoisson,
 )
@@ -25,15 +28,22 @@ from dpfl_jax.accounting.closed_forms import group, isrl, rpdp
 from dpfl_jax.sampling import schemes
 
 Values = dict[str, Any]
+_OWN = "most examples of a user (of the whole run), or records of a subject"
+_CAP = "most units (truncated Poisson), or records of a subject, in a batch"
 # By field, or keyword of a matrix: the option and its help.
 OPTIONS = {
-    "prob": ("sampling_prob", "probability of each unit in a step (at which it may be drawn)"),
+    "sampling_prob": (
+        "sampling_prob",
+        "of each unit in a step (at which it may be drawn)",
+    ),
     "period": ("period", "steps of which each unit may take part in one"),
     "size": ("batch_size", "units in every batch"),
-    "cap": ("batch_cap", "most units (truncated Poisson), or records of a subject, in a batch"),
+    "cap": ("batch_cap", _CAP),
+    "per_step_cap": ("batch_cap", _CAP),
     "participation_prob": ("participation_prob", "probability that the silo takes part in a round"),
     "local_steps": ("local_steps", "local steps in a round"),
-    "units": ("group_size", "most examples of a user (of the whole run), or records of a subject"),
+    "max_units": ("group_size", _OWN),
+    "sensitivity": ("group_size", _OWN),
     "population": ("dataset_size", "units in the data set (public)"),
     "bands": ("bands", "bands of the noise's matrix, or of its inverse, at their best"),
     "buffers": ("buffers", "buffers of the noise, at their best for these steps"),
@@ -41,9 +51,7 @@ OPTIONS = {
     "steps": ("steps", "steps (or rounds) of the whole run"),
 }
 OPTION_HELP = dict(OPTIONS.values())
-_CAPPED = functools.partial(Contribution, averaged=False)
-_IN_FULL = functools.partial(_CAPPED, cap=None)
-_AVERAGED = functools.partial(Contribution, cap=None, averaged=True)
+_ALL_IN_STEP = functools.partial(SeveralUnits, per_step_cap=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +98,14 @@ class Row:
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """By the names of their options: all but the noise multiplier, steps last."""
-        found = _taken_by(self.scheme, always=True)
+        result = _taken_by(self.scheme, always=True)
         for maker in (self.several, self.matrix):
-            found |= {} if maker is None else _taken_by(maker)
+            result |= {} if maker is None else _taken_by(maker)
         more = {"silos": 1} if self.unit == "subject" else {}
         more |= {"population": _REQUIRED} if self.is_sized else {}
         for field, default in (*more.items(), ("steps", _REQUIRED)):
-            found[field] = _parameter(field, int, default)
-        return {parameter.name: parameter for parameter in found.values()}
+            result[field] = _parameter(field, int, default)
+        return {parameter.name: parameter for parameter in result.values()}
 
     def sums(self, noise: float, values: Values) -> NoisedSums:
         """What is accounted, in one silo."""
@@ -121,9 +129,9 @@ class Row:
     def describe(self, noise: float, values: Values) -> tuple[str, tuple[str, ...]]:
         """The sampling in words, and what must hold."""
         sums, drawn = self.sums(noise, values), self.drawn or self.unit
-        told = f"public constants: {', '.join(self.parameters)}, clip norm, divisor"
+        constants = f"public constants: {', '.join(self.parameters)}, clip norm, divisor"
         cell = sums.cell.assumptions if self.event is None else ()
-        return sums.scheme.describe(f"the {drawn}s", drawn), (told, *self.assumptions, *cell)
+        return sums.scheme.describe(f"the {drawn}s", drawn), (constants, *self.assumptions, *cell)
 
     def alternatives(
         self, noise: float, values: Values, delta: float
@@ -136,14 +144,14 @@ class Row:
         run = noise, values["sampling_prob"], values["steps"] * values.get("silos", 1)
         size, one = values["group_size"], events.poisson(*run[:2], values["steps"])
         forms: tuple[group.Form, ...] = ("geometric", "vadhan")
-        found = {
+        result = {
             f"black-box group privacy ({form}, RDP in log space)": (
                 group.black_box_epsilon(events.poisson(*run), size, delta, form=form),
                 True,
             )
             for form in forms
         }
-        return found | {
+        return result | {
             f"epsilon of one {self.drawn} (protects no {self.unit})": (epsilon(one, delta), False)
         }
 
@@ -198,7 +206,7 @@ def _isrl(noise: float, v: Values, delta: float) -> dict[str, tuple[float, bool]
 
 
 def _fixed_size(sums: NoisedSums) -> DpEvent:
-    given = sums.noise_multiplier, sums.population, sums.scheme.size
+    given = sums.noise_multiplier, sums.num_units, sums.scheme.size
     return events.fixed_size(*given, sums.steps)
 
 
@@ -208,7 +216,7 @@ _SILO = "a subject has records in at most the given number of silos, which silos
 ROWS = {
     "els": Row(
         "example-level sampling, user-level guarantee (mixture of Gaussians)", "user",
-        several=_IN_FULL, drawn="example",
+        several=_ALL_IN_STEP, drawn="example",
         assumptions=("each example belongs to one user, who has at most group_size",),
     ),
     "uls": Row("user-level sampling, user-level guarantee", "user", assumptions=_ONE_USER),
@@ -231,7 +239,7 @@ ROWS = {
     "poisson": Row("plain DP-SGD, record-level guarantee", "record"),
     "gaussian": Row(
         "every unit in every step", "record", Everyone,
-        several=functools.partial(_IN_FULL, units=1),
+        several=functools.partial(Sensitivity, sensitivity=1),
     ),
     "fixed-size": Row(
         "batches of fixed size without replacement", "record", schemes.FixedSize,
@@ -247,15 +255,15 @@ ROWS = {
     ),
     "local-group-dp": Row(
         "LocalGroupDP per silo, soundly (mixture of Gaussians), and over silos", "subject",
-        several=_CAPPED, drawn="record", trust="silo-local", assumptions=(_SILO,),
+        several=SeveralUnits, drawn="record", trust="silo-local", assumptions=(_SILO,),
     ),
     "hi-grad-avg-dp": Row(
         "HiGradAvgDP per silo, and over silos", "subject",
-        several=_AVERAGED, drawn="record", trust="silo-local", assumptions=(_SILO,),
+        several=AveragedUnits, drawn="record", trust="silo-local", assumptions=(_SILO,),
     ),
     "user-ldp": Row(
         "UserLDP: one clipped gradient of the whole batch per step (sensitivity 2C)", "subject",
-        Everyone, several=functools.partial(_IN_FULL, units=2), trust="silo-local",
+        Everyone, several=functools.partial(Sensitivity, sensitivity=2), trust="silo-local",
         assumptions=(_SILO,),
     ),
     "isrl-dp": Row(
@@ -265,7 +273,7 @@ ROWS = {
     ),
     "shuffled": Row(
         "batches cut from shuffled passes: no amplification; steps are passes", "user", Everyone,
-        several=_IN_FULL, adjacency="zero-out",
+        several=Sensitivity, adjacency="zero-out",
         assumptions=("a user's slots stay in place, with zero gradients",),
     ),
 }  # fmt: skip

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
     Raises:
       BadInputError: nobody trusted, arguments for central runs, or no way meets the target.
     """
-    from dpfl_jax.federation.choice import by_reach, choices, other_steps
+    from dpfl_jax.federation.choice import by_reach, federated_options, other_steps
     from dpfl_jax.federation.federated_run import prepare
     from dpfl_jax.planning.figures import draw_caps
 
@@ -40,11 +40,13 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
     prepared = prepare(config, console)
     with console.status("calibrating noise"):
         # Of equal noise, what leaves out the fewest records.
-        found = sorted(choices(prepared), key=lambda c: (float(f"{c.ratio:.3g}"), -c.kept))
+        found = sorted(
+            federated_options(prepared), key=lambda c: (float(f"{c.ratio:.3g}"), -c.kept)
+        )
         if not found:
             raise BadInputError(
                 f"no mechanism meets epsilon {config.privacy.epsilon:g}: raise privacy.epsilon, or "
-                "lower mechanism.max_items_per_subject or federation.max_silos_per_subject"
+                "lower mechanism.max_records_per_subject or federation.max_silos_per_subject"
             )
         of_kind: dict[str, Any] = {}
         for choice in found:
@@ -108,14 +110,14 @@ def _print(console: Any, result: dict[str, Any], prepared: Any) -> None:
     console.print(table)
     console.print(result["reason"])
 
-    def told(ratios: dict[str, float]) -> str:
+    def ratios_text(ratios: dict[str, float]) -> str:
         return ", ".join(f"{number}: {ratio:.3g}" for number, ratio in ratios.items())
 
     console.print(
         "by rounds x local steps, at equal gradients (noise depends on the product alone; few "
-        f"rounds send less): {told(result['by_steps'][result['best']['kind']])}"
+        f"rounds send less): {ratios_text(result['by_steps'][result['best']['kind']])}"
     )
     console.print(
         f"were each person in at most so many silos (max_silos_per_subject): "
-        f"{told(result['by_reach'])}"
+        f"{ratios_text(result['by_reach'])}"
     )

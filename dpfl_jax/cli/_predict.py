@@ -42,10 +42,10 @@ def check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
 def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> dict[str, Any]:
     """Runs the proxies that are missing, fits, writes and draws the law."""
     from dpfl_jax.planning.figures import draw_law
-    from dpfl_jax.planning.law import fit_law
+    from dpfl_jax.planning.planner import in_words
     from dpfl_jax.planning.proxy import design, run_trials
-    from dpfl_jax.planning.questions import in_words
-    from dpfl_jax.run.progress import StepProgress
+    from dpfl_jax.planning.scaling_law import fit_scaling_law
+    from dpfl_jax.run.console import StepProgress
     from dpfl_jax.training.slices import gradient_cost
 
     budget = args.compute_budget or int(config.mechanism.compute_budget)
@@ -76,7 +76,7 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
     }
     if config.model.is_transformer:
         about |= gradient_cost(config, args.vocab_size)
-    law = fit_law(rows, planner.sensitivities, about)
+    law = fit_scaling_law(rows, planner.sensitivities, about)
     law.save(args.fit)
     picture = args.png or args.fit.with_suffix(".png")
     draw_law(law, picture)
@@ -104,43 +104,45 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
 
 def laws(files: list[pathlib.Path] | None) -> dict[str, Any]:
     """The fits, by the names of their files."""
-    from dpfl_jax.planning.law import Law
+    from dpfl_jax.planning.scaling_law import ScalingLaw
 
-    return {file.stem: Law.load(file) for file in files or []}
+    return {file.stem: ScalingLaw.load(file) for file in files or []}
 
 
-def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> dict[str, Any]:
+def answer(args: argparse.Namespace, scenarios: dict[str, Any], console: Any) -> dict[str, Any]:
     """Answers ``--ask``, and draws."""
     from rich.table import Table
 
     from dpfl_jax.planning.figures import draw_answer
-    from dpfl_jax.planning.hover import drawn
+    from dpfl_jax.planning.hover import to_svg
     from dpfl_jax.planning.questions import ask
 
     with console.status("calibrating noise for every cell"):
-        found = ask(args.ask, outlooks, args.target_loss)
-    table = Table(found["x"], *found["series"], title=QUESTIONS[args.ask])
-    for points in zip(*found["series"].values()):
+        result = ask(args.ask, scenarios, args.target_loss)
+    table = Table(result["x"], *result["series"], title=QUESTIONS[args.ask])
+    for points in zip(*result["series"].values()):
         shown = ["-" if p["cell"] is None else f"{p['score']:.4g}" for p in points]
         table.add_row(f"{points[0]['x']:,.6g}", *shown)
     console.print(table)
-    console.print(f"scores: {found['y']}", *[f"; {k}: {v:.4g}" for k, v in found["lines"].items()])
-    console.print(found["answer"], highlight=False, soft_wrap=True)
+    console.print(
+        f"scores: {result['y']}", *[f"; {k}: {v:.4g}" for k, v in result["lines"].items()]
+    )
+    console.print(result["answer"], highlight=False, soft_wrap=True)
     if args.png is not None:
-        draw_answer(found, QUESTIONS[args.ask], args.png)
+        draw_answer(result, QUESTIONS[args.ask], args.png)
         console.print(f"drawn: {args.png}")
     if args.html is not None:
         try:
-            args.html.write_text(f"<!doctype html><meta charset='utf-8'>{drawn(found)}")
+            args.html.write_text(f"<!doctype html><meta charset='utf-8'>{to_svg(result)}")
         except OSError as error:
             raise BadInputError(f"cannot write {args.html}: {error.strerror}") from error
         console.print(f"drawn: {args.html}")
-    return {"status": "answered", **found}
+    return {"status": "answered", **result}
 
 
-def print_prediction(console: Any, told: dict[str, Any]) -> None:
+def print_prediction(console: Any, prediction: dict[str, Any]) -> None:
     """The best of the budget, the best split, the least epsilon."""
-    from dpfl_jax.planning.questions import in_words
+    from dpfl_jax.planning.planner import in_words
 
     def words(cell: dict[str, Any]) -> str:
         text = in_words(cell)
@@ -151,16 +153,16 @@ def print_prediction(console: Any, told: dict[str, Any]) -> None:
                 text += f", {cell['outside']:.2g} times beyond what was tried"
         return text
 
-    console.print(f"least predicted loss at this budget: {words(told['best_of_budget'])}")
-    if told["best_split"] is not None:
+    console.print(f"least predicted loss at this budget: {words(prediction['best_of_budget'])}")
+    if prediction["best_split"] is not None:
         console.print(
-            f"best split of {told['gradients']:.4g} gradient evaluations over steps and batch: "
-            f"{words(told['best_split'])}"
+            f"best split of {prediction['gradients']:.4g} gradient evaluations over steps and "
+            f"batch: {words(prediction['best_split'])}"
         )
-    console.print(f"loss before training: {told['initial_loss']:.3f}")
-    if (asked := told.get("least_epsilon")) is not None:
-        if asked["cell"] is None:
+    console.print(f"loss before training: {prediction['initial_loss']:.3f}")
+    if (least := prediction.get("least_epsilon")) is not None:
+        if least["cell"] is None:
             reached = "not reached with this compute, even without noise"
         else:
-            reached = f"from epsilon {asked['value']:.3g} on ({words(asked['cell'])})"
-        console.print(f"loss {asked['target_loss']:g}: {reached}")
+            reached = f"from epsilon {least['value']:.3g} on ({words(least['cell'])})"
+        console.print(f"loss {least['target_loss']:g}: {reached}")

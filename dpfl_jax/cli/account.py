@@ -171,14 +171,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result["comparison"] = _compare(row, noise, values, delta, found)
     if getattr(args, "contributions", None):
         result["epsilon_by_contribution"] = _by_contribution(row, noise, values, args)
-    told = None
+    meaning = None
     if args.explain or (args.plot is not None and args.plot_against == "attacks"):
-        told = accounting.meaning(event, delta, relation=row.relation)
+        meaning = accounting.meaning(event, delta, relation=row.relation)
         if args.explain:
-            result["meaning"] = told.to_json()
+            result["meaning"] = meaning.to_json()
     if args.plot is not None:
-        result["plot"] = str(_plot(row, noise, values, args, told))
-    _print(args, guarantee, result, told)
+        result["plot"] = str(_plot(row, noise, values, args, meaning))
+    _print(args, guarantee, result, meaning)
     return result
 
 
@@ -232,7 +232,7 @@ def _by_contribution(
 
 
 def _plot(
-    row: Row, noise: float, values: Values, args: argparse.Namespace, told: Any
+    row: Row, noise: float, values: Values, args: argparse.Namespace, meaning: Any
 ) -> pathlib.Path:
     import numpy as np
     from matplotlib.figure import Figure
@@ -240,7 +240,7 @@ def _plot(
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     if args.plot_against == "attacks":
-        accounting.plot_attacks(axes, told)
+        accounting.plot_attacks(axes, meaning)
     else:
         deltas, steps = np.full(24, args.delta), np.full(24, values["steps"])
         if args.plot_against == "steps":
@@ -263,7 +263,7 @@ def _plot(
     return args.plot
 
 
-def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any], told: Any) -> None:
+def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any], meaning: Any) -> None:
     from rich.table import Table
 
     from dpfl_jax.accounting.guarantee import rounded_up
@@ -275,7 +275,7 @@ def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any], tol
     console.print(guarantee.paragraph(), soft_wrap=True, highlight=False)
     if "meaning" in result:
         console.print("\nWhat an attacker may find out, at most:")
-        for sentence in told.sentences():
+        for sentence in meaning.sentences():
             console.print(f"- {sentence}", soft_wrap=True, highlight=False)
     if "comparison" in result:
         table = Table("accounting", "epsilon", "a bound?")

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 "say what to audit: the directory of a run, or a configuration behind --simulate, "
                 "--train, --user-inference or --membership"
             )
-        return _told(console, *_of_run(pathlib.Path(args.overrides[0]), args.confidence), args)
+        return _report(console, *_of_run(pathlib.Path(args.overrides[0]), args.confidence), args)
     config = load_config(path, args.overrides, args.allow_code)
     key = RootKey.generate() if args.seed is None else RootKey.from_seed(args.seed)
     if ranked is not None:
@@ -112,11 +112,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 audit(some, 0.95 if args.confidence is None else args.confidence) for some in trials
             ]
         audits += found
-    return _told(console, audits, cost, args)
+    return _report(console, audits, cost, args)
 
 
 def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any], dict[str, Any]]:
-    """What the canaries of a finished run prove, and what they cost."""
     from dpfl_jax.accounting import statement
     from dpfl_jax.audit import run_audit
 
@@ -132,7 +131,6 @@ def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any
 def _trained(
     config: Any, seed: int | None, confidence: float | None, console: Console
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A run with canaries, of which nothing is kept."""
     from dpfl_jax.config.schema import AuditConfig
     from dpfl_jax.run.pipeline import run_experiment
 
@@ -156,33 +154,33 @@ def _ranked(config: Any, key: Any, console: Console, args: argparse.Namespace) -
 
     own = args.membership is not None
     confidence = 0.95 if args.confidence is None else args.confidence
-    found, audits = participation(config, key, console, membership=own, confidence=confidence)
-    for name, area in found["auc"].items():
+    result, audits = participation(config, key, console, membership=own, confidence=confidence)
+    for name, area in result["auc"].items():
         console.print(f"{name.replace('_', ' ')}: AUC {area:.3f}", highlight=False)
     console.print(
-        f"{found['users_in']} took part and {found['users_out']} did not; where nothing can be "
-        f"told it is 0.500, give or take {found['chance_deviation']:.3f}",
+        f"{result['users_in']} took part and {result['users_out']} did not; where nothing can be "
+        f"told it is 0.500, give or take {result['chance_deviation']:.3f}",
         highlight=False,
     )
-    return found | _told(console, audits, None, args) if audits else found
+    return result | _report(console, audits, None, args) if audits else result
 
 
-def _told(
+def _report(
     console: Console, audits: list[Any], cost: dict[str, Any] | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Says, draws and returns what was proved."""
     from dpfl_jax.audit import run_audit
     from dpfl_jax.audit.proof import plot_audits
 
-    for line in (cost or {}).get("told", ()):
+    for line in (cost or {}).get("sentences", ()):
         console.print(line, highlight=False)
     for one in audits:
         console.print(str(one), highlight=False, soft_wrap=True)
         console.print(f"  {one.how}; attack: {one.attack}", highlight=False)
-    told = run_audit.summary(audits)
+    summary = run_audit.summary(audits)
     if len(audits) > 1:
-        console.print(f"{told['refuted']} of {len(audits)} audits refute their claim")
+        console.print(f"{summary['refuted']} of {len(audits)} audits refute their claim")
     if args.picture is not None:
         save_figure(plot_audits(audits[:4]), args.picture, dpi=130)
         console.print(f"picture: {args.picture}")
-    return told | {"cost": cost}
+    return summary | {"cost": cost}

@@ -1,4 +1,4 @@
-"""``dpfl completion``: what makes a shell complete commands and options."""
+"""``dpfl completion``: a script for shell completion."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.data.sections import CONVERSATION
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, require
 
 DESCRIPTION = """\
 Build a store of examples grouped by user, or look into one.
@@ -197,8 +197,8 @@ def csv_format(args: argparse.Namespace) -> Any:
     """What ``--delimiter`` and ``--encoding`` say."""
     from dpfl_jax.data.rows import CsvFormat
 
-    if args.delimiter is not None and len(args.delimiter) != 1:
-        raise BadInputError(f"--delimiter is {args.delimiter!r}, but it must be one character")
+    good = args.delimiter is None or len(args.delimiter) == 1
+    require(good, "--delimiter", args.delimiter, "one character")
     return CsvFormat(args.delimiter, args.encoding)
 
 
@@ -206,13 +206,13 @@ def _conversations(args: argparse.Namespace) -> Any:
     from dpfl_jax.data.chats import conversations_in
 
     columns = {name: getattr(args, f"{name}_column") for name in CONVERSATION}
-    found = conversations_in(columns, args.tokenizer, args.chat_template)
-    if found is not None and (args.source != "files" or args.engine == "beam" or args.text_column):
+    result = conversations_in(columns, args.tokenizer, args.chat_template)
+    if result is not None and (args.source != "files" or args.engine == "beam" or args.text_column):
         raise BadInputError(
-            f"--{found.columns[0]}-column is for files, read by the local engine, in the place of "
+            f"--{result.columns[0]}-column is for files, read by the local engine, in the place of "
             "--text-column"
         )
-    return found
+    return result
 
 
 def _source(args: argparse.Namespace, conversations: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``dpfl export``: the model of any run, its guarantee beside it."""
+"""``dpfl export``: writes the model of any run, with its guarantee."""
 
 from __future__ import annotations
 

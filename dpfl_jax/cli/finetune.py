@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from dpfl_jax.config.load import make_config
     from dpfl_jax.config.text import write_yaml
     from dpfl_jax.run import processes
-    from dpfl_jax.run.progress import RunConsole
+    from dpfl_jax.run.console import RunConsole
     from dpfl_jax.training.export import export
 
     out = pathlib.Path(args.out)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if report is None or args.dry_run:
         return report
     made = export(out / "run", out / "model")
-    console.print(f"the model is in {out / 'model'}, what holds for it in guarantee.json beside it")
+    console.print(f"the model is in {out / 'model'}, and its guarantee in guarantee.json there")
     return report | {"model": str(made["out"])}
 
 

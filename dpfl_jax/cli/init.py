@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import itertools
 import pathlib
 import re
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import dpfl_jax
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, nearest
 from dpfl_jax.run.console import Console
 
 _LEDGER = "ledger.jsonl"
@@ -52,10 +51,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.list:
         return _list(console, known)
     if args.name not in known:
-        close = difflib.get_close_matches(args.name, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         raise BadInputError(
-            f"there is no configuration {args.name!r}: {hint}known: {', '.join(known)}"
+            f"there is no configuration {args.name!r}: {nearest(args.name, known)} (dpfl init "
+            "--list shows all)"
         )
     source = known[args.name]
     text = with_ledger(source.read_text(encoding="utf-8"))
@@ -81,7 +79,7 @@ def with_ledger(text: str) -> str:
     What is shipped names none: a run from the package's own folder would write one there.
     """
     entries = f"ledger: {_LEDGER}", "account: people"
-    told = [
+    comment = [
         "# What these people have spent over all runs, in a file beside this one. `account` is",
         "# their name there, the same in every configuration on them; `budget: 8` would limit it.",
         "",
@@ -91,7 +89,7 @@ def with_ledger(text: str) -> str:
     flow = rf"privacy: {{\1, {', '.join(entries)}}}"
     text, flows = re.subn(r"^privacy: \{([^#\n]*)\}", flow, text, flags=re.M)
     assert blocks + flows == 1
-    return re.sub(r"^(?=privacy:)", "\n".join(told), text, flags=re.M)
+    return re.sub(r"^(?=privacy:)", "\n".join(comment), text, flags=re.M)
 
 
 def shipped() -> dict[str, pathlib.Path]:
@@ -116,6 +114,5 @@ def _list(console: Console, known: dict[str, pathlib.Path]) -> dict[str, Any]:
 
 
 def _about(text: str) -> str:
-    """The first sentence of the comment that a configuration begins with."""
     comment = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines())
     return re.split(r"\.(?: (?=[A-Z])|$)", " ".join(line[2:] for line in comment))[0]

@@ -38,12 +38,12 @@ from dpfl_jax.errors import (
 COMMANDS = {
     "init": "write a configuration to start from",
     "train": "train a model privately (or resume a run)",
-    "finetune": "fine-tune a language model on texts of people, all in one",
+    "finetune": "fine-tune a language model in one command: configure, train, export",
     "account": "what a mechanism guarantees, or the noise a guarantee needs",
-    "verify": "hold the guarantee of a run to what it says",
-    "audit": "attack a mechanism, and compare what that proves with what is claimed",
-    "data": "build, inspect and verify user-partitioned stores",
-    "bench": "measure clipping, accounting and data pipelines",
+    "verify": "check that the guarantee of a run is what it says",
+    "audit": "attack a mechanism or a run, and compare the result with the claimed epsilon",
+    "data": "build, inspect and verify data stores grouped by user",
+    "bench": "benchmark clipping, accounting and data pipelines",
     "compile": "compile the train step for a TPU slice, without one",
     "silo": "train with silos in processes of their own, on Flower",
     "plan": "choose algorithm and group sizes for a compute budget",
@@ -52,8 +52,8 @@ COMMANDS = {
     "show": "print the report of a run",
     "export": "write a run's model for `transformers`, with its guarantee",
     "predict": "predict for new rows with the model of a run",
-    "sample": "let the model of a run go on with a prompt",
-    "completion": "print what makes a shell complete commands and options",
+    "sample": "continue a prompt with the model of a run",
+    "completion": "print a script for shell completion",
 }
 
 
@@ -72,17 +72,17 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
-            hint = _meant(found[1], self._option_string_actions)
+            hint = _suggestion(found[1], self._option_string_actions)
             if not hint and any(action.dest == "overrides" for action in self._actions):
                 hint = ": settings of the configuration are given as section.key=value"
             message += hint
         elif found := re.search(r"invalid choice: '([^']*)' \((.*)\)", message):
-            hint = _meant(found[1], re.findall(r"[\w-]+", found[2]))
+            hint = _suggestion(found[1], re.findall(r"[\w-]+", found[2]))
             message = message[: found.start(2) - 2] + hint if hint else message
         raise BadInputError(f"{self.prog}: {message} (see `{self.prog} --help`)")
 
 
-def _meant(given: str, known: Iterable[str]) -> str:
+def _suggestion(given: str, known: Iterable[str]) -> str:
     names = {name.lstrip("-"): name for name in known}  # else dashes make all options alike
     near = [names[n] for n in difflib.get_close_matches(given.lstrip("-"), names, 1, cutoff=0.7)]
     return f": did you mean {near[0]!r}?" if near else ""
@@ -155,7 +155,7 @@ def _of_a_file(error: OSError) -> str:
     """What a disk or a folder would not do, and what to do about it."""
     advice = "see who may read and write there"
     if error.errno in FULL_DISK:
-        advice = "free space, and give the same command again; a run goes on with its --run-dir"
+        advice = "free space, and give the same command again; a run resumes with its --run-dir"
     return f"{error.filename or 'a file'} cannot be used ({error.strerror}): {advice}"
 
 
@@ -165,8 +165,8 @@ def _use_no_tpu_that_is_not_here() -> None:
     signs = ("/dev/accel*", "/dev/vfio/*", "/sys/bus/pci/devices/*/vendor")
     files = [file for sign in signs for file in glob.glob(sign)]
     google = [f for f in files if f.startswith("/dev") or "0x1ae0" in pathlib.Path(f).read_text()]
-    told = [name for name in os.environ if name.startswith(("TPU_", "CLOUD_TPU", "JAX_PLATFORM"))]
-    if has("libtpu") and not (has("jax_plugins") or google or told):  # nor a GPU
+    chosen = [n for n in os.environ if n.startswith(("TPU_", "CLOUD_TPU", "JAX_PLATFORM"))]
+    if has("libtpu") and not (has("jax_plugins") or google or chosen):  # nor a GPU
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 

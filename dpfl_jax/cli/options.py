@@ -110,15 +110,15 @@ def overrides(options: type[Options], args: argparse.Namespace) -> list[str]:
 def attributes(owner: type) -> dict[str, str]:
     """What the docstring of a class says of its attributes, by name."""
     text = inspect.cleandoc(owner.__doc__ or "").partition("Attributes:\n")[2]
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for names, words in re.findall(r"^  (\w[\w, ]*): (.*(?:\n {4,}.*)*)", text, re.M):
-        found |= dict.fromkeys(names.split(", "), " ".join(words.replace("``", "").split()))
-    return found
+        result |= dict.fromkeys(names.split(", "), " ".join(words.replace("``", "").split()))
+    return result
 
 
 def _flag(hint: Any) -> Flag:
-    found = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Flag)]
-    return found[0] if found else Flag()
+    result = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Flag)]
+    return result[0] if result else Flag()
 
 
 def _add(parser: Any, name: str, hint: Any, default: Any, words: str) -> None:
@@ -175,7 +175,6 @@ def _whole(field: Any) -> Any:
 
 
 def _add_key(parser: Any, key: str, default: Any) -> None:
-    """An option that is a key of the configuration."""
     from pydantic import TypeAdapter, ValidationError
 
     from dpfl_jax.config.text import read_yaml

@@ -11,15 +11,15 @@ from typing import Annotated, Any, ClassVar
 from dpfl_jax.cli import _plan_federation, _predict
 from dpfl_jax.cli._predict import QUESTIONS
 from dpfl_jax.cli.options import Configured, Flag
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
-size, ULS at each split into M users of G examples, and at the same splits BandMF, BLT and banded
-inverse: users who take turns (sampled in their turn, or not), with noise that later steps take
-back; and allocation, where every user is in exactly one of every t steps, at ULS's best split. What
-is compared is the noise on the averaged gradient, sigma times the typical gradient norm over the
-size; where later steps take noise back, that of independent noise which leaves as much in sums of
+size; ULS at each split into M users of G examples; at the same splits BandMF, BLT and banded
+inverse, whose users take turns (sampled in their turn, or not) and whose noise is correlated over
+steps; and allocation, where every user is in exactly one of every t steps, at ULS's best split.
+What is compared is the noise on the averaged gradient: sigma times the typical gradient norm over
+the size. Of correlated noise it is that of independent noise which leaves as much in sums of
 gradients, which training follows.
 Prints a table, the heuristics beside the best, and the reason; writes a heat map and a
 configuration that `dpfl train` runs. --target-noise, --ask and the best split of a fit weigh ELS
@@ -37,7 +37,7 @@ longer), and the table says what a device needs and whether it fits. That depend
 (execution.microbatch_size): cells of one algorithm and group size need the same.
 
 --fit runs short proxy trainings on PUBLIC data (noise is added, and not accounted for), fits the
-law of the loss over steps, noise and batch, and draws it; interrupted, the same command goes on.
+law of the loss over steps, noise and batch, and draws it; interrupted, the same command resumes.
 --with a fit gives every cell a predicted loss with its band (90 % of runs), the best split of the
 compute over batch and steps, and answers to --ask:
 {questions}
@@ -136,9 +136,9 @@ class Options(Configured):
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints the table and answers, and writes files that options ask for."""
     from dpfl_jax.config import load_config
-    from dpfl_jax.planning.costs import Start, add_bills, add_memory, prices
+    from dpfl_jax.planning.costs import LazyStart, add_bills, add_memory, prices
     from dpfl_jax.planning.figures import draw_heat_map
-    from dpfl_jax.planning.questions import Outlook, predict
+    from dpfl_jax.planning.questions import Scenario, predict
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _check_costs(args)
     if args.html is not None and args.ask is None:
         raise BadInputError("--html draws an answer: add --ask QUESTION")
-    start = Start(config, console)
+    start = LazyStart(config, console)
     price: Any = None
     if args.fit is None and args.chip is not None:
         price = prices(
@@ -182,26 +182,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.fit is not None:
         return _predict.fit(args, config, planner, console)
     gradients = float(budget * steps)
-    outlooks = {
-        name: Outlook(planner, paid.get(name, gradients), law) for name, law in laws.items()
+    scenarios = {
+        name: Scenario(planner, paid.get(name, gradients), law) for name, law in laws.items()
     }
     if args.ask is not None:
-        return _predict.answer(args, outlooks or {"noise": Outlook(planner, gradients)}, console)
+        return _predict.answer(args, scenarios or {"noise": Scenario(planner, gradients)}, console)
     with console.status("calibrating noise"):
-        # Nobody takes local steps over examples that are drawn one by one.
-        alone = () if config.mechanism.takes_local_steps else None
-        plan = planner.plan(budget, example_groups=alone, every=True)
+        # Examples that are drawn one by one make no user update.
+        alone = () if config.mechanism.clips_user_updates else None
+        plan = planner.recommend(budget, example_groups=alone, every=True)
     result: dict[str, Any] = {
         "status": "planned",
         "sensitivities": planner.sensitivities.source,
         "notes": _notes(config.mechanism, budget),
         **plan.to_json(),
     }
-    if outlooks:
-        outlook = next(iter(outlooks.values()))
+    if scenarios:
+        scenario = next(iter(scenarios.values()))
         with console.status("weighing steps against batch"):
-            told = predict(result, plan, outlook, args.target_loss)
-        result["prediction"] = told
+            prediction = predict(result, plan, scenario, args.target_loss)
+        result["prediction"] = prediction
     elif args.target_loss is not None:
         raise BadInputError("--target-loss needs a fit: give --with FIT.json")
     if price is not None:
@@ -211,8 +211,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     if args.overtake is not None:
-        if args.overtake < 1:
-            raise BadInputError(f"--overtake is {args.overtake}, but users have 1 example or more")
+        at_least("--overtake", args.overtake, 1)
         with console.status("calibrating larger populations"):
             found = planner.users_at_overtake(budget, args.overtake)
         result["overtake"] = {"examples_per_user": args.overtake, "users": found}
@@ -262,7 +261,7 @@ def _planner(
     from dpfl_jax.planning import (
         Planner,
         Sensitivities,
-        Users,
+        UserStatistics,
         estimate_sensitivities,
         private_median_group_size,
     )
@@ -277,7 +276,7 @@ def _planner(
                 "--fit trains, but this configuration has statistics in the place of data: give "
                 "one of a public proxy, and use its fit here (--with)"
             )
-        users = Users(declared.num_users, limited=declared.limited_examples or None)
+        users = UserStatistics(declared.num_users, limited=declared.limited_examples or None)
         examples = declared.num_examples
         groups = [2**k for k in range(largest.bit_length())]
         sensitivities = Sensitivities.assumed(args.decay, groups)
@@ -286,7 +285,7 @@ def _planner(
 
         data, model = start.data
         sizes = np.diff(data.train.user_offsets)
-        users = Users(len(sizes), sizes=sizes)
+        users = UserStatistics(len(sizes), sizes=sizes)
         examples = int(sizes.sum())
         largest = min(largest, int(sizes.max()))
         groups = [2**k for k in range(largest.bit_length())]
@@ -352,10 +351,10 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
         "so that more of a gradient is clipped away for the same noise; what that costs only runs "
         "tell (--ask variants, with fits of both)",
     ]
-    if mechanism.takes_local_steps:
+    if mechanism.clips_user_updates:
         passes = mechanism.update.passes
         notes.append(
-            f"devices take local steps in {passes} epochs over their examples: the "
+            f"a user update takes {passes} epochs over a user's examples: the "
             f"budget counts examples, and a round evaluates {budget * passes} gradients; "
             "noise is compared for updates as large as one step on the mean gradient"
         )
@@ -365,7 +364,7 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
 def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
+    from dpfl_jax.planning.candidates import CANDIDATES, plain
     from dpfl_jax.planning.costs import in_order
 
     lossy = ["loss", "90 % band"] if "prediction" in result else []
@@ -430,10 +429,10 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     if "overtake" in result:
         each, users = result["overtake"]["examples_per_user"], result["overtake"]["users"]
         ahead, other = (CANDIDATES[plain(examples)].name for examples in (False, True))
-        told = f"{ahead} stays ahead"
+        answer = f"{ahead} stays ahead"
         if users is not None:
-            told = f"{other} has less noise from {users} users on"
-        console.print(f"with {each} examples of every user, {told}")
+            answer = f"{other} has less noise from {users} users on"
+        console.print(f"with {each} examples of every user, {answer}")
     for name, answer in result.get("inverse", {}).items():
         console.print(f"{name.replace('_', ' ')}: {answer}")
 
@@ -442,14 +441,14 @@ def _memory_words(option: dict[str, Any]) -> tuple[str, str]:
     """GiB of a device, and whether they are there; dashes where nothing was compiled."""
     if "memory" not in option:
         return "-", "-"
-    told = option["memory"]
-    fits = {True: "yes", False: "NO", None: "unknown"}[told["fits"]]
-    return f"{told['peak_bytes'] / 2**30:.2f}", fits
+    memory = option["memory"]
+    fits = {True: "yes", False: "NO", None: "unknown"}[memory["fits"]]
+    return f"{memory['peak_bytes'] / 2**30:.2f}", fits
 
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
     from dpfl_jax.config.load import load_config, write_config
-    from dpfl_jax.mechanisms.candidates import at_budget
+    from dpfl_jax.planning.candidates import at_budget
 
     base: Any = load_config(args.config, args.overrides, args.allow_code)
     budget = cell["size"] * cell["gradients"]

@@ -86,15 +86,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         given = _rows(source, form, config, args.held_out)
         columns = {name: [row.get(name) for row in given] for name in dict.fromkeys(given[0])}
-    found = model.predict(given)
-    if both := sorted({*columns} & {*found}):
+    result = model.predict(given)
+    if both := sorted({*columns} & {*result}):
         raise BadInputError(f"{source} has a column {both[0]!r} of its own: rename it")
     table = model.task.table if model.task is not None else None
-    _write(out, {**columns, **found}, form, "point" if table is None else table.decimal)
+    _write(out, {**columns, **result}, form, "point" if table is None else table.decimal)
     console = Console(stderr=args.json)
-    console.print(f"{len(given)} rows with {', '.join(found)} written to {out}", markup=False)
+    console.print(f"{len(given)} rows with {', '.join(result)} written to {out}", markup=False)
     console.print(model.guarantee.summary(), highlight=False, markup=False)
-    return {"out": str(out), "rows": len(given), "columns": list(found)}
+    return {"out": str(out), "rows": len(given), "columns": list(result)}
 
 
 def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[Any]:
@@ -104,10 +104,10 @@ def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[
     rows = read_file_rows([path], guess_format(path), csv=form)
     if held_out:
         rows = _held_out(rows, source, form, config)
-    found = [row for _, row in rows]
-    if not found:
+    result = [row for _, row in rows]
+    if not result:
         raise BadInputError(f"{source} has no row of anybody whom the run held out: give its file")
-    return found
+    return result
 
 
 def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
@@ -179,16 +179,15 @@ def _load(folder: pathlib.Path, which: Any, build: Any) -> tuple[Any, Any]:
 
     That of a run is exported for the moment, which checks the run.
     """
-    from dpfl_jax.training.export import export
+    from dpfl_jax.training.export import export, read_run
     from dpfl_jax.training.exported import load_exported
-    from dpfl_jax.training.trained import read_run
 
     if not (folder / "config.yaml").exists():
         return None, load_exported(folder, like=build)
     config = read_run(folder, which).config
     if config is not None and config.variant == "central" and config.model.is_transformer:
         raise BadInputError(
-            f"the run in {folder} trained a language model, which goes on with a prompt: "
+            f"the run in {folder} trained a language model, which continues a prompt: "
             f"dpfl sample {folder}"
         )
     with tempfile.TemporaryDirectory() as place:

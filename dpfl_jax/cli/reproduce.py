@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from dpfl_jax.cli import options
 from dpfl_jax.cli.bench import from_checkout
 from dpfl_jax.cli.options import Flag
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.run.console import Console
-from dpfl_jax.run.interrupt import at_once
+from dpfl_jax.run.interrupt import default_signal_handling
 
 DESCRIPTION = """\
 Reproduce a figure or a table of a paper: what it claims, what is measured, whether it holds, and
@@ -28,7 +28,7 @@ Reproductions are not part of the installed package: run this in a checkout of t
 
 `all` and PAPER/all run each figure in a process of its own, at reduced size unless --full is given,
 and say beforehand how long it should take. They write manifest.json (commit, versions, hardware,
-times, every number and verdict) beside the figures; the same command goes on after an interruption.
+times, every number and verdict) beside the figures; the same command resumes after an interruption.
 
 examples:
   dpfl reproduce list
@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     except OSError as error:
         raise BadInputError(f"the folder {out} cannot be made: {error.strerror}") from None
     _check(args, modules, many)
-    found = _all(args, modules, out, console) if many else _one(args, names[0], out, console)
-    _tally(console, found["tally"])
-    return found
+    result = _all(args, modules, out, console) if many else _one(args, names[0], out, console)
+    _tally(console, result["tally"])
+    return result
 
 
 def _one(args: argparse.Namespace, name: str, out: pathlib.Path, console: Console) -> Any:
@@ -103,7 +103,7 @@ def _one(args: argparse.Namespace, name: str, out: pathlib.Path, console: Consol
     start = time.perf_counter()
     folder = pathlib.Path(data) if data else None
     settings = registry.Settings(args.quick, out, console, folder, args.seeds, args.minutes)
-    with at_once():
+    with default_signal_handling():
         outcome = module.run(settings)
     result = outcome.to_json(name) | {"seconds": round(time.perf_counter() - start, 1)}
     _print(console, result)
@@ -129,14 +129,11 @@ def _all(
 
 
 def _check(args: argparse.Namespace, modules: dict[str, Any], many: bool) -> None:
-    if args.replication < 0:
-        raise BadInputError(f"--replication is {args.replication}, but it must be at least 0")
+    at_least("--replication", args.replication, 0)
     if args.jobs is not None and not many:
         raise BadInputError("--jobs is of `all` and PAPER/all: omit it")
-    if args.seeds is not None and args.seeds < 1:
-        raise BadInputError(f"--seeds is {args.seeds}, but it must be at least 1")
-    if args.minutes is not None and not args.minutes >= 0:
-        raise BadInputError(f"--minutes is {args.minutes}, but it must be at least 0")
+    at_least("--seeds", args.seeds, 1)
+    at_least("--minutes", args.minutes, 0)
     for option in ("seeds", "minutes"):
         heeded = any(option in getattr(m, "OPTIONS", ()) for m in modules.values())
         if getattr(args, option) is not None and not heeded:

@@ -11,7 +11,7 @@ from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, plain
 
 DESCRIPTION = """\
-Let a language model go on with a prompt: the model of a finished run, or a checkpoint in the
+Continue a prompt with a language model: that of a finished run, or a checkpoint in the
 Hugging Face layout (an exported one, or the one that fine-tuning started from).
 
 What is sampled is post-processing of the model: the guarantee of the run covers it.
@@ -82,20 +82,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _load(path: pathlib.Path, tokenizer: str | None) -> tuple[Any, Any, Any]:
-    """The model, its parameters and the tokeniser."""
     import jax
 
     from dpfl_jax.data import load_tokenizer
     from dpfl_jax.models import LanguageModel
     from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
+    from dpfl_jax.training.export import load_trained
     from dpfl_jax.training.exported import STRUCTURE, load_exported
-    from dpfl_jax.training.trained import load_trained
 
     if (path / STRUCTURE).exists():  # which has no tokeniser beside it
-        found = load_exported(path)
-        if not isinstance(found.model, LanguageModel):
+        result = load_exported(path)
+        if not isinstance(result.model, LanguageModel):
             raise BadInputError(f"{path} holds no language model")
-        return found.model, found.params, load_tokenizer(tokenizer or "bytes")
+        return result.model, result.params, load_tokenizer(tokenizer or "bytes")
     if not (path / "config.json").exists():
         trained = load_trained(path)
         named = load_tokenizer(tokenizer) if tokenizer else trained.tokenizer

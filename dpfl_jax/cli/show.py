@@ -14,8 +14,7 @@ from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.cli.train import in_short
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.run.console import Console
-from dpfl_jax.run.progress import draws
+from dpfl_jax.run.console import Console, draws
 
 _WIDE = 200  # off a terminal, where nothing says how wide it is: no table is cut
 
@@ -41,7 +40,7 @@ class Options(options.Options):
 
     Attributes:
       run: run directory.
-      full: all that the guarantee says, and how norms were had.
+      full: the whole guarantee, and how gradients were clipped.
       records: the table of records of a run with personal budgets (private).
       limit: records shown with --records.
     """
@@ -67,13 +66,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if (directory / "report.json").exists():
         report = _checked(directory)
         try:
-            told = render_markdown(report if args.full else _in_short(report))
+            text = render_markdown(report if args.full else _in_short(report))
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise BadInputError(f"{directory / 'report.json'} is damaged: {error!r}") from error
         if not args.full:
             short = "\n".join(f"- {as_text(line)}" for line in in_short(report))
-            told = told.replace(as_text(report["guarantee"]), f"{short}\n- all of it: --full")
-        console.print(Markdown(told, hyperlinks=False))
+            text = text.replace(
+                as_text(report["guarantee"]), f"{short}\n- the whole guarantee: --full"
+            )
+        console.print(Markdown(text, hyperlinks=False))
         return report
     if not (directory / "config.yaml").exists():
         raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     state = f"at step {last['step']}" if last else "before its first step"
     console.print(
         f"{directory}: unfinished, {state}; `dpfl train` with its configuration and "
-        f"--run-dir {shlex.quote(str(directory))} goes on"
+        f"--run-dir {shlex.quote(str(directory))} resumes it"
     )
     return {"status": "unfinished", "run_dir": str(directory), "last": last}
 
@@ -110,21 +111,16 @@ def _checked(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def _in_short(report: dict[str, Any]) -> dict[str, Any]:
-    """Without what only whoever looks into the mechanism asks for."""
-    from dpfl_jax.accounting import Guarantee
-
+    """Without how gradients were clipped, unless there is a warning."""
     warning = (report.get("clipping") or {}).get("warning")
-    clipping = {"summary": None, "warning": warning} if warning else None
-    summary = Guarantee.from_json(report["privacy"]).summary()
-    return report | {"summary": summary, "clipping": clipping}
+    return report | {"clipping": {"summary": None, "warning": warning} if warning else None}
 
 
 def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str, Any]:
-    """Prints the table of records; JSON has all rows."""
     from rich.table import Table
 
     from dpfl_jax.accounting.guarantee import rounded_up
-    from dpfl_jax.federation.personal.records import COLUMNS, read_records
+    from dpfl_jax.federation.personal import COLUMNS, read_records
     from dpfl_jax.run.directory import RECORDS
 
     summary, rows = read_records(directory)

@@ -20,9 +20,9 @@ where they are: what leaves the silo is what it has sampled, clipped and noised.
 hospitals.md says what each party must trust.
 
   init   makes the folder: a secret key, and silo.yaml to review and sign off
-  check  reads data, study, policy, log and ledger, and says what would be told and allowed
-  run    answers the server; a silo that was killed goes on by the same command
-  serve  the server: it holds no data; one that was killed goes on by the same command
+  check  reads data, study, policy, log and ledger, and says what would be sent and allowed
+  run    answers the server; a silo that was killed resumes by the same command
+  serve  the server: it holds no data; one that was killed resumes by the same command
 
 examples:
   dpfl silo init silos/bern --name bern --config study.yaml --data bern.csv
@@ -143,8 +143,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _init(args: argparse.Namespace) -> dict[str, Any]:
     import os
 
-    from dpfl_jax.flower.plan import study_of
-    from dpfl_jax.flower.silo import CONFIG, KEY, make_key, read_study
+    from dpfl_jax.flower.silo_folder import CONFIG, KEY, make_key
+    from dpfl_jax.flower.study import read_study, study_of
     from dpfl_jax.run.console import Console
     from dpfl_jax.run.directory import write_atomically
 
@@ -162,7 +162,7 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
 
     epsilon = max(privacy.epsilon) if isinstance(privacy.epsilon, tuple) else privacy.epsilon
     delta = privacy.delta if isinstance(privacy.delta, float) else 1e-5
-    told = {
+    values = {
         "name": args.name,
         "config": from_there(args.config),
         "data": from_there(args.data),
@@ -177,7 +177,7 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
         "mechanism": config.mechanism.kind,
     }
     # JSON is YAML: a path with a comma or a colon in it stays one string.
-    quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in told.items()}
+    quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
     text = _SILO.format(**quoted)
     write_atomically(folder / CONFIG, text)
     make_key(folder)
@@ -191,17 +191,17 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     from rich.table import Table
 
     from dpfl_jax.accounting.guarantee import rounded_up
-    from dpfl_jax.flower.server import digest_of
-    from dpfl_jax.flower.silo import Silo
+    from dpfl_jax.flower.silo import SiloClient
+    from dpfl_jax.flower.study import digest_of
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
-    silo = Silo(args.folder, console)
+    silo = SiloClient(args.folder, console)
     runs = {row["run"]: row for row in silo.log.rows if row["kind"] == "accepted"}
-    found = {
+    result = {
         "name": silo.name,
         "study": digest_of(silo.held.config),
-        "told": silo.held.facts,
+        "sent": silo.held.facts,
         "policy": silo.policy.model_dump(mode="json"),
         "runs": {
             name: {
@@ -217,17 +217,17 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     silo.close()
     table = Table(title=f"silo {silo.name}", title_justify="left", show_header=False)
     table.add_row("data", silo.held.description)
-    table.add_row("told to the server", ", ".join(f"{k} {v}" for k, v in silo.held.facts.items()))
-    table.add_row("study", f"{found['study']} (the same at all parties)")
-    table.add_row("policy", ", ".join(f"{k} {v}" for k, v in found["policy"].items()))
-    for name, row in found["runs"].items():
+    table.add_row("sent to the server", ", ".join(f"{k} {v}" for k, v in silo.held.facts.items()))
+    table.add_row("study", f"{result['study']} (the same at all parties)")
+    table.add_row("policy", ", ".join(f"{k} {v}" for k, v in result["policy"].items()))
+    for name, row in result["runs"].items():
         own, every = (rounded_up(row[name], 4) for name in ("epsilon", "ledger"))
         spent = f"epsilon {own} of this run, {every} of all by then"
         table.add_row(f"run {name}", f"{row['rounds']} rounds answered, {spent}")
-    for sentence in found["refused"]:
+    for sentence in result["refused"]:
         table.add_row("refused", sentence)
     console.print(table)
-    return found
+    return result
 
 
 def _flower() -> None:
@@ -245,9 +245,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
     _flower()
     from dpfl_jax.flower.node import run_node
-    from dpfl_jax.flower.silo import Silo
+    from dpfl_jax.flower.silo import SiloClient
 
-    silo = Silo(args.folder, Console(stderr=args.json))
+    silo = SiloClient(args.folder, Console(stderr=args.json))
     run_node(silo, args.insecure, args.finish)
     return {"name": silo.name, "finished": silo.log.find("finished")}
 

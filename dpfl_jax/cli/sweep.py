@@ -16,7 +16,7 @@ NO_GUARANTEE = (
 DESCRIPTION = """\
 Run one training per cell of a grid: compute budget, epsilon, group and cohort size, clip norm,
 learning rate, or any other key of the configuration. Every finished cell is kept, so that the same
-command goes on after an interruption; `--rank R --of N` takes every N-th cell, for array jobs that
+command resumes after an interruption; `--rank R --of N` takes every N-th cell, for array jobs that
 share the folder. At the end: table.parquet, table.jsonl, best.jsonl and sweep.png in the folder,
 made of whatever cells are finished (`--collect` only makes these).
 
@@ -85,7 +85,7 @@ class Options(Configured):
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs this process's cells, then tabulates all."""
     from dpfl_jax.accounting import LedgerError
-    from dpfl_jax.planning.sweep import draw
+    from dpfl_jax.planning.figures import draw_sweep
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
@@ -113,19 +113,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     fixed = [axis for axis in sweep.axes if axis not in sweep.tuned]
     if best:
         figure = sweep.directory / "sweep.png"
-        draw(best, fixed, figure)
+        draw_sweep(best, fixed, figure)
         files.append(figure)
     caveats = list(dict.fromkeys(text for row in best for text in row["caveats"]))
     _print(console, best, fixed, sweep, caveats)
     if refused is not None:
         raise refused
-    found = sweep.table()
+    result = sweep.table()
     return {
-        "status": "finished" if len(found) == len(cells) else "unfinished",
+        "status": "finished" if len(result) == len(cells) else "unfinished",
         "cells": len(cells),
         "ran": ran,
-        "results": len(found),
-        "infeasible": sum(row["status"] == "infeasible" for row in found),
+        "results": len(result),
+        "infeasible": sum(row["status"] == "infeasible" for row in result),
         "best": best,
         "guarantee": NO_GUARANTEE,
         "caveats": caveats,

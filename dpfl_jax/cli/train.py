@@ -12,8 +12,7 @@ from rich.panel import Panel
 
 from dpfl_jax.cli.options import Configured, Flag, overrides
 from dpfl_jax.errors import BadInputError, StoppedError
-from dpfl_jax.run.console import Console
-from dpfl_jax.run.progress import RunConsole
+from dpfl_jax.run.console import Console, RunConsole
 from dpfl_jax.task import EACH_ROW
 
 DESCRIPTION = """\
@@ -93,8 +92,8 @@ def train_or_price(
 
 
 def _chip_hours(flops: float) -> dict[str, float]:
-    """Of chips that many have, at the share of their peak that ``planning.bill`` assumes."""
-    from dpfl_jax.planning.bill import Chip
+    """Of chips that many have, at the share of their peak that ``planning.costs`` assumes."""
+    from dpfl_jax.planning.costs import Chip
 
     return {
         name: float(f"{Chip.named(name).bill(flops)['chip_hours']:.2g}")
@@ -107,10 +106,10 @@ def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None
     import jax
     from jax.experimental import multihost_utils
 
-    from dpfl_jax.run import pipeline, processes, programs
+    from dpfl_jax.run import pipeline, processes
 
     processes.start(config.processes)
-    programs.keep_programs()  # a run that goes on after a kill compiles nothing again
+    pipeline.keep_programs()  # a run resumed after a kill compiles nothing again
     how = f"--run-dir {shlex.quote(str(run_dir))}"
     with processes.synchronized_shutdown(how, config.processes):
         if not processes.is_primary():
@@ -132,7 +131,7 @@ def _check_finished(report: dict[str, Any]) -> None:
         # The report is written; the exit code still says that the run is not done.
         raise StoppedError(
             f"stopped after {report['steps']} {_steps(report)}; the same command with --run-dir "
-            f"{shlex.quote(report['run_dir'])} goes on from there"
+            f"{shlex.quote(report['run_dir'])} resumes from there"
         )
 
 
@@ -184,7 +183,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for name, text in report.get("samples", {}).items():
         console.print(Panel(Text(text), title=f"what it writes {name} training"))
     console.print(Panel("\n".join(in_short(report)), title="guarantee"))
-    console.print(f"all of it: dpfl show {report['run_dir']} --full", highlight=False)
+    console.print(f"the whole guarantee: dpfl show {report['run_dir']} --full", highlight=False)
     for line in (report.get("audit") or {}).get("summary", ()):
         console.print(f"audit of {line}", highlight=False, soft_wrap=True)
     for line in filter(None, (_in_one_line(report), _got_worse(report))):
@@ -195,28 +194,28 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     )
 
 
-def in_short(told: dict[str, Any]) -> list[str]:
+def in_short(report: dict[str, Any]) -> list[str]:
     """The guarantee of a report, or of a price, in six lines."""
     from dpfl_jax.accounting import Guarantee
 
-    guarantee, meaning = Guarantee.from_json(told["privacy"]), told.get("meaning")
+    guarantee, meaning = Guarantee.from_json(report["privacy"]), report.get("meaning")
     return guarantee.in_short(meaning[0].split(";")[0].rstrip(".") if meaning else "")
 
 
 def _in_one_line(report: dict[str, Any]) -> str:
-    """Losses before, with privacy and, if it was run beside, without; nothing if one is missing."""
+    """Losses before, with privacy and without; nothing if one of them is missing."""
     from dpfl_jax.accounting.guarantee import rounded_up
 
     losses = {name: value["loss"] for name, value in report["eval"].items()}
-    beside = report["outside_guarantee"].get("without_privacy")
-    if beside is None or losses.keys() != {"initial", "final"}:
+    baseline = report["outside_guarantee"].get("without_privacy")
+    if baseline is None or losses.keys() != {"initial", "final"}:
         return ""
     privacy = report["privacy"]
     unit = "row" if privacy.get("unit_key") == EACH_ROW else privacy["unit"]
     return (
         f"held-out loss {losses['initial']:.3f} before, {losses['final']:.3f} with privacy "
         f"(epsilon {rounded_up(privacy['epsilon'], 3)} for each {unit}), "
-        f"{beside[-1]['loss']:.3f} without (for comparison only)"
+        f"{baseline[-1]['loss']:.3f} without (for comparison only)"
     )
 
 
@@ -244,11 +243,11 @@ def _print_price(console: Console, price: dict[str, Any]) -> None:
         if key in ("privacy", "guarantee", "meaning", "status", "name"):
             continue
         if isinstance(value, dict):
-            value = ", ".join(f"{k} {v}" for k, v in value.items())
+            value = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in value.items())
         elif isinstance(value, float):
             value = f"{value:,.6g}" if abs(value) < 1e6 else f"{value:.4g}"
         elif isinstance(value, int):
             value = f"{value:,}"
-        table.add_row(key, str(value))
+        table.add_row(key.replace("_", " "), str(value))
     console.print(table)
     console.print(Panel("\n".join(in_short(price)), title="guarantee, if run as configured"))

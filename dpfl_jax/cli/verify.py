@@ -1,4 +1,4 @@
-"""``dpfl verify``: holds a guarantee.json to what it says."""
+"""``dpfl verify``: checks a guarantee.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
-Hold the guarantee of a run to what it says.
+Check that the guarantee of a run is what it says.
 
 A run writes guarantee.json: unit, adjacency, epsilon and delta, and beside them the mechanism, the
 public numbers of the data and the events that follow from them. This command
@@ -32,8 +32,8 @@ It needs nothing but the file, and nothing in the file is private. It cannot sho
 mechanism is what ran, nor that the data are as the assumptions say, nor who wrote it: digests tie
 files together, and sign nothing. What only the run knows (what makes a unit, what was taken as
 public, a public seed, an interruption) is printed apart, as the file could leave it out. A
-report.json and a report.md beside the file, if that or its folder is given, must state the same
-guarantee.
+report.json and a report.md in the same folder, if that folder or the former is given, must state
+the same guarantee.
 
 examples:
   dpfl verify runs/mine
@@ -45,11 +45,11 @@ in a sentence; 2 unreadable: no such file, no JSON, a version not known here; 1 
 """
 
 _SYSTEMS = {
-    "central": "dpfl_jax.mechanisms.central_statement",
+    "central": "dpfl_jax.training.central_statement",
     "selection": "dpfl_jax.planning.selection",
-    "federated": "dpfl_jax.federation.silo_statement",
-    "personal": "dpfl_jax.federation.silo_statement",
-    "isrl": "dpfl_jax.federation.silo_statement",
+    "federated": "dpfl_jax.federation.guarantee",
+    "personal": "dpfl_jax.federation.personal",
+    "isrl": "dpfl_jax.federation.isrl.privacy",
 }
 
 
@@ -73,17 +73,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         imported(args.mechanism, "--mechanism")
     given = pathlib.Path(args.file)
     folder = given if given.is_dir() else given.parent
-    beside = given.is_dir() or given.name == "report.json"
-    stated = statement.read(folder / statement.NAME if beside else given)
+    is_run = given.is_dir() or given.name == "report.json"
+    stated = statement.read(folder / statement.NAME if is_run else given)
     failures, own_caveats = statement.differences(stated, _restate)
     opinion = None
     if stated.privacy.private and not failures:
         opinion, doubt = statement.second_opinion(stated)
         failures += doubt
-    if beside and (folder / "report.json").exists():
+    if is_run and (folder / "report.json").exists():
         failures += _unlike_report(folder, stated)
     files = digests.Comparison([], [], [], [])
-    if beside and stated.digests is not None:
+    if is_run and stated.digests is not None:
         if known := stated.digests.exported:
             files = digests.compare_export(folder, known, statement.NAME)
         else:
@@ -120,14 +120,14 @@ def _unlike_report(folder: pathlib.Path, stated: Any) -> list[str]:
     def plain(text: str) -> str:  # without the escapes of Markdown
         return " ".join(text.replace("\\", "").split())
 
-    found = [sentence for sentence in [read_report(folder, stated)[1]] if sentence]
+    result = [sentence for sentence in [read_report(folder, stated)[1]] if sentence]
     file = folder / "report.md"
     if file.exists():
-        told = [plain(paragraph) for paragraph in read_text(file).split("\n\n")]
-        same = told[2:4] == ["## Guarantee", plain(stated.text)]
-        if not same or not told[1].startswith(f"**{plain(stated.privacy.summary())}"):
-            found.append(f"{file} states another guarantee than the file beside it")
-    return found
+        paragraphs = [plain(paragraph) for paragraph in read_text(file).split("\n\n")]
+        same = paragraphs[2:4] == ["## Guarantee", plain(stated.text)]
+        if not same or not paragraphs[1].startswith(f"**{plain(stated.privacy.summary())}"):
+            result.append(f"{file} states another guarantee than guarantee.json")
+    return result
 
 
 def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:

@@ -48,17 +48,17 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        """One line: how norms are computed, and of how many parameters."""
+        """One line: how gradients are clipped, and at what cost."""
         if self.strategy != "ghost":
             size = "" if self.microbatch_size is None else f", {self.microbatch_size} at a time"
-            return f"norms of all parameters from the gradient of each unit ({self.strategy}{size})"
+            return f"the gradient of each unit is formed and clipped ({self.strategy}{size})"
         copied = sum(r.method == COPIES for r in self.leaves)
         booked = f"{len(self.leaves) - copied} of {len(self.leaves)} parameters by book-keeping"
         if copied:
             booked += f", of {copied} from a copy for each unit"
         times = self.arithmetic
         cost = "" if times is None else f"; {times:.2f} times the arithmetic without privacy"
-        return f"norms of {booked}{cost}"
+        return f"ghost clipping: norms of {booked}{cost}"
 
     def fallback(self, units: int) -> str | None:
         """A warning if per-unit copies of parameters take much memory, else None.

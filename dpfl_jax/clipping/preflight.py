@@ -108,7 +108,8 @@ def self_check(
     places = None
     if remote := [x for x in jax.tree.leaves(params) if _is_remote(x)]:
         # With several processes, what the host compares must be replicated in each of them.
-        places = (NamedSharding(remote[0].sharding.mesh, PartitionSpec()), None)
+        everywhere = NamedSharding(remote[0].sharding.mesh, PartitionSpec())
+        places = (everywhere, None, everywhere)
         batch = jax.tree.map(np.asarray, batch)
     params = away_from_zero(params)
     problem, _ = gradient.problem(rebuild_arguments(params, batch), rng=rng, weight=weight)

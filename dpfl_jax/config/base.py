@@ -86,12 +86,12 @@ class MetricsSection(Section):
 
     def caveats(self) -> tuple[str, ...]:
         """What these settings mean for a guarantee."""
-        found = []
+        result = []
         if self.sinks and self.not_private:
-            found.append(
+            result.append(
                 f"{', '.join(self.sinks)} were sent, under `not_private/`, losses and timings that "
                 "are computed without noise: do not publish them"
             )
         if live := [name for name in self.sinks if name != "tensorboard"]:
-            found.append(f"{', '.join(live)} can tell how long steps took by when rows arrived")
-        return tuple(found)
+            result.append(f"{', '.join(live)} can tell how long steps took by when rows arrived")
+        return tuple(result)

@@ -231,25 +231,25 @@ def options(maker: Callable[..., Any]) -> dict[str, Option]:
         derived = {f.name for f in dataclasses.fields(maker) if f.metadata.get("derived")}
     else:
         derived = set()
-    found: dict[str, Option] = {}
+    result: dict[str, Option] = {}
     for name, parameter in inspect.signature(maker).parameters.items():
         if name in derived:
             continue
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:  # Unpack[a TypedDict without defaults]
             (more,) = typing.get_args(hints[name])
             for one, hint in typing.get_type_hints(more, include_extras=True).items():
-                found[one] = Option(hint, None, _kinds_of(hint))
+                result[one] = Option(hint, None, _kinds_of(hint))
             continue
-        found[name] = Option(hints[name], parameter.default, _kinds_of(hints[name]))
-    return found
+        result[name] = Option(hints[name], parameter.default, _kinds_of(hints[name]))
+    return result
 
 
 def _kinds_of(hint: Any) -> Kinds | None:
     """What a type, or one of a union's, is annotated with."""
-    found = [*getattr(hint, "__metadata__", ())]
-    for one in typing.get_args(hint) if not found else ():
-        found += getattr(one, "__metadata__", ())
-    return next((kinds for kinds in found if isinstance(kinds, Kinds)), None)
+    result = [*getattr(hint, "__metadata__", ())]
+    for one in typing.get_args(hint) if not result else ():
+        result += getattr(one, "__metadata__", ())
+    return next((kinds for kinds in result if isinstance(kinds, Kinds)), None)
 
 
 def _place(maker: Any, separator: str = ":") -> str:
@@ -322,11 +322,11 @@ class Composed(abc.ABC):
 
 def fields_of(*parts: Any) -> dict[str, Any]:
     """The fields of dataclasses, by name; None and other values have none."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for part in parts:
         if dataclasses.is_dataclass(part):
-            found |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    return found
+            result |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    return result
 
 
 def code_outside(composed: Composed, *more: Any) -> list[str]:
@@ -339,15 +339,15 @@ def code_outside(composed: Composed, *more: Any) -> list[str]:
       composed: whose parts.
       *more: parts of its parts.
     """
-    found = []
+    result = []
     for part in (*fields_of(composed).values(), *more):
         for cls in type(part).__mro__:
             if cls.__module__.split(".")[0] in ("dpfl_jax", "builtins", "abc", "typing"):
                 continue
             members = sorted(vars(cls).items())
             codes = [_code(getattr(m, "fget", getattr(m, "func", m))) for _, m in members]
-            found.append(hashlib.sha256(repr(codes).encode()).hexdigest())
-    return found
+            result.append(hashlib.sha256(repr(codes).encode()).hexdigest())
+    return result
 
 
 def _code(function: Any) -> Any:

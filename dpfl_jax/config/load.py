@@ -234,7 +234,7 @@ def write_config(path: pathlib.Path, config: BaseModel, reason: str) -> None:
         raise BadInputError(f"cannot write {path}: {error.strerror}") from error
 
 
-# A run that a budget refused goes on once it is raised.
+# A run that a budget refused resumes once it is raised.
 _NOT_COMPUTED = ("name", "execution", "processes", "metrics", "sweep", "privacy.budget")
 # Files that are known by their content may lie elsewhere.
 _MOVABLE = ("data.path", "data.public", "model.checkpoint", "pretrain.cache_dir")
@@ -279,25 +279,25 @@ def differing_key(mine: Any, theirs: Any, key: str = "") -> str | None:
 
 def with_moved(began: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration that a run began with, with files where they lie now."""
-    found = dict(began)
+    result = dict(began)
     for key in _MOVABLE:
         section, _, name = key.partition(".")
-        here, there = found.get(section), now.get(section)
+        here, there = result.get(section), now.get(section)
         if isinstance(here, Mapping) and isinstance(there, Mapping) and name in there:
-            found[section] = {**here, name: there[name]}
-    return found
+            result[section] = {**here, name: there[name]}
+    return result
 
 
 def _without(content: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """What is not a key of a section is null instead of gone."""
-    found = dict(content)
+    result = dict(content)
     for key in keys:
         section, _, name = key.partition(".")
         if not name:
-            found.pop(section, None)
-        elif isinstance(found.get(section), Mapping) and name in found[section]:
-            found[section] = {**found[section], name: None}
-    return found
+            result.pop(section, None)
+        elif isinstance(result.get(section), Mapping) and name in result[section]:
+            result[section] = {**result[section], name: None}
+    return result
 
 
 def _with_full_ledger(raw: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:

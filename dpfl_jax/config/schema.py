@@ -173,10 +173,10 @@ class ModelConfig(Section):
     @property
     def what(self) -> str:
         """The key that says which model, and its value."""
-        return "=".join(*self.told.items())
+        return "=".join(*self.identity.items())
 
     @property
-    def told(self) -> dict[str, str]:
+    def identity(self) -> dict[str, str]:
         """The same, as a report tells it."""
         return {"kind": self.kind} if self.module is None else {"module": self.module}
 
@@ -281,7 +281,7 @@ class FederationConfig(Section):
       silos_law: {m: probability} of the number of silos that answer in a round, instead of a fixed
         one.
       participation_prob: of each silo in each round, instead of a fixed number.
-      max_silos_per_subject: H; default all silos (1 if confined).
+      max_silos_per_subject: J; default all silos (1 if confined).
       local_optimizer: of the silos.
       local_state: reset at every round, or keep.
       server_optimizer: on minus the mean update; sgd with rate 1 is plain averaging.
@@ -455,7 +455,7 @@ class EvalConfig(Section):
         half of their examples and score the other half (Charles et al. 2024, Appendix G.2).
       baseline: at the end, also train without privacy, at the same compute, and show its held-out
         losses beside the private ones. The guarantee does not cover them.
-      prompt: what the language model goes on with, before and after training, in the report.
+      prompt: text that the language model continues, before and after training, in the report.
     """
 
     batch_size: int = Field(64, gt=0)
@@ -566,8 +566,8 @@ class RunConfig(Section):
         return variants.complete(raw) if named else raw
 
     @model_serializer(mode="wrap")
-    def _own_part(self, plain: Any) -> dict[str, Any]:
-        return variants.own_part(plain(self), self.variant)
+    def _keys_of_variant(self, plain: Any) -> dict[str, Any]:
+        return variants.keys_of_variant(plain(self), self.variant)
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:

@@ -156,10 +156,10 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key} is for {' and for '.join(_WORDS[one] for one in owners)}, but {named}: "
                 "remove it, or take another mechanism"
             )
-    found = {**raw}
+    result = {**raw}
     for key, known in VALUES.items():
         section, _, name = key.partition(".")
-        inside = found.get(section)
+        inside = result.get(section)
         value = inside.get(name) if isinstance(inside, Mapping) else None
         everywhere = [one for values in known.values() for one in values]
         if value in everywhere and value not in known[variant]:
@@ -175,10 +175,10 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
         defaults.pop("model.kind", None)
     for key, value in defaults.items():
         section, _, name = key.partition(".")
-        inside = found.get(section, {})
+        inside = result.get(section, {})
         if isinstance(inside, Mapping):
-            found[section] = {name: value, **inside}
-    return found
+            result[section] = {name: value, **inside}
+    return result
 
 
 def _as_mapping(section: Any) -> Any:
@@ -192,18 +192,18 @@ def _as_mapping(section: Any) -> Any:
     return section
 
 
-def own_part(raw: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
+def keys_of_variant(raw: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
     """The keys of a whole configuration that a variant takes."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for section, values in raw.items():
         if not takes(variant, section):
             continue
         if isinstance(values, Mapping):
             own = {name: v for name, v in values.items() if takes(variant, f"{section}.{name}")}
-            found[section] = own
+            result[section] = own
         else:
-            found[section] = values
-    return found
+            result[section] = values
+    return result
 
 
 def _keys(raw: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@
 
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
+from dpfl_jax.federation.engine import OptimizerServer, ServerRule
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
@@ -26,7 +27,6 @@ from dpfl_jax.federation.mechanisms import (
     user_ldp,
 )
 from dpfl_jax.federation.partition import assign_to_silos, cap_per_subject
-from dpfl_jax.federation.server import OptimizerServer, ServerRule
 
 __all__ = [
     "hi_grad_avg",

@@ -1,6 +1,6 @@
-"""What a federation costs a subject, and the noise that a target asks for.
+"""What a federation costs a subject, and the noise that a target epsilon needs.
 
-A subject's records may lie in H silos, and their losses compose (Marathe et al., "Subject Granular
+A subject's records may lie in J silos, and their losses compose (Marathe et al., "Subject Granular
 Differential Privacy in Federated Learning", Theorem 3.12: averaging hides nothing in the worst
 case). Who took part in a round is visible, so drawing silos amplifies nothing here.
 """
@@ -29,8 +29,8 @@ Mode = Literal["per_silo", "common"]
 # are priced one by one are always priced as they are.
 _MOST_KINDS = 64
 _GRID = 1.01
-# Noise beyond the smallest that is found for so many: a tenth of what the classes cost.
-_GRID_NOISE, _FEW = 5e-4, 16
+# Relative tolerance of the noise of so many silos: a tenth of what the classes cost.
+_GRID_NOISE, _SAMPLED = 5e-4, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Profile:
         return cls(
             plan,
             participation.sampling_prob_of(plan.facts),
-            participation.max_items_per_subject,
+            participation.max_records_per_subject,
             plan.sigma,
             plan.local_steps,
         )
@@ -59,20 +59,19 @@ class _Profile:
         return (self.sampling_prob, self.cap, self.sigma, self.steps)
 
     def event(self, rounds: int, subject: bool) -> Any:
-        """The silo's event in ``rounds`` rounds."""
-        own = self.plan.mechanism
-        participation = own.participation.at_sampling_prob(self.sampling_prob, self.cap)
+        mechanism = self.plan.mechanism
+        participation = mechanism.participation.at_sampling_prob(self.sampling_prob, self.cap)
         plan = dataclasses.replace(
             self.plan,
-            mechanism=dataclasses.replace(own, participation=participation),
+            mechanism=dataclasses.replace(mechanism, participation=participation),
             local_steps=self.steps,
-            noise_multiplier=self.sigma if own.private else None,
+            noise_multiplier=self.sigma if mechanism.private else None,
         )
         return plan.event(rounds, "subject" if subject else None)
 
 
-def _together(profiles: Sequence[_Profile], rounds: int, subject: bool) -> Any:
-    """The event of all these silos; those that are alike have one, made once."""
+def _joint_event(profiles: Sequence[_Profile], rounds: int, subject: bool) -> Any:
+    """The event of all these silos; equal ones share theirs."""
     kinds = {p.key: p for p in profiles}
     made = {key: p.event(rounds, subject) for key, p in kinds.items()}
     return events.horizontal([made[p.key] for p in profiles])
@@ -118,14 +117,6 @@ def _envelope(profiles: Sequence[_Profile]) -> _Profile:
     )
 
 
-def _check_settings(federation: Federation) -> None:
-    """Personal rates are accounted by a setting of their own: it must be what runs."""
-    for i in federation.participants.tolist():
-        plan = federation.silos[i]
-        run = (plan.local_steps, federation.participation, plan.sigma)
-        plan.mechanism.participation.check_run(*run)
-
-
 def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> list[list[Any]]:
     """Events that bound what the run does to one unit.
 
@@ -139,7 +130,9 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     profiles = [_Profile.of(federation.silos[i]) for i in federation.participants.tolist()]
     if not profiles:
         raise BadInputError("no silo holds any record, so there is nothing to account for")
-    _check_settings(federation)
+    for plan in (profile.plan for profile in profiles):  # personal rates: of the setting that runs
+        run = (plan.local_steps, federation.participation, plan.sigma)
+        plan.mechanism.participation.check_run(*run)
     one_silo = federation.mechanism.privacy_unit == "record" and not subject
     reach = 1 if one_silo else federation.max_silos_per_subject
     # proof: silos-1
@@ -149,15 +142,15 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
         return [[p.event(rounds, subject) for p in kinds.values()]]
     profiles = _coarse(profiles)
     # proof: silos-2
-    together = min(reach, federation.silos_per_round)
-    everything = _together(profiles, rounds, subject)
-    if together >= len(profiles):
+    count = min(reach, federation.silos_per_round)
+    everything = _joint_event(profiles, rounds, subject)
+    if count >= len(profiles):
         return [[everything]]
     order = sorted(profiles, key=lambda p: (-p.sampling_prob, p.sigma, -p.cap, -p.steps))
     if _is_chain(order):
-        return [[_together(order[:together], rounds, subject)]]
+        return [[_joint_event(order[:count], rounds, subject)]]
     worst = _envelope(order).event(rounds, subject)
-    return [[events.horizontal([worst] * together)], [everything]]
+    return [[events.horizontal([worst] * count)], [everything]]
 
 
 def dominating_event(federation: Federation, delta: float, subject: bool = False) -> Any:
@@ -174,9 +167,9 @@ def dominating_event(federation: Federation, delta: float, subject: bool = False
     if not mechanism.private:
         return dp_accounting.NonPrivateDpEvent()
     cases = worst_cases(federation, federation.rounds, subject)
-    alone = [case[0] for case in cases if len(case) == 1]
-    if alone:
-        return min(alone, key=lambda event: accounting.epsilon(event, delta))
+    single = [case[0] for case in cases if len(case) == 1]
+    if single:
+        return min(single, key=lambda event: accounting.epsilon(event, delta))
     members = federation.participants.tolist()
     worst = _envelope([_Profile.of(federation.silos[i]) for i in members])
     return worst.event(federation.rounds, subject)
@@ -212,15 +205,15 @@ def federated_epsilon(
 
 
 def subject_epsilon(federation: Federation, delta: float, rounds: int | None = None) -> float:
-    """``federated_epsilon`` of a subject; ``inf``, too, where no accountant will compute it."""
+    """``federated_epsilon`` of a subject; also ``inf`` where there is too little noise for one."""
     try:
         return federated_epsilon(federation, delta, rounds, subject=True)
-    except BadInputError:  # too little noise for any accountant
+    except BadInputError:
         return math.inf
 
 
 def silo_epsilons(federation: Federation, delta: float) -> list[float]:
-    """Epsilon of one unit in each silo alone: 0 where it takes no part, inf where there is none."""
+    """Epsilon of one unit in each silo alone: 0 where a silo takes no part, inf without privacy."""
     members = set(federation.participants.tolist())
     known: dict[Any, float] = {}
     out = []
@@ -244,14 +237,14 @@ def calibrate_federation(
     """Sets the noise of all silos so that no unit's epsilon exceeds the target.
 
     ``"per_silo"``: each silo is calibrated as if all silos of a subject were like it, which
-    makes all spend alike; then all are raised by one factor until the composition of what they
+    makes all spend the same; then all are raised by one factor until the composition of what they
     really do meets the target (for privacy-loss distributions the first step is not enough).
     ``"common"``: one noise multiplier for all.
 
     Args:
       federation: noise multipliers are replaced.
       epsilon: target, > 0.
-      delta: target.
+      delta: in (0, 1).
       mode: default per_silo where every silo of the federation may hold a subject, or only one.
 
     Raises:
@@ -271,26 +264,26 @@ def calibrate_federation(
     members = federation.participants.tolist()
     record = federation.mechanism.privacy_unit == "record"
     reach = 1 if record else min(federation.max_silos_per_subject, len(members))
-    together = min(reach, federation.silos_per_round)
+    count = min(reach, federation.silos_per_round)
     if mode is None:
-        mode = "per_silo" if reach == 1 or together >= len(members) else "common"
+        mode = "per_silo" if reach == 1 or count >= len(members) else "common"
     if mode == "common":
 
         def with_noise(x: float) -> Federation:
             return federation.with_noise([x] * len(federation.silos))
 
     else:
-        sigmas = _each_alone(federation, together, epsilon, delta)
+        sigmas = _noise_per_silo(federation, count, epsilon, delta)
 
         def with_noise(x: float) -> Federation:
             return federation.with_noise([x * sigma for sigma in sigmas])
 
-        alone = with_noise(1.0)
-        if together == 1 and federated_epsilon(alone, delta) <= epsilon:
-            return alone
+        made = with_noise(1.0)
+        if count == 1 and federated_epsilon(made, delta) <= epsilon:
+            return made
     near = 1.0 if mode == "per_silo" else None
     made = with_noise(_calibrated(with_noise, epsilon, delta, near))
-    # What is stated is what was asked for, whatever the searches above did.
+    # The target holds, whatever the searches above did.
     assert federated_epsilon(made, delta) <= epsilon
     return made
 
@@ -312,11 +305,12 @@ def _calibrated(
     if near is not None and len({_Profile.of(plan).key for plan in make(1.0).silos}) > _MOST_KINDS:
         tolerance = _GRID_NOISE
 
-        def few(x: float) -> Any:
-            return _few(make(x))
-
         near = accounting.calibrate_noise_multiplier(
-            few, epsilon, delta, relative_tolerance=0.1 * tolerance, near=near
+            lambda x: _sampled_event(make(x)),
+            epsilon,
+            delta,
+            relative_tolerance=0.1 * tolerance,
+            near=near,
         )
         near *= 1.0 + 0.4 * tolerance  # most often the first guess will do
 
@@ -329,11 +323,11 @@ def _calibrated(
             def event(sigma: float, worst: int = worst) -> Any:
                 return case(sigma, number)[worst]
 
-            found = accounting.calibrate_noise_multiplier(
+            sigma = accounting.calibrate_noise_multiplier(
                 event, epsilon, delta, relative_tolerance=tolerance, near=near
             )
             # Never back: rounding can make a cost rise by a hair with the noise.
-            x = max(found, x * (1.0 + 1e-6))
+            x = max(sigma, x * (1.0 + 1e-6))
             costs = [accounting.epsilon(event, delta) for event in case(x, number)]
             if max(costs) <= epsilon:
                 return x
@@ -341,14 +335,14 @@ def _calibrated(
     return min(needed(i) for i in range(len(worst_cases(make(1.0), make(1.0).rounds))))
 
 
-def _few(federation: Federation) -> Any:
-    """About what all silos cost together: each of some stands for those beside it. NO BOUND."""
+def _sampled_event(federation: Federation) -> Any:
+    """About what all silos cost together, by a sample of them: a guess, and NO BOUND."""
     members = federation.participants.tolist()
     profiles = sorted(
         _coarse([_Profile.of(federation.silos[i]) for i in members]),
         key=lambda p: (p.cap, p.steps, p.sampling_prob),
     )
-    ends = [round(i * len(profiles) / _FEW) for i in range(_FEW + 1)]
+    ends = [round(i * len(profiles) / _SAMPLED) for i in range(_SAMPLED + 1)]
     return events.horizontal(
         [
             dp_accounting.SelfComposedDpEvent(
@@ -359,8 +353,10 @@ def _few(federation: Federation) -> Any:
     )
 
 
-def _each_alone(federation: Federation, copies: int, epsilon: float, delta: float) -> list[float]:
-    """Noise of each silo if ``copies`` of it were all that holds a subject: certified for one."""
+def _noise_per_silo(
+    federation: Federation, copies: int, epsilon: float, delta: float
+) -> list[float]:
+    """Noise of each silo if a subject were in ``copies`` silos like it: certified for one copy."""
     members = set(federation.participants.tolist())
     start = federation.with_noise([1.0] * len(federation.silos))
     profiles = _coarse([_Profile.of(start.silos[i]) for i in sorted(members)])
@@ -373,18 +369,18 @@ def _each_alone(federation: Federation, copies: int, epsilon: float, delta: floa
     for profile in sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.sampling_prob)):
 
         def event(sigma: float, profile: _Profile = profile) -> Any:
-            one = dataclasses.replace(profile, sigma=sigma).event(federation.rounds, False)
-            return one if copies == 1 else dp_accounting.SelfComposedDpEvent(one, copies)
+            event = dataclasses.replace(profile, sigma=sigma).event(federation.rounds, False)
+            return event if copies == 1 else dp_accounting.SelfComposedDpEvent(event, copies)
 
         before = solved.setdefault((profile.cap, profile.steps), [])
         near = noise_ahead(before, profile.sampling_prob)
         if copies > 1:
-            found = noise_near(event, epsilon, delta, near=near)
+            sigma = noise_near(event, epsilon, delta, near=near)
         else:
-            found = accounting.calibrate_noise_multiplier(
+            sigma = accounting.calibrate_noise_multiplier(
                 event, epsilon, delta, relative_tolerance=tolerance, near=near
             )
-        known[profile.key] = found
-        before.append((profile.sampling_prob, found))
+        known[profile.key] = sigma
+        before.append((profile.sampling_prob, sigma))
     largest = max(known.values())
     return [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]

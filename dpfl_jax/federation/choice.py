@@ -25,12 +25,12 @@ from dpfl_jax.federation.mechanisms import (
 from dpfl_jax.federation.mechanisms.presets import PRESETS
 
 Preset = Callable[..., SiloMechanism]
-_PACES = (0.25, 0.5, 2.0, 4.0)  # steps, times what is configured
+_STEP_FACTORS = (0.25, 0.5, 2.0, 4.0)  # steps, times what is configured
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """One way to spend the gradients.
+class FederatedOption:
+    """One way to spend the gradients of a federated run.
 
     Attributes:
       kind: of the mechanism.
@@ -60,17 +60,17 @@ class Choice:
         return {name: getattr(self, name) for name in names}
 
 
-def choices(prepared: FederatedRun) -> Iterator[Choice]:
-    """Every mechanism for people at every cap that some noise makes private, at its own steps.
+def federated_options(prepared: FederatedRun) -> Iterator[FederatedOption]:
+    """Every mechanism for people at every cap that some noise makes private, at configured steps.
 
     Args:
-      prepared: of the configuration, on its data. Caps are at most its own.
+      prepared: of the configuration, on its data. Caps are at most the configured one.
 
     Raises:
-      BadInputError: the configuration has no target, or records with budgets of their own.
+      BadInputError: the configuration has no target, or personal budgets.
     """
     config = prepared.config
-    cap = config.mechanism.participation.max_items_per_subject
+    cap = config.mechanism.participation.max_records_per_subject
     if config.privacy.epsilon is None:
         raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
     if config.mechanism.participation.personal:
@@ -78,29 +78,31 @@ def choices(prepared: FederatedRun) -> Iterator[Choice]:
             "mechanism.kind is rpdp, whose records have budgets of their own: mechanisms for "
             "people are compared, so name one of them"
         )
-    yield from _found(prepared, user_ldp, cap, 1.0)  # hides all records of a step, whatever the cap
+    yield from _options(
+        prepared, user_ldp, cap, 1.0
+    )  # hides all records of a step, whatever the cap
     for kind in (local_group, hi_grad_avg, subject_uls):
         for most in sorted({c for c in (1, cap // 4, cap // 2, cap) if c > 0}):
-            yield from _found(prepared, kind, most, 1.0)
+            yield from _options(prepared, kind, most, 1.0)
 
 
-def other_steps(prepared: FederatedRun, choice: Choice) -> Iterator[Choice]:
+def other_steps(prepared: FederatedRun, choice: FederatedOption) -> Iterator[FederatedOption]:
     """The same with a quarter to four times the rounds, and as many times smaller batches."""
-    for pace in _PACES:
-        yield from _found(prepared, PRESETS[choice.kind], choice.cap, pace)
+    for factor in _STEP_FACTORS:
+        yield from _options(prepared, PRESETS[choice.kind], choice.cap, factor)
 
 
-def by_reach(prepared: FederatedRun, choice: Choice) -> dict[int, float]:
+def by_reach(prepared: FederatedRun, choice: FederatedOption) -> dict[int, float]:
     """Noise over signal of a choice if people were in at most so many silos: 1, 2, 4, ..."""
     facts = _facts(prepared, PRESETS[choice.kind], choice.cap)
     most = prepared.federation.max_silos_per_subject
-    found = {}
+    ratios = {}
     for reach in sorted({*(2**k for k in range(most.bit_length())), most}):
         section = choice.config.federation.model_copy(update={"max_silos_per_subject": reach})
         config = choice.config.model_copy(update={"federation": section})
         federation, _ = with_calibrated_noise(config, facts)
-        found[reach] = federation.balance(prepared.num_params).ratio
-    return found
+        ratios[reach] = federation.balance(prepared.num_params).ratio
+    return ratios
 
 
 def _facts(prepared: FederatedRun, kind: Preset, cap: int) -> list[SiloFacts]:
@@ -111,18 +113,19 @@ def _facts(prepared: FederatedRun, kind: Preset, cap: int) -> list[SiloFacts]:
     return [SiloFacts(int(each.clip(max=cap).sum()), len(each)) for each in counts]
 
 
-def _found(prepared: FederatedRun, kind: Preset, cap: int, pace: float) -> Iterator[Choice]:
-    """One choice, or none."""
+def _options(
+    prepared: FederatedRun, kind: Preset, cap: int, factor: float
+) -> Iterator[FederatedOption]:
     config, old = prepared.config, prepared.config.mechanism
     facts = _facts(prepared, kind, cap)
-    step = sum(old.participation.expected_records(plan.facts) for plan in prepared.federation.silos)
-    batch = step / len(facts) / pace
-    rounds = round(config.federation.rounds * pace)
+    records = [old.participation.expected_records(p.facts) for p in prepared.federation.silos]
+    batch = sum(records) / len(facts) / factor
+    rounds = round(config.federation.rounds * factor)
     if rounds < 1 or batch < 1 or batch > max(known.num_records for known in facts):
         return
     values = {"batch_size": batch, "clip_norm": old.clip_norm, "arithmetic": old.noise.arithmetic}
-    values["max_items_per_subject"] = old.participation.max_items_per_subject
-    values["group_size" if kind is subject_uls else "max_items_per_subject"] = cap
+    values["max_records_per_subject"] = old.participation.max_records_per_subject
+    values["group_size" if kind is subject_uls else "max_records_per_subject"] = cap
     new = config.model_copy(
         update={
             "mechanism": kind(**values),
@@ -136,7 +139,7 @@ def _found(prepared: FederatedRun, kind: Preset, cap: int, pace: float) -> Itera
         return
     members = federation.participants.tolist()
     whole = sum(silo.num_records for silo in prepared.data.silos)
-    yield Choice(
+    yield FederatedOption(
         kind.__name__,
         cap,
         rounds,

@@ -1,7 +1,7 @@
 """A federation's data: records sorted by silo, and within a silo by subject.
 
-Positions count records in that order. A silo knows the subject of each of its own records and
-nothing of other silos: no identity is resolved across silos.
+Positions count records in that order. A silo knows the subject of each of its records and nothing
+about other silos: no identity is resolved across silos.
 """
 
 from __future__ import annotations
@@ -18,15 +18,8 @@ from dpfl_jax.data.store import fingerprint_of
 from dpfl_jax.errors import BadInputError
 
 
-class Records(Protocol):
-    """Random access to records.
-
-    Examples:
-      >>> import numpy as np
-      >>> from dpfl_jax.federation import ArrayRecords
-      >>> ArrayRecords({"x": np.arange(5)}).read(np.array([3]))["x"].tolist()
-      [3]
-    """
+class RecordSource(Protocol):
+    """Random access to records."""
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the records at ``positions`` [m] as arrays [m, ...]."""
@@ -39,8 +32,8 @@ class Silo:
     Attributes:
       index: its number in the federation.
       first: position of its first record.
-      subject_offsets: int64 [num_subjects + 1]; its s-th subject owns the local records
-        offsets[s]:offsets[s+1].
+      subject_offsets: int64 [num_subjects + 1]; the records of its s-th subject are the local
+        ones offsets[s]:offsets[s+1].
       rates: of ``FederatedData``, of the silo's records in order.
       stay: likewise.
     """
@@ -53,12 +46,12 @@ class Silo:
 
     @property
     def num_records(self) -> int:
-        """Number of records."""
+        """Records of all its subjects."""
         return int(self.subject_offsets[-1])
 
     @property
     def num_subjects(self) -> int:
-        """Number of subjects with a record here."""
+        """Subjects with a record here."""
         return len(self.subject_offsets) - 1
 
     @functools.cached_property
@@ -67,7 +60,7 @@ class Silo:
         return np.repeat(np.arange(self.num_subjects), np.diff(self.subject_offsets))
 
     def at_round(self, round_index: int) -> Silo:
-        """The silo in a round: records that have left have the rate 0, and are drawn no more."""
+        """The silo in a round: records that have left have rate 0, and are not drawn any more."""
         if self.stay is None or self.rates is None or not (self.stay <= round_index).any():
             return self
         # proof: rpdp-leaving-1
@@ -84,8 +77,8 @@ class FederatedData:
       subjects: int64 [num_records], subject of each position, numbered over the federation.
       silo_offsets: int64 [num_silos + 1]; silo i owns positions offsets[i]:offsets[i+1].
       num_subjects: subjects in the federation, before caps.
-      rates: float64 [num_records], q_j of every position, where records have sampling rates of
-        their own (rPDP). Secret: each silo's own.
+      rates: float64 [num_records], q_j of every position, where each record has its sampling rate
+        (rPDP). A secret of each silo.
       stay: int64 [num_records], rounds after which each record leaves; None: all stay. Secret.
 
     Examples:
@@ -98,7 +91,7 @@ class FederatedData:
       [2, 2]
     """
 
-    records: Records
+    records: RecordSource
     order: np.ndarray
     subjects: np.ndarray
     silo_offsets: np.ndarray
@@ -134,7 +127,7 @@ class FederatedData:
     @classmethod
     def from_assignment(
         cls,
-        records: Records,
+        records: RecordSource,
         subjects: np.ndarray,
         silos: np.ndarray,
         num_silos: int,
@@ -179,12 +172,12 @@ class FederatedData:
 
     @property
     def num_records(self) -> int:
-        """Number of records in all silos."""
+        """Records in all silos, after caps."""
         return int(self.silo_offsets[-1])
 
     @functools.cached_property
     def silos(self) -> tuple[Silo, ...]:
-        """All silos, in order."""
+        """All silos, empty ones included."""
         return tuple(self._silo(i) for i in range(self.num_silos))
 
     def _silo(self, index: int) -> Silo:
@@ -192,8 +185,8 @@ class FederatedData:
         mine = self.subjects[first:stop]
         starts = np.flatnonzero(np.diff(mine, prepend=-1))
         offsets = np.concatenate([starts, [len(mine)]]).astype(np.int64)
-        own = [None if x is None else x[first:stop] for x in (self.rates, self.stay)]
-        return Silo(index, first, offsets, *own)
+        secrets = [None if x is None else x[first:stop] for x in (self.rates, self.stay)]
+        return Silo(index, first, offsets, *secrets)
 
     def with_rates(self, rates: np.ndarray, stay: np.ndarray | None = None) -> FederatedData:
         """A copy whose records have these rates and stays."""
@@ -213,8 +206,8 @@ class FederatedData:
         digest = hashlib.sha256(fingerprint_of(self.records, most).encode())
         for array in (self.order, self.subjects, self.silo_offsets):
             digest.update(np.ascontiguousarray(array, np.int64).tobytes())
-        for own in (self.rates, self.stay):
-            digest.update(b"" if own is None else np.ascontiguousarray(own).tobytes())
+        for secret in (self.rates, self.stay):
+            digest.update(b"" if secret is None else np.ascontiguousarray(secret).tobytes())
         return digest.hexdigest()
 
     def largest_counts(self) -> np.ndarray:
@@ -233,11 +226,8 @@ class FederatedData:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ArrayRecords:
-    """Records held in memory.
-
-    Attributes:
-      arrays: arrays with a common leading axis.
+class ArrayRecords(RecordSource):
+    """Records held in memory, as ``arrays`` with a common leading axis.
 
     Examples:
       >>> import numpy as np
@@ -249,5 +239,4 @@ class ArrayRecords:
     arrays: Mapping[str, np.ndarray]
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the records at ``positions``."""
         return {name: array[positions] for name, array in self.arrays.items()}

@@ -1,21 +1,23 @@
-"""The compiled round: silos are an array axis.
+"""A round of a federation: the silos' compiled local steps, and the server's rule.
 
     release(broadcast, opt_states, chunk) -> Released, opt_states, Diagnostics
 
-A chunk holds some silos [silos, ...]: split over devices by ``shard_map``, taken ``width`` at a
-time by ``vmap`` within a device, one group after the other by ``scan``. Sizes, noise, clip norms,
-divisors and numbers of steps are arrays: silos that differ in them share one program.
+Silos are an array axis. A chunk holds some of them [silos, ...]: split over devices by
+``shard_map``, taken ``width`` at a time by ``vmap`` within a device, one group after the other by
+``scan``. Sizes, noise, clip norms, divisors and numbers of steps are arrays: silos that differ in
+them share one program.
 
 Noise is added inside the silo at every local step, before its optimiser sees anything. What leaves
 a silo is ``Released``, made of its parameters after the last noised step; ``Diagnostics`` is made
-from private data without noise, and the server's rule is never given it.
+from private data without noise, and the server's rule is never given it. A server rule sees the
+average of noised updates alone: it is post-processing, and costs no privacy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +133,7 @@ def make_release(
       width: silos of a device that are vmapped; the others follow one after the other. 1 is the
         fastest on a CPU, where XLA has no good convolutions with a batch of kernels.
       keep_state: whether a silo's optimiser state lives on between its rounds. If not,
-        ``opt_states`` is None and every round starts afresh.
+        ``opt_states`` is None and every round starts with a new state.
       **options: of ``SiloMechanism.clipped_grad``.
 
     The chunk's number of silos must be a multiple of devices times width; opt_states has a leading
@@ -166,7 +168,7 @@ def make_release(
         finite = jnp.array(True)
         for leaf in jax.tree.leaves(update):
             finite &= jnp.isfinite(leaf).all()
-        if keep_state:  # a silo that diverged starts afresh
+        if keep_state:  # of a silo that diverged the state is reset
             fresh = optimizer.init(start)
             new_state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new_state, fresh)
         return update, new_state, jax.tree.map(lambda x: x.sum(), stats), finite
@@ -180,9 +182,9 @@ def make_release(
         # One number for the group, so that the loop over microbatches is not a batched one.
         rows = chunk.microbatches.max(axis=0)
         if width == 1:
-            alone = jax.tree.map(lambda a: a[0], (states, chunk))
-            found = one_silo(start, alone[0], alone[1], rows)
-            update, states, stats, finite = jax.tree.map(lambda a: a[None], found)
+            state, silo = jax.tree.map(lambda a: a[0], (states, chunk))
+            out = one_silo(start, state, silo, rows)
+            update, states, stats, finite = jax.tree.map(lambda a: a[None], out)
         else:
             update, states, stats, finite = many(start, states, chunk, rows)
         weight = jnp.where(finite, chunk.weight, 0.0)
@@ -244,3 +246,75 @@ def mean_update(released: Released) -> PyTree:
 
 def _stacked(tree: PyTree, width: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *jnp.shape(x))), tree)
+
+
+class ServerRule(Protocol):
+    """Pure functions of the server's state (a pytree).
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.federation import OptimizerServer, ServerRule
+      >>> rule: ServerRule = OptimizerServer()
+      >>> print(rule.broadcast(rule.init({"w": jnp.ones(1)}))["w"])
+      [1.]
+    """
+
+    def init(self, params: PyTree) -> PyTree:
+        """The state before the first round."""
+
+    def broadcast(self, state: PyTree) -> PyTree:
+        """The parameters that the silos start a round from."""
+
+    def apply(self, state: PyTree, update: PyTree, round_index: jax.Array) -> PyTree:
+        """The state after a round.
+
+        Args:
+          state: before the round.
+          update: weighted mean of what the silos released (end minus start of their parameters),
+            float32; zero if no silo's update was usable.
+          round_index: int32 scalar, from 0.
+        """
+
+    def model(self, state: PyTree) -> PyTree:
+        """The parameters that are evaluated and published."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerServer(ServerRule):
+    """Any Optax optimiser, on minus the mean update (Reddi et al. 2021, "FedOpt").
+
+    With ``optax.sgd(1.0)``, the default, this is the average of the silos' parameters.
+
+    Attributes:
+      optimizer: of the server.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from dpfl_jax.federation import OptimizerServer
+      >>> server = OptimizerServer(optax.sgd(1.0))
+      >>> state = server.init({"w": jnp.zeros(1)})
+      >>> state = server.apply(state, {"w": jnp.array([0.5])}, jnp.int32(0))
+      >>> print(server.model(state)["w"])
+      [0.5]
+    """
+
+    optimizer: optax.GradientTransformation = dataclasses.field(
+        default_factory=lambda: optax.sgd(1.0)
+    )
+
+    def init(self, params: PyTree) -> PyTree:
+        return {"params": params, "opt_state": self.optimizer.init(params)}
+
+    def broadcast(self, state: PyTree) -> PyTree:
+        return state["params"]
+
+    def apply(self, state: PyTree, update: PyTree, round_index: jax.Array) -> PyTree:
+        del round_index
+        params = state["params"]
+        gradient = jax.tree.map(lambda u, p: (-u).astype(jnp.asarray(p).dtype), update, params)
+        updates, opt_state = self.optimizer.update(gradient, state["opt_state"], params)
+        return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
+
+    def model(self, state: PyTree) -> PyTree:
+        return state["params"]

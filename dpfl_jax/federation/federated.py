@@ -1,4 +1,4 @@
-"""``run_rounds``: rounds over silos, as an algorithm that the one driver runs."""
+"""``run_rounds``: rounds over silos, as an algorithm for ``run.driver``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ from dpfl_jax.data.example_keys import key_argument, keyed, with_any_key
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, worst_cases
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.engine import Chunk, Released, make_release, mean_update
+from dpfl_jax.federation.engine import (
+    Chunk,
+    OptimizerServer,
+    Released,
+    ServerRule,
+    make_release,
+    mean_update,
+)
 from dpfl_jax.federation.federation import Federation
-from dpfl_jax.federation.rounds import Piece, RoundBuilder
-from dpfl_jax.federation.server import OptimizerServer, ServerRule
-from dpfl_jax.mechanisms.sum_check import Sum, only, unmixed
+from dpfl_jax.federation.rounds import PlacedChunk, RoundBuilder
+from dpfl_jax.mechanisms.plan.sum_check import HostSum, only, unmixed
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
@@ -45,7 +51,7 @@ from dpfl_jax.run.terms import (
 PyTree = Any
 
 
-class Federated(Algorithm):
+class FederatedAlgorithm(Algorithm):
     """Rounds of a federation whose noise is set, silos over the devices of any number of hosts."""
 
     word = "rounds"
@@ -118,7 +124,7 @@ class Federated(Algorithm):
         )
 
     def init(self) -> TrainState:
-        """The server's state and, where silos keep theirs, all of those [silos, ...]."""
+        """The server's state and, where silos keep theirs, the optimiser states [silos, ...]."""
         everywhere = replicated(self.mesh)
         server = jax.jit(self.server.init, out_shardings=everywhere)(self.start)
         kept = {}
@@ -132,7 +138,7 @@ class Federated(Algorithm):
         return self.packed({"server": server} | kept, 0)
 
     def packed(self, state: dict[str, PyTree], done: int) -> TrainState:
-        """As the driver keeps it."""
+        """The state of a run after ``done`` rounds."""
         step = place(np.int32(done), replicated(self.mesh))
         return TrainState(self.server.model(state["server"]), state, step)
 
@@ -140,15 +146,14 @@ class Federated(Algorithm):
         return state.params
 
     def row(self, stats: tuple[Released | None, StepStats]) -> dict[str, Any]:
-        released, found = stats
+        released, step_stats = stats
         return {
             "silos": 0 if released is None else int(released.silos),
             "dropped_silos": 0 if released is None else int(released.dropped),
-            "outside_guarantee": found.row(self.private),
+            "outside_guarantee": step_stats.row(self.private),
         }
 
     def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
-        """Epsilon of one unit over the whole federation, after so many rounds."""
         if not (self.show_spent and self.private):
             return [math.inf] * len(counts)
         curves = [
@@ -172,7 +177,7 @@ class FederatedSteps(Steps):
 
     def __init__(
         self,
-        run: Federated,
+        run: FederatedAlgorithm,
         key: RootKey,
         start: int,
         builder: Callable[..., RoundBuilder] = RoundBuilder,
@@ -210,57 +215,59 @@ class FederatedSteps(Steps):
         }
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
-        """Looks whether units mix, and compares the strategy's norms with plain ones."""
-        found = self._first_work()
-        if found is None:
+        """Checks that units do not mix, and the strategy's norms against plain ones."""
+        first = self._first_work()
+        if first is None:
             return
-        piece, units, weight = found
+        chunk, units, weight = first
         params = self.run.server.broadcast(state.opt_state["server"])
         say("that silos' units do not mix (it is compiled for this)")
-        _check_unmixed(self.release, params, self._kept(state.opt_state, piece), piece.chunk)
+        _check_unmixed(self.release, params, self._kept(state.opt_state, chunk), chunk.chunk)
         if self.run.execution.strategy not in ("vmap", "scan"):
             mechanism = self.run.federation.mechanism
-            bounded = clipped_grad(
+            gradient = clipped_grad(
                 mechanism.participation.unit_loss(self.loss_fn),
                 rule=mechanism.rule(mechanism.clip_norm),
                 strategy=self.run.execution.strategy,
             )
             say("norms of two units")
-            self_check(bounded, self.run.given, units, weight=weight)
+            self_check(gradient, self.run.given, units, weight=weight)
 
-    def inputs(self) -> Iterator[tuple[int, Iterator[Piece]]]:
-        for r, pieces in self.builder.prefetch(self.start, self.run.steps):
-            yield r + 1, pieces
+    def inputs(self) -> Iterator[tuple[int, Iterator[PlacedChunk]]]:
+        for r, chunks in self.builder.prefetch(self.start, self.run.steps):
+            yield r + 1, chunks
 
-    def step(self, state: TrainState, inputs: Iterator[Piece]) -> tuple[TrainState, StepOutput]:
+    def step(
+        self, state: TrainState, inputs: Iterator[PlacedChunk]
+    ) -> tuple[TrainState, StepOutput]:
         """A round: what the silos release, added up, and the server's rule."""
         run, now, done = self.run, dict(state.opt_state), int(state.step)
         total: Released | None = None
         stats, records = StepStats.zero(), 0
-        for piece in inputs:
-            params, kept = run.server.broadcast(now["server"]), self._kept(now, piece)
-            released, kept, seen = self.release(params, kept, piece.chunk)
+        for placed in inputs:
+            params, kept = run.server.broadcast(now["server"]), self._kept(now, placed)
+            released, kept, seen = self.release(params, kept, placed.chunk)
             if run.keep:
-                now["silos"] = _put(now["silos"], piece.silos, kept)
+                now["silos"] = _put(now["silos"], placed.silos, kept)
             total = released if total is None else add_released(total, released)
             stats = _add(stats, seen)
-            records += piece.num_records
+            records += placed.num_records
         if total is not None:
             now["server"] = self.apply(now["server"], total, done)
         return run.packed(now, done + 1), StepOutput((total, stats), records)
 
-    def _kept(self, state: dict[str, PyTree], piece: Piece) -> PyTree:
+    def _kept(self, state: dict[str, PyTree], placed: PlacedChunk) -> PyTree:
         """Optimiser states of a chunk; padding silos get a copy of the first one's."""
         if not self.run.keep:
             return None
-        padding = np.full(self.builder.size - len(piece.silos), piece.silos[0])
-        return _take(state["silos"], np.concatenate([piece.silos, padding]))
+        padding = np.full(self.builder.size - len(placed.silos), placed.silos[0])
+        return _take(state["silos"], np.concatenate([placed.silos, padding]))
 
-    def _first_work(self) -> tuple[Piece, PyTree, jax.Array] | None:
-        """The first chunk that holds a unit, and its first two units; a run may hold none."""
+    def _first_work(self) -> tuple[PlacedChunk, PyTree, jax.Array] | None:
+        """The first chunk with a unit, its first two units and their weights; None: no unit."""
         builder = self.builder
         for r in range(self.run.steps):
-            for silos in builder.pieces(r):
+            for silos in builder.chunks(r):
                 if any(draw.size for silo in silos.tolist() for draw in builder.draws(silo, r)):
                     host, records = builder.gather(r, silos)
                     index = tuple(np.argwhere(host["mask"])[:2].T)
@@ -292,14 +299,14 @@ def run_rounds(
 
     Args:
       loss_fn: ``(params, record) -> scalar``. If it also takes ``rng`` (or ``key``), with default
-        None, each record of each local step gets a key of its own there.
+        None, it gets a key there, another one for each record and local step.
       params: initial parameters; not modified.
       data: what the silos hold; must keep the federation's caps.
       federation: who does what, with which noise.
       local_optimizer: of the silos.
-      delta: for the epsilon shown on the way.
+      delta: for the epsilon in the log.
       server: what the server does with the mean update; default: adds it.
-      keep_local_state: whether local optimiser states live on between a silo's rounds.
+      keep_local_state: whether silos keep their optimiser's state between rounds.
       execution: how rounds are computed.
       mesh: default: silos over all devices.
       show_spent: whether epsilon is computed for the log of every round.
@@ -332,7 +339,7 @@ def run_rounds(
       >>> result.steps, result.params.shape
       (2, (2,))
     """
-    algorithm = Federated(
+    algorithm = FederatedAlgorithm(
         loss_fn=loss_fn,
         params=params,
         data=data,
@@ -358,12 +365,12 @@ _add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
 
 
 def add_released(total: Released, more: Released) -> Released:
-    """What the silos of two chunks released, together."""
+    """The sum of what the silos of two chunks released."""
     return _add(total, more)
 
 
 def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -> None:
-    """Looks whether data that are masked out change what silos release, in the run's own program.
+    """Checks, with the run's program, that masked data do not change what silos release.
 
     One microbatch of each local step of a chunk, without noise, a random half of its units and then
     the other half left out (``sum_check.unmixed``). Silos are split over devices by hand, so no
@@ -387,10 +394,10 @@ def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -
             microbatches=jnp.minimum(chunk.microbatches, 1),
         )
 
-    def run(left: np.ndarray, blank: bool) -> Sum:
+    def run(left: np.ndarray, blank: bool) -> HostSum:
         changed = left_out(chunk, place(left, chunk.mask.sharding), blank)
         released, _, stats = release(params, states, changed)
-        return Sum(released.update, stats)
+        return HostSum(released.update, stats)
 
     for left in (half, ~half):
         _, wrong = unmixed(functools.partial(run, left))

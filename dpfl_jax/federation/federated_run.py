@@ -1,7 +1,4 @@
-"""Federated training from a configuration: data, silos, noise, and the words.
-
-Noise beside signal (``run.balance``) is that of ``Federation.balance``.
-"""
+"""Federated training from a configuration: data, silos, noise, guarantee and report."""
 
 from __future__ import annotations
 
@@ -30,9 +27,10 @@ from dpfl_jax.federation.accountant import (
     silo_epsilons,
 )
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.federated import Federated
+from dpfl_jax.federation.engine import OptimizerServer
+from dpfl_jax.federation.federated import FederatedAlgorithm
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
 from dpfl_jax.federation.mechanisms import (
     Records,
     SiloFacts,
@@ -40,20 +38,16 @@ from dpfl_jax.federation.mechanisms import (
     Subjects,
     WholeBatch,
 )
-from dpfl_jax.federation.personal.personalise import (
-    Published,
+from dpfl_jax.federation.partition import SubjectData, load_subjects, spread, subject_keys
+from dpfl_jax.federation.personal import (
+    BudgetTable,
+    PublicBudgets,
     personal_guarantee,
+    personal_statement,
     personalise,
     public_part,
     public_setting,
-    published,
-    published_guarantee,
 )
-from dpfl_jax.federation.personal.records import Personal
-from dpfl_jax.federation.placement import spread, subject_keys
-from dpfl_jax.federation.server import OptimizerServer
-from dpfl_jax.federation.silo_statement import federated_statement, personal_statement
-from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
 from dpfl_jax.run.algorithm import RunResult
@@ -65,8 +59,8 @@ from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.task import Task
 from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
-from dpfl_jax.training.own_model import OwnModel
 
 EVALUATION_CAVEAT = {
     "by_user": "held-out figures are computed without noise on subjects who are not in the "
@@ -74,16 +68,11 @@ EVALUATION_CAVEAT = {
     "within_user": "held-out figures are computed without noise on other records of the training "
     "subjects: the guarantee does not cover them; do not publish them",
 }
-# Share of records left out by the cap beyond which a run says so aloud.
+# Share of records left out by the cap beyond which a run warns.
 _MANY = 0.2
 
 
-def build_federation(config: RunConfig, data: FederatedData) -> Federation:
-    """The federation of a config on its data, not yet calibrated."""
-    return federation_of(config, [SiloFacts.of(silo) for silo in data.silos])
-
-
-def federation_of(config: RunConfig, facts: Sequence[SiloFacts]) -> Federation:
+def build_federation(config: RunConfig, facts: Sequence[SiloFacts]) -> Federation:
     """The federation of a config for silos of these public sizes, not yet calibrated."""
     section, mechanism = config.federation, config.mechanism
     weights = section.weights or (1.0,) * section.silos
@@ -96,14 +85,14 @@ def federation_of(config: RunConfig, facts: Sequence[SiloFacts]) -> Federation:
     if section.silos_per_round is not None and section.silos_per_round < section.silos:
         cohort = FixedSize(section.silos_per_round)
     plans = tuple(
-        SiloPlan(mechanism, known, section.local_steps, weight, config.privacy.noise_multiplier)
-        for known, weight in zip(facts, weights, strict=True)
+        SiloPlan(mechanism, sizes, section.local_steps, weight, config.privacy.noise_multiplier)
+        for sizes, weight in zip(facts, weights, strict=True)
     )
     return Federation(plans, section.rounds, reach, cohort)
 
 
 def calibrated(config: RunConfig, federation: Federation, delta: float) -> Federation:
-    """The federation with its noise: the one that is configured, or what the target asks for."""
+    """The federation with the configured noise, or with what the target epsilon needs."""
     if not federation.mechanism.private or config.privacy.noise_multiplier is not None:
         return federation
     assert config.privacy.epsilon is not None
@@ -112,7 +101,7 @@ def calibrated(config: RunConfig, federation: Federation, delta: float) -> Feder
 
 def with_calibrated_noise(
     config: RunConfig, facts: Sequence[SiloFacts], noise: Sequence[float] | None = None
-) -> tuple[Federation, Published | None]:
+) -> tuple[Federation, PublicBudgets | None]:
     """The federation with its noise, from public numbers alone.
 
     Args:
@@ -121,31 +110,31 @@ def with_calibrated_noise(
       noise: of a plan; None: calibrated.
 
     Returns:
-      It, and what is published of records with budgets of their own; None of others.
+      It, and what is published of personal budgets; None without such.
 
     Raises:
       BadInputError: no noise meets the target.
     """
-    federation, delta = federation_of(config, facts), config.privacy.delta
+    federation, delta = build_federation(config, facts), config.privacy.delta
     assert delta is not None
     if config.mechanism.participation.personal:
         setting = public_setting(config, federation, delta, None if noise is None else noise[0])
         federation, groups = public_part(config, federation, setting)
-        records = sum(known.num_records for known in facts)
+        records = sum(sizes.num_records for sizes in facts)
         law = federation.mechanism.noise.arithmetic
-        return federation, Published(setting, config.privacy.policy, records, groups, law)
+        return federation, PublicBudgets(setting, config.privacy.policy, records, groups, law)
     if noise is not None:
         return federation.with_noise(noise), None
     return calibrated(config, federation, delta), None
 
 
 class FederatedStudy(Run, abc.ABC):
-    """What holds of a federation whether its silos are here or elsewhere: it follows from the plan.
+    """What follows from the plan of a federation, whether its silos are here or remote.
 
     Attributes:
       config: the configuration.
       federation: with its noise.
-      public: what is published of records with budgets of their own; None of others.
+      public: what is published of personal budgets; None without such.
       delta: of the guarantee.
       num_params: of the model.
     """
@@ -154,7 +143,7 @@ class FederatedStudy(Run, abc.ABC):
     task: Task
     federation: Federation
     delta: float
-    public: Published | None
+    public: PublicBudgets | None
     num_params: int
 
     @property
@@ -172,11 +161,11 @@ class FederatedStudy(Run, abc.ABC):
     @property
     @abc.abstractmethod
     def num_subjects(self) -> int:
-        """Subjects in all silos together, or a lower bound where nobody knows."""
+        """Subjects in all silos together, or a lower bound where that is not known."""
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
         if self.public is not None:
-            return published_guarantee(self.public, steps, caveats)
+            return personal_guarantee(self.public, steps, caveats)
         return federated_guarantee(
             self.federation, self.delta, steps, caveats, num_subjects=self.num_subjects
         )
@@ -212,7 +201,7 @@ class FederatedRun(FederatedStudy):
       delta: of the guarantee.
       model: of the task.
       held_out: subjects, or records, that are evaluated.
-      personal: budgets and rates of records that have their own.
+      personal: budgets and rates of records; None without personal budgets.
     """
 
     config: RunConfig
@@ -222,11 +211,11 @@ class FederatedRun(FederatedStudy):
     delta: float
     model: Any
     held_out: Store
-    personal: Personal | None = None
+    personal: BudgetTable | None = None
 
     def __post_init__(self) -> None:
         self.task, self.num_params = self.subjects.task, self.model.num_params
-        self.public = None if self.personal is None else published(self.personal)
+        self.public = None if self.personal is None else self.personal.public
         self.evaluation_caveat = EVALUATION_CAVEAT[self.config.data.split]
 
     @property
@@ -235,22 +224,22 @@ class FederatedRun(FederatedStudy):
 
     def algorithm(
         self, directory: RunDirectory | None = None, console: Console | None = None
-    ) -> Federated:
+    ) -> FederatedAlgorithm:
         del directory, console
         if self.personal is not None:
             self.personal.check_rates(self.data)
         return self._algorithm(self.federation)
 
-    def without_privacy(self, algorithm: Any = None) -> Federated:
-        """It clips, too: its learning rate is that of clipped gradients."""
+    def without_privacy(self, algorithm: Any = None) -> FederatedAlgorithm:
+        """The baseline clips, too: its learning rate is that of clipped gradients."""
         del algorithm
-        quiet = self.federation.with_noise([0.0] * len(self.federation.silos))
-        return self._algorithm(quiet, show_spent=False)
+        without_noise = self.federation.with_noise([0.0] * len(self.federation.silos))
+        return self._algorithm(without_noise, show_spent=False)
 
-    def _algorithm(self, federation: Federation, show_spent: bool = True) -> Federated:
+    def _algorithm(self, federation: Federation, show_spent: bool = True) -> FederatedAlgorithm:
         config, section = self.config, self.config.federation
         local, server = round_optimizers(config)
-        return Federated(
+        return FederatedAlgorithm(
             loss_fn=self.model.loss,
             params=self.model.init(jax.random.key(config.init_seed)),
             data=self.data,
@@ -275,14 +264,14 @@ class FederatedRun(FederatedStudy):
     def resume_from(self, directory: RunDirectory) -> FederatedRun:
         """Personal rates follow the noise that the run began with."""
         if self.personal is not None and directory.writes:
-            self.personal.remember(directory.path)
-        began = directory.facts["noise"]
-        now = dataclasses.replace(self, delta=directory.facts["delta"])
-        if not directory.resumed or any(sigma is None for sigma in began):
-            return now
+            self.personal.save_budgets(directory.path)
+        noise = directory.facts["noise"]
+        resumed = dataclasses.replace(self, delta=directory.facts["delta"])
+        if not directory.resumed or any(sigma is None for sigma in noise):
+            return resumed
         if self.personal is not None:
-            return _personalised(now, began[0])
-        return dataclasses.replace(now, federation=self.federation.with_noise(began))
+            return _personalised(resumed, noise[0])
+        return dataclasses.replace(resumed, federation=self.federation.with_noise(noise))
 
     def check_directory(self, path: str | os.PathLike[str]) -> None:
         """Raises BadInputError where records had other budgets."""
@@ -293,7 +282,7 @@ class FederatedRun(FederatedStudy):
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
         if self.personal is not None:
-            return personal_guarantee(self.personal, steps, caveats)
+            self.personal.check(steps)
         return super().guarantee(steps, caveats)
 
     def charge(self) -> Charge:
@@ -319,13 +308,12 @@ class FederatedRun(FederatedStudy):
         return federated_inputs(self.config, self.task, counts)
 
     def warnings(self) -> list[str]:
-        """Records that the cap leaves out; that subjects do not look like people."""
-        store, found = self.subjects.train, [self.kept.get("warning")]
+        store, texts = self.subjects.train, [self.kept.get("warning")]
         if self.private and self.federation.mechanism.privacy_unit == "subject":
-            found.append(not_people(store, "subject"))
+            texts.append(not_people(store, "subject"))
         if self.private:
-            found.append(scale_warning(store))
-        return [f"warning: {text}" for text in found if text is not None]
+            texts.append(scale_warning(store))
+        return [f"warning: {text}" for text in texts if text is not None]
 
     def headline(self) -> list[str]:
         kept, config = self.kept, self.config
@@ -340,29 +328,29 @@ class FederatedRun(FederatedStudy):
     def kept(self) -> dict[str, Any]:
         """What the cap per subject and silo left: counts that the guarantee takes as public."""
         before, after = self.subjects.train.num_examples, self.data.num_records
-        found: dict[str, Any] = {
+        counts: dict[str, Any] = {
             "records": after,
             "records_before_cap": before,
             "dropped_by_cap": before - after,
         }
         if before - after <= _MANY * before:
-            return found
-        cap = self.config.mechanism.participation.max_items_per_subject
+            return counts
+        cap = self.config.mechanism.participation.max_records_per_subject
         help_ = "raise it"
-        if self.config.federation.partition != "natural":  # where records lie is ours to say
+        if self.config.federation.partition != "natural":  # the partition may be changed
             help_ += ", or spread subjects over more silos"
-        found["warning"] = (
-            f"mechanism.max_items_per_subject={cap} leaves out {before - after} of {before} "
+        counts["warning"] = (
+            f"mechanism.max_records_per_subject={cap} leaves out {before - after} of {before} "
             f"records ({(before - after) / before:.0%}): {help_}"
         )
-        return found
+        return counts
 
     def price(self) -> dict[str, Any]:
         federation, steps = self.federation, self.federation.silos[0].local_steps
         members = [federation.silos[i] for i in federation.participants.tolist()]
         sigmas = [p.sigma for p in members]
-        drawn = [(p.mechanism.participation, p.facts) for p in members]
-        means = [p.noise_stddev / who.divisor(facts) for p, (who, facts) in zip(members, drawn)]
+        means = [p.noise_stddev / p.mechanism.participation.divisor(p.facts) for p in members]
+        records = sum(p.mechanism.participation.expected_records(p.facts) for p in members)
         return {
             "population": {
                 "silos": len(members),
@@ -373,7 +361,7 @@ class FederatedRun(FederatedStudy):
             "parameters": self.num_params,
             "rounds": federation.rounds,
             "local_steps": steps,
-            "records_per_round": sum(who.expected_records(f) for who, f in drawn) * steps,
+            "records_per_round": records * steps,
             "noise_multiplier": {"least": min(sigmas), "most": max(sigmas)},
             "noise_on_mean": max(means),
         }
@@ -385,13 +373,13 @@ class FederatedRun(FederatedStudy):
         if self.personal is not None:
             summary = self.personal.write(directory.path, result.accounted)
             # The rest is computed from the budgets, and stays with the silos.
-            shown = ("policy", "rounds", "over_budget")
-            outside["personal"] = {name: summary[name] for name in shown}
+            published = ("policy", "rounds", "over_budget")
+            outside["personal"] = {name: summary[name] for name in published}
         rows = [r for r in result.metrics if "outside_guarantee" in r]
         return {
             "dropped_silos": sum(r["dropped_silos"] for r in rows),
             "silos": self._silo_rows(),
-            "model": {**self.config.model.told, "parameters": self.num_params},
+            "model": {**self.config.model.identity, "parameters": self.num_params},
             "data": {
                 "description": self.subjects.description,
                 "held_out": self.subjects.rule,
@@ -425,7 +413,7 @@ def round_optimizers(config: RunConfig) -> tuple[Any, OptimizerServer]:
 
 
 def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
-    """What makes a subject, or a record, of a store in silos."""
+    """What identifies a subject, or a record, of a store in silos."""
     key = unit_key_of(store)
     return key if mechanism.privacy_unit == "subject" else f"row (subjects by {key})"
 
@@ -433,7 +421,7 @@ def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
 def federated_inputs(
     config: RunConfig, task: Task, counts: str, *, remote: bool = False
 ) -> tuple[str, ...]:
-    """What a study takes as public; ``remote``: its silos are elsewhere."""
+    """What a study takes as public; ``remote``: its silos hold the data."""
     more: list[str] = []
     if config.mechanism.participation.personal:
         budgets = config.privacy.budgets
@@ -451,26 +439,27 @@ def knobs(config: RunConfig, facts: Sequence[SiloFacts]) -> Iterator[Knob]:
       config: of the study.
       facts: public sizes of all silos.
     """
-    mechanism, drawn = config.mechanism, config.mechanism.participation
+    mechanism, participation = config.mechanism, config.mechanism.participation
     by_parts = "mechanism.participation" if mechanism.kind == "custom" else "mechanism"
-    largest = max(known.num_records for known in facts)
-    own = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
-    if own.get("batch_size") is not None:
-        yield knob(config, f"{by_parts}.batch_size", doubled(own["batch_size"], largest))
-    elif own.get("sampling_prob") is not None:
-        yield knob(config, f"{by_parts}.sampling_prob", doubled(own["sampling_prob"], 1.0))
-    elif drawn.personal and drawn.expected_batch is None:
+    largest = max(sizes.num_records for sizes in facts)
+    names = [field.name for field in dataclasses.fields(participation)]
+    options = {name: getattr(participation, name) for name in names}
+    if options.get("batch_size") is not None:
+        yield knob(config, f"{by_parts}.batch_size", doubled(options["batch_size"], largest))
+    elif options.get("sampling_prob") is not None:
+        yield knob(config, f"{by_parts}.sampling_prob", doubled(options["sampling_prob"], 1.0))
+    elif participation.personal and participation.expected_batch is None:
         steps = doubled(config.federation.local_steps, 1e3, 3)
         yield knob(config, "federation.local_steps", steps)
-    if (cap := own.get("max_items_per_subject")) is not None:
+    if (cap := options.get("max_records_per_subject")) is not None:
         smaller = [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap]
-        yield knob(config, f"{by_parts}.max_items_per_subject", smaller)
+        yield knob(config, f"{by_parts}.max_records_per_subject", smaller)
     if config.privacy.epsilon is not None:
         yield knob(config, "privacy.epsilon", doubled(config.privacy.epsilon, math.inf, 4))
-    if isinstance(drawn, Records | WholeBatch) and mechanism.privacy_unit == "subject":
-        same = {name: own[name] for name in ("batch_size", "sampling_prob")}
-        most = drawn.max_items_per_subject
-        whole = Subjects(**same, max_items_per_subject=most, group_size=most)
+    if isinstance(participation, Records | WholeBatch) and mechanism.privacy_unit == "subject":
+        same = {name: options[name] for name in ("batch_size", "sampling_prob")}
+        most = participation.max_records_per_subject
+        whole = Subjects(**same, max_records_per_subject=most, group_size=most)
         uls = dataclasses.replace(mechanism, participation=whole)
         kind = whole.kind if uls.kind == "custom" else uls.kind
         changed = config.model_copy(update={"mechanism": uls})
@@ -514,10 +503,10 @@ def prepare(
         subjects = read_subjects(config) if subjects is None else subjects
         data = spread(subjects.train, config, subjects.task.classes or None)
     if config.model.module is not None:
-        model = OwnModel.of(config.model, subjects.task, subjects.train, config.init_seed)
+        model = UserModel.of(config.model, subjects.task, subjects.train, config.init_seed)
     else:
         model = build_by_name(config.model.kind, subjects.task, config.model.options)
-    federation = build_federation(config, data)
+    federation = build_federation(config, [SiloFacts.of(silo) for silo in data.silos])
     federation.check(data)
     delta = config.privacy.delta
     delta = float(subjects.train.num_users) ** -1.1 if delta is None else delta
@@ -532,11 +521,11 @@ def prepare(
     return dataclasses.replace(prepared, federation=federation)
 
 
-def identity(data: FederatedData, personal: Personal | None) -> str:
-    """Identifies what is drawn from: data, rates in them and, where records have them, budgets.
+def identity(data: FederatedData, personal: BudgetTable | None) -> str:
+    """Identifies what is sampled from: data with their rates, and personal budgets.
 
-    A run that went on with other rates would spend what its report does not say, and add the same
-    noise to the rounds that it takes again.
+    A run that was resumed with other rates would spend what its report does not say, and add the
+    same noise to the rounds that it repeats.
     """
     if personal is None:
         return data.fingerprint

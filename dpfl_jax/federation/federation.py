@@ -24,7 +24,7 @@ Cohort = FixedSize | Poisson
 
 @dataclasses.dataclass(frozen=True)
 class SiloPlan:
-    """One silo's part: public.
+    """What one silo does in a federation: public.
 
     Attributes:
       mechanism: what it does at a local step.
@@ -79,13 +79,17 @@ class SiloPlan:
 
     def noised_sums(self, rounds: int, unit: str) -> NoisedSums:
         """What is accounted of ``rounds`` rounds for one record, or one subject."""
-        drawn, facts = self.mechanism.participation, self.facts
-        scheme, of = drawn.scheme(facts, unit), drawn.contribution(unit)
-        steps = self.local_steps * rounds
-        return NoisedSums(scheme, self.sigma, steps, drawn.num_units(facts), contribution=of)
+        participation, facts = self.mechanism.participation, self.facts
+        return NoisedSums(
+            participation.scheme_of(facts, unit),
+            self.sigma,
+            self.local_steps * rounds,
+            participation.num_units(facts),
+            contribution=participation.contribution(unit),
+        )
 
     def event(self, rounds: int, unit: str | None = None) -> Any:
-        """The event of ``rounds`` rounds for one unit of this silo; None: its own."""
+        """The event of ``rounds`` rounds for one unit; None: the mechanism's privacy unit."""
         if not self.mechanism.private:
             return dp_accounting.NonPrivateDpEvent()
         return self.noised_sums(rounds, unit or self.mechanism.privacy_unit).event()
@@ -93,19 +97,19 @@ class SiloPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Federation:
-    """Everything that is accounted and run.
+    """Everything that is accounted and run: public.
 
     Attributes:
       silos: one plan per silo of the data; a silo without records takes no part.
       rounds: R.
-      max_silos_per_subject: H, most silos in which one subject has records. An assumption that no
+      max_silos_per_subject: J, most silos in which one subject has records. An assumption that no
         silo can check alone.
       cohort: how the silos of a round are drawn, which is visible; None: all take part.
 
     Examples:
       >>> from dpfl_jax.federation import Federation, SiloFacts, SiloPlan, hi_grad_avg
       >>> facts = SiloFacts(num_records=500, num_subjects=200)
-      >>> mechanism = hi_grad_avg(sampling_prob=0.1, max_items_per_subject=2)
+      >>> mechanism = hi_grad_avg(sampling_prob=0.1, max_records_per_subject=2)
       >>> silo = SiloPlan(mechanism, facts, local_steps=1)
       >>> federation = Federation((silo, silo), rounds=10, max_silos_per_subject=1)
       >>> federation.participants.tolist()
@@ -133,7 +137,7 @@ class Federation:
 
     @property
     def mechanism(self) -> SiloMechanism:
-        """That of the first silo: the kind is common."""
+        """Mechanism of the first silo: all have the same kind."""
         return self.silos[0].mechanism
 
     @property
@@ -158,7 +162,7 @@ class Federation:
 
     @property
     def max_local_steps(self) -> int:
-        """Most local steps of any silo."""
+        """The most local steps of any silo in a round."""
         return max(plan.local_steps for plan in self.silos)
 
     @property
@@ -183,14 +187,14 @@ class Federation:
         if self.cohort is None:
             return self.participants
         if isinstance(self.cohort, Poisson):
-            own = silo_key or (lambda i: key.child("silo", i, round_index))
+            key_of = silo_key or (lambda i: key.child("silo", i, round_index))
             members = self.participants.tolist()
-            return np.array([i for i in members if self.takes_part(own(i))], np.int64)
+            return np.array([i for i in members if self.takes_part(key_of(i))], np.int64)
         drawn = self.cohort.indices(key.child("silo-cohort"), round_index, len(self.silos))
         return np.intersect1d(drawn, self.participants)
 
     def takes_part(self, key: RootKey) -> bool:
-        """A silo's own coin; ``key`` is that of the silo in this round."""
+        """Whether a silo's coin says so; ``key`` is that of the silo in this round."""
         if not isinstance(self.cohort, Poisson):
             return True
         words = int.from_bytes(key.derive("take-part")[:8], "little")
@@ -208,7 +212,7 @@ class Federation:
         return dataclasses.replace(self, silos=silos)
 
     def balance(self, dim: int) -> Balance:
-        """Noise beside signal of a model with ``dim`` parameters (d).
+        """Noise and signal of a model with ``dim`` parameters (d).
 
         In a round silo i takes T_i steps along (clipped sum + noise) / b_i. A clipped sum over b
         has norm about C at most; its noise has standard deviation sigma C / b in each of d
@@ -243,26 +247,22 @@ class Federation:
                 f"the plan is for {len(self.silos)} silos, but the data have {data.num_silos}"
             )
         for silo, plan in zip(data.silos, self.silos, strict=True):
-            elsewhere = here not in (None, silo.index)
-            if (
-                not elsewhere
-                and plan.facts != SiloFacts.of(silo)
-                and not (
-                    plan.mechanism.participation.has_fixed_sampling_prob and plan.facts.num_records
-                )
-            ):
+            if here not in (None, silo.index) or plan.facts == SiloFacts.of(silo):
+                continue
+            is_declared = plan.mechanism.participation.has_fixed_sampling_prob
+            if not (is_declared and plan.facts.num_records):
                 raise BadInputError(
                     f"the plan says that silo {silo.index} holds {plan.facts.num_records} records "
                     f"of {plan.facts.num_subjects} subjects, but it holds {silo.num_records} of "
                     f"{silo.num_subjects}: the probabilities accounted for would not be those run"
                 )
-        caps = np.array([p.mechanism.participation.max_items_per_subject for p in self.silos])
+        caps = np.array([p.mechanism.participation.max_records_per_subject for p in self.silos])
         # proof: cap-2
         over = np.flatnonzero(data.largest_counts() > caps)
         if len(over) and self.mechanism.private:
             raise BadInputError(
-                f"silo {over[0]} holds more than max_items_per_subject={caps[over[0]]} records of "
-                "one subject: cap the data (partition.cap_per_subject) before the run"
+                f"silo {over[0]} holds more than max_records_per_subject={caps[over[0]]} records "
+                "of one subject: cap the data (partition.cap_per_subject) before the run"
             )
         most = int(data.silos_of_subjects().max(initial=0))
         # A mechanism that protects records states what a subject has, too.

@@ -1,4 +1,4 @@
-"""Spreading subjects over silos, and capping what one subject has in one silo.
+"""Which subjects are held out, which silo holds which record, and caps per subject.
 
 Where a record goes and whether it is kept depends on its subject alone (a keyed hash of its id and
 of the record's number within the subject): adding or removing a subject moves nothing of another's.
@@ -12,11 +12,20 @@ subjects in a batch unchanged, which is not what the paper reports).
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.config import RunConfig
+from dpfl_jax.data import DataConfig
+from dpfl_jax.data.load import hold_out, load_examples, rule_of
+from dpfl_jax.data.store import Store
+from dpfl_jax.errors import BadInputError, at_least, one_of
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.task import Task
 
 Spread = Literal["uniform", "power", "confined"]
 _BLOCK = 1 << 22
@@ -86,10 +95,9 @@ def assign_to_silos(
       >>> silos.shape, len(set(silos[:2].tolist()))  # a subject is in one silo
       ((4,), 1)
     """
-    if num_silos < 1:
-        raise BadInputError(f"federation.silos is {num_silos}, but it must be at least 1")
-    if not alpha >= 1.0:
-        raise BadInputError(f"federation.alpha is {alpha}, but it must be 1 (uniform) or more")
+    at_least("federation.silos", num_silos, 1)
+    at_least("federation.alpha", alpha, 1, advice="1 is uniform")
+    one_of("federation.partition", how, get_args(Spread))
     subjects = np.asarray(subjects, np.int64)
     keys = np.asarray(subject_keys, np.uint64)
     if how == "confined":
@@ -98,10 +106,6 @@ def assign_to_silos(
     x = uniforms(keys[subjects], numbers, 0, 2)
     if how == "uniform":
         return np.floor(num_silos * x).astype(np.int64)
-    if how != "power":
-        raise BadInputError(
-            f"federation.partition is {how!r}, but it must be uniform, power or confined"
-        )
     rank = np.floor(num_silos * x ** (1.0 / alpha)).astype(np.int64)
     if order == "common":
         return rank
@@ -129,7 +133,7 @@ def assign_by_labels(
     """Chooses the silo of each record so that each silo holds half of the classes.
 
     Silo i holds the ceil(classes / 2) classes from number i * classes / silos on, cyclically: a
-    public table. A record goes to one of the silos that hold its class, by a hash of its own id.
+    public table. A record goes to one of the silos that hold its class, by a hash of its id.
     (As the non-IID split of Liu et al. 2024, whose ten silos hold five digits each.)
 
     Args:
@@ -193,12 +197,11 @@ def cap_per_subject(
       >>> int(cap_per_subject(subjects, silos, np.array([11, 12], np.uint64), cap=2).sum())
       3
     """
-    if cap < 1:
-        raise BadInputError(f"max_items_per_subject is {cap}, but it must be at least 1")
+    at_least("max_records_per_subject", cap, 1)
     subjects, silos = np.asarray(subjects, np.int64), np.asarray(silos, np.int64)
     if not len(subjects):
         return np.zeros(0, bool)
-    # Of its place in this silo: a silo knows no other one's records.
+    # Of its place in this silo: a silo does not know the records of others.
     numbers = record_numbers(subjects * (int(silos.max()) + 1) + silos)
     # proof: cap-1
     ticket = mixed(np.asarray(subject_keys, np.uint64)[subjects], numbers, 0, 4)
@@ -210,4 +213,126 @@ def cap_per_subject(
     rank = np.arange(len(order)) - np.repeat(starts, run)
     keep = np.zeros(len(order), bool)
     keep[order] = rank < cap
+    return keep
+
+
+@dataclasses.dataclass(frozen=True)
+class SubjectData:
+    """The users of a data set, split.
+
+    Attributes:
+      train: what is spread over silos; a user of the store is a subject.
+      held_out: what is evaluated.
+      description: one line.
+      task: what is learned.
+      rule: how ``held_out`` was chosen, in words.
+    """
+
+    train: Store
+    held_out: Store
+    description: str
+    task: Task
+    rule: str = ""
+
+
+def load_subjects(config: DataConfig, keep: Sequence[str] = ()) -> SubjectData:
+    """Reads and splits the data of a configuration.
+
+    Args:
+      config: the section.
+      keep: further columns that a table's records carry, such as a budget.
+
+    Raises:
+      BadInputError: files or packages that are not there, or a part that is empty.
+    """
+    loaded = load_examples(config, keep)
+    fractions = {"held_out": config.validation_fraction}
+    parts = hold_out(loaded.store, config, fractions, config.split)
+    train, held_out = parts["train"], parts["held_out"]
+    description = (
+        f"{config.source}: {train.num_users} subjects with {train.num_examples} records "
+        f"(before the cap per silo) in training, {held_out.num_users} with "
+        f"{held_out.num_examples} held out; a subject is {loaded.unit}{loaded.left_out}"
+    )
+    rule = rule_of(config, config.split, "validation", config.validation_fraction)
+    return SubjectData(train, held_out, description, loaded.task, rule)
+
+
+def subject_keys(store: Store, seed: int) -> np.ndarray:
+    """uint64 [num_users]: a keyed hash of each subject's id."""
+    key = hashlib.sha256(b"dpfl_jax silo partition %d" % seed).digest()
+    words = [
+        hashlib.blake2b(name.encode(), digest_size=8, key=key).digest()
+        for name in store.user_ids(range(store.num_users))
+    ]
+    return np.frombuffer(b"".join(words), "<u8").copy()
+
+
+def _field(store: Store, name: str, partition: str) -> np.ndarray:
+    if name not in {field.name for field in store.schema.fields}:
+        raise BadInputError(
+            f"federation.partition={partition} needs a field {name!r}, which these data do not "
+            "have: use uniform, power or confined"
+        )
+    return np.asarray(store.read(np.arange(store.num_examples))[name], np.int64)
+
+
+def silos_of_records(store: Store, num_silos: int) -> np.ndarray:
+    """The silo that each record of a store says it is in, int64 [n].
+
+    Raises:
+      BadInputError: records without a silo, or more silos than ``num_silos``.
+    """
+    silos = _field(store, "silo", "natural")
+    if len(silos) and int(silos.max()) >= num_silos:
+        raise BadInputError(
+            f"the data have records of silo {int(silos.max())}, counted from 0: set "
+            f"federation.silos to {int(silos.max()) + 1} for federation.partition=natural"
+        )
+    return silos
+
+
+def spread(store: Store, config: RunConfig, classes: int | None = None) -> FederatedData:
+    """Spreads a store's subjects over silos, and caps them.
+
+    Args:
+      store: what is spread; its users are the subjects.
+      config: its ``federation`` and ``mechanism`` sections.
+      classes: number of classes, for ``partition=labels``; default from the labels.
+    """
+    section = config.federation
+    subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
+    keys = subject_keys(store, section.partition_seed)
+    if section.partition == "natural":
+        silos = silos_of_records(store, section.silos)
+    elif section.partition == "labels":
+        labels = _field(store, "label", "labels")
+        most = int(labels.max(initial=0)) + 1 if classes is None else classes
+        silos = assign_by_labels(subjects, keys, labels, section.silos, most)
+    else:
+        how: Any = section.partition
+        silos = assign_to_silos(subjects, keys, section.silos, how, alpha=section.alpha)
+    keep = None
+    if config.mechanism.private:
+        keep = capped(config, subjects, silos, keys)
+    return FederatedData.from_assignment(store, subjects, silos, section.silos, keep)
+
+
+def capped(
+    config: RunConfig, subjects: np.ndarray, silos: np.ndarray, keys: np.ndarray
+) -> np.ndarray:
+    """The records that the cap per subject and silo leaves, bool [n].
+
+    Raises:
+      BadInputError: of personal budgets, which take one record of a subject, some would be left out
+        although the configuration does not say so.
+    """
+    participation = config.mechanism.participation
+    keep = cap_per_subject(subjects, silos, keys, participation.max_records_per_subject)
+    if participation.personal and not keep.all():
+        raise BadInputError(
+            "mechanism.kind=rpdp protects records, one of a user in a silo, but users have "
+            "several: set data.user_column=null to train on every row as a person of its own, or "
+            "data.max_examples_per_user=1 to train on the first of each user alone"
+        )
     return keep

@@ -1,4 +1,4 @@
-"""From draws to device buffers: what each silo does in a round, read, padded and shipped.
+"""From samples to device buffers: what each silo does in a round, read, padded and shipped.
 
 Buffers have one shape for the whole run: the capacity covers all draws but a fraction 1e-15 of
 them, and a larger one gets a larger buffer (one compilation more), never a truncation.
@@ -30,7 +30,7 @@ _BYTES = 192 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class PlacedChunk:
     """One chunk of a round, on the devices.
 
     Attributes:
@@ -54,9 +54,9 @@ class RoundBuilder:
       key: root key of the run.
       mesh: silos are split over its ``"data"`` axis.
       width: silos of a device that are vmapped.
-      microbatch_size: units processed at once.
+      microbatch_size: units in a microbatch.
       chunk_silos: silos in a chunk; None: as many as 192 MiB of buffers hold.
-      loss_keys: whether each record comes with a key of its own (``data.example_keys``).
+      loss_keys: whether each record comes with its key (``data.example_keys``).
     """
 
     federation: Federation
@@ -70,15 +70,14 @@ class RoundBuilder:
 
     # ---- shapes ----------------------------------------------------------------------------
 
-    # What a microbatch looks like follows from public numbers alone: a silo that holds nobody
-    # else's records computes with the same shapes as all silos in one place.
+    # Shapes follow from public numbers alone: a silo that holds its records only computes with the
+    # same ones as all silos in one place.
 
     @functools.cached_property
     def capacity(self) -> int:
         """Microbatches in a step's buffer."""
-        plans = self.federation.silos
-        own = self.data.silos
-        bounds = [plans[i].mechanism.participation.size_bound(own[i]) for i in self._members]
+        plans, held = self.federation.silos, self.data.silos
+        bounds = [plans[i].mechanism.participation.size_bound(held[i]) for i in self._members]
         return max(1, math.ceil(max([*bounds, self._usual]) / self.row))
 
     @functools.cached_property
@@ -89,16 +88,20 @@ class RoundBuilder:
     @functools.cached_property
     def _usual(self) -> int:
         plans = self.federation.silos
-        sizes = [plans[i].mechanism.participation.usual_size(plans[i].facts) for i in self._members]
+        sizes = [
+            plans[i].mechanism.participation.public_size_guess(plans[i].facts)
+            for i in self._members
+        ]
         return max(sizes, default=1)
 
     @functools.cached_property
     def unit_size(self) -> int | None:
         """Records in a unit, or None if a unit is a record."""
         plans = self.federation.silos
-        sizes = [plans[i].mechanism.participation.unit_size(plans[i].facts) for i in self._members]
-        known = [size for size in sizes if size is not None]
-        return max(known) if known else None
+        sizes = [
+            plans[i].mechanism.participation.unit_records(plans[i].facts) for i in self._members
+        ]
+        return max((size for size in sizes if size is not None), default=None)
 
     @functools.cached_property
     def size(self) -> int:
@@ -118,13 +121,15 @@ class RoundBuilder:
 
     @functools.cached_property
     def public_bytes(self) -> int:
-        """No fewer than ``silo_bytes``, by public numbers alone: personal rates enter no shape."""
+        """Upper bound on ``silo_bytes`` by public numbers alone, without personal rates."""
         plans = self.federation.silos
-        most = [plans[i].mechanism.participation.most_units(plans[i].facts) for i in self._members]
+        most = [
+            plans[i].mechanism.participation.public_size_bound(plans[i].facts)
+            for i in self._members
+        ]
         return self._bytes(max([*most, self._usual]) + self.row)
 
     def _bytes(self, units: int) -> int:
-        """Memory of a round with so many units in each local step."""
         one = self.data.read(np.zeros(1, np.int64)) if self.data.num_records else {}
         record = sum(np.asarray(v).nbytes for v in one.values())
         slots = self.federation.max_local_steps * units * (self.unit_size or 1)
@@ -148,9 +153,9 @@ class RoundBuilder:
     def draws(self, silo: int, round_index: int) -> list[SiloDraw]:
         """What a silo draws in a round, one entry per local step."""
         plan, key = self.federation.silos[silo], self.silo_key(silo, round_index)
-        mine = self.data.silos[silo].at_round(round_index)
+        data = self.data.silos[silo].at_round(round_index)
         draw = plan.mechanism.participation.draw
-        return [draw(mine, key, t) for t in range(plan.local_steps)]
+        return [draw(data, key, t) for t in range(plan.local_steps)]
 
     def noise_keys(self, silo: int, round_index: int) -> np.ndarray:
         """uint32 [local steps, 8]: one key per local step."""
@@ -168,21 +173,21 @@ class RoundBuilder:
         # proof: noise-3
         return plan.noise_stddev, plan.mechanism.participation.divisor(plan.facts)
 
-    def build(self, round_index: int, silos: np.ndarray) -> Piece:
+    def build(self, round_index: int, silos: np.ndarray) -> PlacedChunk:
         """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round.
 
-        Of many processes each reads the silos of its own devices.
+        With several processes each reads the silos of its devices.
         """
         mine = local_columns(self._by_silo, self.size, axis=0)
         return self.ship(silos, *self.gather(round_index, silos, mine))
 
-    def ship(self, silos: np.ndarray, host: dict[str, Any], records: int) -> Piece:
-        """What ``gather`` returned for ``silos``, on the devices."""
+    def ship(self, silos: np.ndarray, host: dict[str, Any], records: int) -> PlacedChunk:
+        """Puts what ``gather`` returned for ``silos`` on the devices."""
         sharding = self._by_silo
         if sharding.is_fully_addressable:  # all arrays in one call: small ones are many
-            return Piece(silos, jax.device_put(Chunk(**host), sharding), records)
+            return PlacedChunk(silos, jax.device_put(Chunk(**host), sharding), records)
         places = jax.tree.map(lambda _: sharding, host)
-        return Piece(silos, Chunk(**place(host, places, copy=False)), records)
+        return PlacedChunk(silos, Chunk(**place(host, places, copy=False)), records)
 
     def gather(
         self, round_index: int, silos: np.ndarray, mine: np.ndarray | None = None
@@ -258,14 +263,14 @@ class RoundBuilder:
         self, silos: np.ndarray, round_index: int, drawn: list[list[SiloDraw]]
     ) -> np.ndarray:
         """uint32 [records, 3], in the order of ``_slots``."""
-        found = [np.zeros((0, 3), np.uint32)]
+        keys = [np.zeros((0, 3), np.uint32)]
         for silo, row in zip(silos.tolist(), drawn):
             key = self.silo_key(silo, round_index)
             for t, draw in enumerate(row):
-                # Of its place in the silo, which does not depend on what other silos hold.
+                # By its place in the silo, which does not depend on what other silos hold.
                 local = draw.positions[draw.positions >= 0] - self.data.silos[silo].first
-                found.append(example_keys(key, (t,), local))
-        return np.concatenate(found)
+                keys.append(example_keys(key, (t,), local))
+        return np.concatenate(keys)
 
     def _slots(
         self, drawn: list[list[SiloDraw]], units: int, unit_size: int | None
@@ -292,17 +297,17 @@ class RoundBuilder:
             self.key, round_index, lambda silo: self.silo_key(silo, round_index)
         )
 
-    def pieces(self, round_index: int) -> list[np.ndarray]:
-        """The cohort of a round in chunks (none if nobody takes part)."""
+    def chunks(self, round_index: int) -> list[np.ndarray]:
+        """The cohort of a round in chunks; none if no silo takes part."""
         cohort = self.cohort(round_index)
         return [cohort[k : k + self.size] for k in range(0, len(cohort), self.size)]
 
-    def prefetch(self, start: int, stop: int) -> Iterator[tuple[int, Iterator[Piece]]]:
-        """Yields (round, its pieces), building one piece in advance."""
-        work = ((r, part) for r in range(start, stop) for part in self.pieces(r))
-        counts = {r: len(self.pieces(r)) for r in range(start, stop)}
+    def prefetch(self, start: int, stop: int) -> Iterator[tuple[int, Iterator[PlacedChunk]]]:
+        """Yields (round, its chunks), building one chunk in advance."""
+        work = ((r, part) for r in range(start, stop) for part in self.chunks(r))
+        counts = {r: len(self.chunks(r)) for r in range(start, stop)}
         with concurrent.futures.ThreadPoolExecutor(1, "dpfl-rounds") as pool:
-            pending: list[concurrent.futures.Future[Piece]] = []
+            pending: list[concurrent.futures.Future[PlacedChunk]] = []
 
             def refill() -> None:
                 while len(pending) < 2:
@@ -311,7 +316,7 @@ class RoundBuilder:
                         return
                     pending.append(pool.submit(self.build, *following))
 
-            def take(count: int) -> Iterator[Piece]:
+            def take(count: int) -> Iterator[PlacedChunk]:
                 for _ in range(count):
                     refill()
                     yield pending.pop(0).result()

@@ -1,20 +1,20 @@
-"""Silos that are elsewhere: the runs of ``federation`` with every silo in a process of its own.
+"""Remote silos: the runs of ``federation`` with each silo in another process.
 
-A silo holds its records, its root key, its policy, its ledger and a log. It draws, bounds and adds
-noise itself; what leaves it is the message that the simulation would have released for the same
-keys. The protocol (``silo``, ``server``) knows no transport; ``apps`` and ``node`` bring it to
-Flower (extra ``flower``).
+A silo holds its records, root key, policy, ledger and log. It samples, clips and adds noise itself;
+what leaves it is the message that the simulation would have released for the same keys. The
+protocol (``silo``, ``server``) knows no transport; ``apps`` and ``node`` bring it to Flower (extra
+``flower``).
 """
 
-from dpfl_jax.flower.plan import Plan
-from dpfl_jax.flower.policy import Policy, RefusedError
 from dpfl_jax.flower.server import run_study
-from dpfl_jax.flower.silo import Silo
+from dpfl_jax.flower.silo import SiloClient
+from dpfl_jax.flower.silo_folder import Policy, RefusedError
+from dpfl_jax.flower.study import StudyPlan
 
 __all__ = [
     "run_study",
-    "Silo",
+    "SiloClient",
     "Policy",
-    "Plan",
+    "StudyPlan",
     "RefusedError",
 ]

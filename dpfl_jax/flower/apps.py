@@ -1,4 +1,4 @@
-"""The protocol on Flower: one record of bytes in each message, and nothing else."""
+"""The protocol as Flower apps: one record of bytes in each message, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from dpfl_jax.errors import BadInputError, StoppedError, ignore_matplotlibrc
-from dpfl_jax.flower.plan import is_name
 from dpfl_jax.flower.server import run_study
-from dpfl_jax.flower.silo import UNSAID, Silo, read_study
+from dpfl_jax.flower.silo import UNSAID, SiloClient
+from dpfl_jax.flower.study import is_name, read_study
 from dpfl_jax.flower.wire import pack, unpack, why_of
 from dpfl_jax.run.console import Console
 from dpfl_jax.run.directory import open_plain, write_atomically
 
 _RECORD, _BODY = "dpfl", "body"
 _POLL_S = 0.1
-_AGAIN_S = 20.0  # a silo that did not answer is asked again; it repeats itself
+_AGAIN_S = 20.0  # then a silo that did not answer is asked again; it repeats its reply
 
 
 def content_of(body: bytes) -> RecordDict:
@@ -36,7 +36,7 @@ def content_of(body: bytes) -> RecordDict:
 
 
 def body_of(message: Message) -> bytes:
-    """What ``content_of`` packed.
+    """The inverse of ``content_of``.
 
     Raises:
       BadInputError: the message holds something else.
@@ -50,7 +50,7 @@ def body_of(message: Message) -> bytes:
     return body
 
 
-def client_app(silo: Silo) -> ClientApp:
+def client_app(silo: SiloClient) -> ClientApp:
     """A ClientApp whose queries a silo answers."""
     app = ClientApp()
 
@@ -59,7 +59,7 @@ def client_app(silo: Silo) -> ClientApp:
         del context
         try:
             reply = silo.answer(body_of(message))
-        except Exception:  # what went wrong may tell of the data: it stays here
+        except Exception:  # what went wrong may depend on the data: it stays here
             silo.console.print(traceback.format_exc(), markup=False, highlight=False)
             reply = pack({"kind": "refused", "silo": silo.name, "why": UNSAID})
         return Message(content_of(reply), reply_to=message)
@@ -78,23 +78,23 @@ class GridTransport:
         self._hello = b""
 
     def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
-        """Asks every node until so many silos are there."""
+        """Asks every node until ``count`` silos are there."""
         self._hello = request
-        found: dict[str, bytes] = {}
+        replies: dict[str, bytes] = {}
         asked: dict[str, int] = {}
         known: set[int] = set()
         end = time.monotonic() + most_s
-        while len(found) < count and time.monotonic() < end:
+        while len(replies) < count and time.monotonic() < end:
             known |= self._greet(known, asked)
             for node, reply in self._pulled(asked):
                 if self._knows(node, reply):
-                    found[name := _name_of(reply)] = reply
-                    self._console.print(f"{name} is here ({len(found)} of {count})", markup=False)
+                    replies[name := _name_of(reply)] = reply
+                    self._console.print(f"{name} is here ({len(replies)} of {count})", markup=False)
             time.sleep(_POLL_S)
-        return found
+        return replies
 
     def ask(self, requests: Mapping[str, bytes], most_s: float = math.inf) -> dict[str, bytes]:
-        """Replies of all that answer in time; who restarts is found again by its name."""
+        """Replies of all that answer in time; a silo that restarts is recognised by its name."""
         replies: dict[str, bytes] = {}
         asked: dict[str, int] = {}
         greeted: dict[str, int] = {}
@@ -118,7 +118,7 @@ class GridTransport:
     def _knows(self, node: int, reply: bytes) -> bool:
         """Whether a node that was greeted is a silo: a new one, or one that was restarted.
 
-        A stranger's word ends nothing, and takes no silo's place: who has its name has no token.
+        Other nodes cannot end a run or take a silo's place: they lack the token of its name.
         """
         header, _ = unpack(reply)
         name, why = _name_of(reply), None
@@ -145,17 +145,17 @@ class GridTransport:
                 asked[identity] = node
 
     def _pulled(self, asked: dict[str, int]) -> list[tuple[int, bytes]]:
-        """Replies that have come, with their node; what is no message of the protocol is none."""
-        found = []
+        """Replies that have come, with their node; messages of another protocol are dropped."""
+        replies = []
         for message in self._grid.pull_messages(list(asked)) if asked else ():
             node = asked.pop(message.metadata.reply_to_message_id, None)
             if node is not None and message.has_content():
-                with contextlib.suppress(BadInputError):  # whoever else reaches the port
+                with contextlib.suppress(BadInputError):  # from anybody else who reaches the port
                     header, _ = unpack(body := body_of(message))
                     name = header.get("name", header.get("silo"))
                     if is_name(name) and isinstance(header.get("kind"), str):
-                        found.append((node, body))
-        return found
+                        replies.append((node, body))
+        return replies
 
 
 def _name_of(reply: bytes) -> str:
@@ -164,7 +164,7 @@ def _name_of(reply: bytes) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """Ends a server whose SuperLink was killed: it would keep the run from who goes on with it."""
+    """Ends a server whose SuperLink was killed: it would lock the run that another resumes."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -181,16 +181,16 @@ def server_app() -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        told = context.run_config
+        options = context.run_config
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        run_dir, log = pathlib.Path(str(told["run-dir"])), pathlib.Path(str(told["log"]))
+        run_dir, log = pathlib.Path(str(options["run-dir"])), pathlib.Path(str(options["log"]))
         outcome: dict[str, Any] = {}
         # Flower keeps what an app prints to itself. Whoever reads this breaks its lines.
         with open_plain(log) as file:
             console = Console(file=file, width=1000)
             try:
-                transport = GridTransport(grid, float(told["wait"]), console)
-                config = read_study(pathlib.Path(str(told["config"])))
+                transport = GridTransport(grid, float(options["wait"]), console)
+                config = read_study(pathlib.Path(str(options["config"])))
                 outcome = {"status": run_study(config, run_dir, transport, console)["status"]}
             except (BadInputError, StoppedError) as error:
                 outcome = {"status": "failed", "why": str(error)}
@@ -199,6 +199,6 @@ def server_app() -> ServerApp:
                 raise
             finally:
                 outcome = outcome or {"status": "failed", "why": f"the server failed: see {log}"}
-                write_atomically(pathlib.Path(str(told["outcome"])), json.dumps(outcome))
+                write_atomically(pathlib.Path(str(options["outcome"])), json.dumps(outcome))
 
     return app

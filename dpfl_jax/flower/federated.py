@@ -1,8 +1,8 @@
-"""Rounds over silos, cut in two: what a silo computes, and what the server makes of messages.
+"""Federated rounds with remote silos: what a silo computes, and what the server does with it.
 
-Both halves are the simulation's own programs (``federation.engine``): a silo runs the compiled
-round on a chunk that holds itself alone, as the simulation does with ``execution.chunk_silos`` of
-1; the server adds such chunks up and applies the same rule.
+Both run the programs of the simulation (``federation.engine``): a silo the compiled round, on a
+chunk that holds itself alone, as the simulation does with ``execution.chunk_silos`` of 1; the
+server adds such chunks up and applies the same rule.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.federation.accountant import dominating_event, federated_epsilon, subject_epsilon
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Released
-from dpfl_jax.federation.federated import Federated, FederatedSteps, add_released
+from dpfl_jax.federation.federated import FederatedAlgorithm, FederatedSteps, add_released
 from dpfl_jax.federation.federated_run import (
     FederatedStudy,
+    build_federation,
     federated_inputs,
-    federation_of,
     identity,
     read_subjects,
     round_optimizers,
@@ -36,12 +36,12 @@ from dpfl_jax.federation.federated_run import (
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.mechanisms import SiloFacts
-from dpfl_jax.federation.personal.personalise import personalise, published_guarantee
-from dpfl_jax.federation.placement import capped, subject_keys
+from dpfl_jax.federation.partition import capped, subject_keys
+from dpfl_jax.federation.personal import personal_guarantee, personalise
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.flower.plan import Plan
-from dpfl_jax.flower.policy import Asked, Policy, RefusedError, check_memory
 from dpfl_jax.flower.remote import Ask, RemoteRun, RemoteSilos
+from dpfl_jax.flower.silo_folder import PlanDemands, Policy, RefusedError, check_memory
+from dpfl_jax.flower.study import StudyPlan
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
@@ -54,7 +54,7 @@ from dpfl_jax.run.terms import Terms
 PyTree = Any
 _AS_THIS_ONE = (
     "it is stated for this silo's people, as if all silos did what this one does: what the plan "
-    "says of others, which nobody here can check, makes it no smaller"
+    "says of others, which cannot be checked here, makes it no smaller"
 )
 
 
@@ -64,12 +64,12 @@ def one_device() -> Any:
 
 
 def one_silo_at_a_time(config: RunConfig) -> Any:
-    """Execution of one silo at a time."""
+    """The execution section, with chunks of one silo."""
     return config.execution.model_copy(update={"width": 1, "chunk_silos": 1})
 
 
 def facts_of(rows: Sequence[Mapping[str, Any]]) -> list[SiloFacts]:
-    """Public sizes of all silos."""
+    """Public sizes of all silos, from the rows of a plan."""
     return [SiloFacts(row["num_records"], row["num_subjects"]) for row in rows]
 
 
@@ -77,8 +77,8 @@ def facts_of(rows: Sequence[Mapping[str, Any]]) -> list[SiloFacts]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Own(RoundBuilder):
-    """The rounds of one silo, drawn from its own key.
+class _OneSiloBuilder(RoundBuilder):
+    """The rounds of one silo, drawn from its key.
 
     Attributes:
       index: its place among all.
@@ -90,94 +90,90 @@ class _Own(RoundBuilder):
         return round_key(self.key, round_index)
 
     def cohort(self, round_index: int) -> np.ndarray:
-        """This silo, if its coin says so."""
-        here = self.federation.takes_part(self.silo_key(self.index, round_index))
-        return np.array([self.index] * here, np.int64)
+        takes_part = self.federation.takes_part(self.silo_key(self.index, round_index))
+        return np.array([self.index] * takes_part, np.int64)
 
 
 def round_key(key: RootKey, round_index: int) -> RootKey:
-    """A silo's key in a round, of one that is its own."""
+    """The key of a round, of a key that one silo has for a run."""
     return key.child("round", round_index)
 
 
-class Subjects:
-    """What one silo holds, for a federated study."""
+class FederatedSiloData:
+    """The records of one silo, for a federated study."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Reads the silo's own data.
+        """Reads the data.
 
         Args:
-          config: the study, with the silo's own data.
+          config: the study, with the data of this silo.
 
         Raises:
           BadInputError: anything wrong with the data.
         """
         self.config = config
-        found = read_subjects(config)
-        self.store, self.task = found.train, found.task
-        store = self.store
+        read = read_subjects(config)
+        self.store = store = read.train
+        self.task, self.description = read.task, read.description
         self.subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
         self.keys = subject_keys(store, config.federation.partition_seed)
-        alone = np.zeros(len(self.subjects), np.int64)
-        self.keep = capped(config, self.subjects, alone, self.keys)
-        self.description = found.description
+        silos = np.zeros(len(self.subjects), np.int64)
+        self.keep = capped(config, self.subjects, silos, self.keys)
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """The sizes of the silo that its server and other silos may know."""
+        """Public sizes."""
         return dataclasses.asdict(SiloFacts.of(self.as_silo(0, 1).silos[0]))
 
     @property
     def num_params(self) -> int:
-        """Number of parameters of the study's model."""
+        """Parameters of the study's model."""
         model = self.config.model
         return build_by_name(model.kind, self.task, model.options).num_params
 
     def as_silo(self, index: int, count: int) -> FederatedData:
-        """The data of a federation of which only this silo is here."""
-        where = np.full(len(self.subjects), index)
-        return FederatedData.from_assignment(self.store, self.subjects, where, count, self.keep)
+        """The data of a federation of ``count`` silos of which only this one is here."""
+        silos = np.full(len(self.subjects), index)
+        return FederatedData.from_assignment(self.store, self.subjects, silos, count, self.keep)
 
     def about(self, guarantee: Guarantee, account: str) -> Guarantee:
-        """A guarantee for this silo's people; ``account``: of its own ledger."""
+        """A guarantee for this silo's people; ``account``: of its ledger."""
         inputs = federated_inputs(self.config, self.task, "the sizes of all silos, by the plan")
         return about(guarantee, unit_key_in(self.config.mechanism, self.store), inputs, account)
 
-    def work(self, plan: Plan, index: int, key: RootKey) -> SubjectWork:
+    def work(self, plan: StudyPlan, index: int, key: RootKey) -> FederatedSiloRun:
         """What a plan asks of this silo; ``key`` is used for nothing else."""
-        return SubjectWork(self, plan, index, key)
+        return FederatedSiloRun(self, plan, index, key)
 
 
-class SubjectWork:
-    """One plan, seen by one silo."""
+class FederatedSiloRun:
+    """What one silo computes for a plan."""
 
-    def __init__(self, held: Subjects, plan: Plan, index: int, key: RootKey) -> None:
+    def __init__(self, held: FederatedSiloData, plan: StudyPlan, index: int, key: RootKey) -> None:
         config, facts = held.config, facts_of(plan.silos)
         self.config, self.index, self.key = config, index, key
         data = held.as_silo(index, len(facts))
         self.federation, self.published = with_calibrated_noise(config, facts, plan.noise)
         self.public = self.federation
-        personal = None
+        personal, delta = None, config.privacy.delta
+        assert delta is not None
         if config.mechanism.participation.personal:
-            delta = config.privacy.delta
-            assert delta is not None
-            bare = federation_of(config, facts)
+            uncalibrated = build_federation(config, facts)
             self.federation, data, personal = personalise(
-                config, bare, data, held.store, held.keys, delta, plan.noise[0]
+                config, uncalibrated, data, held.store, held.keys, delta, plan.noise[0]
             )
             personal.check(config.federation.rounds)
             personal.check_rates(data)
         self._personal, self._data, self.unit_key = personal, data, unit_key_of(held.store)
         model = build_by_name(config.model.kind, held.task, config.model.options)
         local, server = round_optimizers(config)
-        assert config.privacy.delta is not None
-        self.algorithm = Federated(
+        self.algorithm = FederatedAlgorithm(
             loss_fn=model.loss,
             params=model.init(jax.random.key(config.init_seed)),
             data=data,
             federation=self.federation,
             local_optimizer=local,
-            delta=config.privacy.delta,
+            delta=delta,
             mesh=one_device(),
             server=server,
             keep_local_state=config.federation.local_state == "keep",
@@ -189,44 +185,38 @@ class SubjectWork:
 
     @functools.cached_property
     def steps(self) -> FederatedSteps:
-        """Rounds as the simulation takes them, of this silo alone."""
-        own = functools.partial(_Own, index=self.index)
-        return FederatedSteps(self.algorithm, self.key, 0, builder=own)
+        """Rounds as in the simulation, of this silo alone."""
+        builder = functools.partial(_OneSiloBuilder, index=self.index)
+        return FederatedSteps(self.algorithm, self.key, 0, builder=builder)
 
     @property
     def fingerprint(self) -> str:
-        """Of all that is drawn from: records, subjects, and rates of their own; sensitive."""
+        """Of all that is sampled from: records, subjects and personal rates; sensitive."""
         return identity(self._data, self._personal)
 
     @property
     def state_like(self) -> PyTree:
-        """What the silo keeps between rounds: its optimiser's state, or nothing."""
-        if not self.algorithm.keep:
-            return ()
-        one = jax.eval_shape(self.algorithm.local_optimizer.init, self.like)
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), one)
+        """Shapes and types of what the silo keeps between rounds."""
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(self.start))
 
     def start(self) -> PyTree:
-        """That state before the first round."""
-        if not self.algorithm.keep:
-            return ()
-        return jax.device_get(self.algorithm.local_optimizer.init(self.like))
+        """What the silo keeps between rounds, its optimiser's state or nothing: at first."""
+        return self.algorithm.local_optimizer.init(self.like) if self.algorithm.keep else ()
 
     def check(self) -> None:
-        """Looks whether what is compiled is what is accounted for (``FederatedSteps.check``)."""
+        """Checks that what is compiled is what is accounted for (``FederatedSteps.check``)."""
         self.steps.check(self.algorithm.init())
 
-    def asked(self, policy: Policy) -> Asked:
-        """What the plan asks, as this silo computes it."""
+    def demands(self, policy: Policy) -> PlanDemands:
         data = self.config.data
         check_memory(self.steps.builder.public_bytes)
         if policy.unit == "subject" and data.target_column is not None and data.user_column is None:
             raise RefusedError(
-                "data.user_column is null, so that nobody knows which rows are one person's: name "
-                "it in silo.yaml, or set policy.unit to record"
+                "data.user_column is null, so that it is not known which rows are one person's: "
+                "name it in silo.yaml, or set policy.unit to record"
             )
         epsilon, _, subject = self._priced(policy.delta, policy.unit)
-        return Asked(
+        return PlanDemands(
             self.public.mechanism.kind,
             self.rounds,
             self.public.silos[self.index].sigma,
@@ -235,39 +225,38 @@ class SubjectWork:
         )
 
     def charge(self, policy: Policy) -> Charge:
-        """What a ledger is charged for the whole run: what ``asked`` computes."""
+        """What a ledger is charged for the whole run: the price that ``demands`` states."""
         _, federation, subject = self._priced(policy.delta, policy.unit)
         event = dominating_event(federation, policy.delta, subject)
         key = self.unit_key if policy.unit == "subject" else "row"
         return Charge(event, policy.delta, key, policy.unit, f"add-or-remove one {policy.unit}")
 
     def _priced(self, delta: float, unit: str) -> tuple[float, Federation, bool]:
-        """Epsilon of a unit, the federation of which it is, and whether it is of a subject.
+        """Epsilon of a unit, the federation that it is computed for, and whether of a subject.
 
-        What the plan says of other silos is the server's word: a person costs no less than if all
-        silos that hold records of hers did what this one does; where no other holds any, just that.
+        What the plan says of other silos is the server's claim: a person is priced no lower than if
+        all silos that hold her records did what this one does; where no other holds any, just that.
         """
         subject = not unit == self.public.mechanism.privacy_unit == "record"
         price = subject_epsilon if subject else federated_epsilon
         silos = (self.public.silos[self.index],) * len(self.public.silos)
-        seen: tuple[Federation, ...] = (dataclasses.replace(self.public, silos=silos),)
+        views: tuple[Federation, ...] = (dataclasses.replace(self.public, silos=silos),)
         if subject and self.public.max_silos_per_subject > 1:
-            seen = (self.public, *seen)
-        epsilons = [price(federation, delta) for federation in seen]
-        return max(epsilons), seen[int(np.argmax(epsilons))], subject
+            views = (self.public, *views)
+        epsilons = [price(federation, delta) for federation in views]
+        return max(epsilons), views[int(np.argmax(epsilons))], subject
 
     def guarantee(self) -> Guarantee:
-        """Of the whole run, for this silo's people: what ``_priced`` computes."""
-        delta = self.config.privacy.delta
-        assert delta is not None
-        _, seen, _ = self._priced(delta, "subject")
+        """Of the whole run, for this silo's people."""
+        delta = self.algorithm.delta
+        _, priced, _ = self._priced(delta, "subject")
         caveats = self.config.data.caveats()
-        caveats += () if seen is self.public else (_AS_THIS_ONE,)
+        caveats += () if priced is self.public else (_AS_THIS_ONE,)
         if self.published is None:
-            return federated_guarantee(seen, delta, self.rounds, caveats)
-        records = sum(plan.facts.num_records for plan in seen.silos)
+            return federated_guarantee(priced, delta, self.rounds, caveats)
+        records = sum(plan.facts.num_records for plan in priced.silos)
         public = dataclasses.replace(self.published, records=records)
-        return published_guarantee(public, self.rounds, caveats)
+        return personal_guarantee(public, self.rounds, caveats)
 
     def message(
         self, round_index: int, key: RootKey, params: PyTree, state: PyTree, answered: int
@@ -278,18 +267,18 @@ class SubjectWork:
           round_index: which round.
           key: of its draws, used for nothing else.
           params: of the server.
-          state: what the silo kept after the last round in which it took part.
-          answered: rounds in which it took part before.
+          state: what the silo kept after the last round that it took part in.
+          answered: number of rounds that it took part in before.
         """
         del answered
         builder = dataclasses.replace(self.steps.builder, key=key)
-        mine = builder.cohort(round_index)
-        if not len(mine):
+        cohort = builder.cohort(round_index)
+        if not len(cohort):
             return None, state
-        piece = builder.build(round_index, mine)
+        work = builder.build(round_index, cohort)
         kept = jax.tree.map(lambda x: x[None], state) if self.algorithm.keep else None
         placed = place(params, replicated(self.algorithm.mesh))
-        released, kept, _ = self.steps.release(placed, kept, piece.chunk)
+        released, kept, _ = self.steps.release(placed, kept, work.chunk)
         if self.algorithm.keep:
             state = jax.device_get(jax.tree.map(lambda x: x[0], kept))
         return jax.device_get(released), state
@@ -298,8 +287,8 @@ class SubjectWork:
 # ---- the server -------------------------------------------------------------------------------
 
 
-class RemoteSubjects(RemoteRun, FederatedStudy):
-    """A federated study whose silos are elsewhere."""
+class RemoteFederatedRun(RemoteRun, FederatedStudy):
+    """A federated study with remote silos."""
 
     def __init__(self, silos: RemoteSilos, noise: Sequence[float] | None = None) -> None:
         super().__init__(silos)
@@ -321,18 +310,18 @@ class RemoteSubjects(RemoteRun, FederatedStudy):
         zeros = jax.tree.map(lambda p: np.zeros(p.shape, np.float32), params)
         return Released(zeros, np.float32(0), np.int32(0), np.int32(0))  # type: ignore[arg-type]
 
-    def remote_algorithm(self, ask: Ask) -> RemoteFederated:
-        return RemoteFederated(self, ask)
+    def remote_algorithm(self, ask: Ask) -> RemoteFederatedAlgorithm:
+        return RemoteFederatedAlgorithm(self, ask)
 
     @property
     def public_inputs(self) -> tuple[str, ...]:
         return federated_inputs(self.config, self.task, self.counts, remote=True)
 
 
-class RemoteFederated(Federated):
-    """The server's half: ``ask`` brings what silos released."""
+class RemoteFederatedAlgorithm(FederatedAlgorithm):
+    """The server's part of the algorithm: ``ask`` returns what silos released."""
 
-    def __init__(self, run: RemoteSubjects, ask: Ask) -> None:
+    def __init__(self, run: RemoteFederatedRun, ask: Ask) -> None:
         config, federation = run.config, run.federation
         self.ask, self.federation, self.mesh = ask, federation, one_device()
         _, self.server = round_optimizers(config)
@@ -346,18 +335,18 @@ class RemoteFederated(Federated):
         self.stated = {"plan": run.mechanism_facts, "noise": run.multipliers, "delta": self.delta}
 
     def terms(self) -> Terms:
-        """What is public; each silo has terms of its own."""
+        """What is public; the silos check theirs."""
         return Terms(stated=self.stated, secret={})
 
-    def begin(self, key: RootKey, start: int) -> RemoteRounds:  # type: ignore[override]
+    def begin(self, key: RootKey, start: int) -> RemoteFederatedSteps:  # type: ignore[override]
         del key
-        return RemoteRounds(self, start)
+        return RemoteFederatedSteps(self, start)
 
 
-class RemoteRounds(Steps):
-    """Steps of the driver that each ask the silos for one round's messages."""
+class RemoteFederatedSteps(Steps):
+    """Rounds of the server."""
 
-    def __init__(self, run: RemoteFederated, start: int) -> None:
+    def __init__(self, run: RemoteFederatedAlgorithm, start: int) -> None:
         self.run, self.start = run, start
         self.apply = run.compiled_apply()
 
@@ -366,7 +355,7 @@ class RemoteRounds(Steps):
             yield r + 1, r
 
     def step(self, state: TrainState, inputs: int) -> tuple[TrainState, StepOutput]:
-        """A round: what the silos sent, added up in their order, and the server's rule."""
+        """Adds up what the silos sent, in their order, and applies the server's rule."""
         run, now = self.run, dict(state.opt_state)
         params = jax.device_get(run.server.broadcast(now["server"]))
         total: Released | None = None

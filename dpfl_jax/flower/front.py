@@ -1,7 +1,7 @@
-"""The part of a server that others reach: the calls of silos, over TLS, and nothing else.
+"""A reverse proxy for a SuperLink: it forwards the calls of silos, over TLS, and nothing else.
 
-A SuperLink has one port for silos and for apps to run, and runs the app of whoever reaches it. So
-it listens to its own machine alone, and this hands on what silos ask of it.
+A SuperLink has one port for silos and for apps to run, and runs the app of anybody who reaches it.
+So it listens on localhost alone, and this forwards what silos ask of it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from starlette.routing import Route
 
 from dpfl_jax.errors import BadInputError
 
-_NOT_HANDED_ON = {
+_NOT_FORWARDED = {
     "host", "connection", "content-length", "content-encoding", "transfer-encoding",
     "accept-encoding",
 }  # fmt: skip
 
 
-# Whoever reaches the port may send bytes and never end, and is a node by a key it has just made. A
-# silo's updates alone are large: a node sends one at a time, its length is said before, what does
-# not fit beside the others waits, and none may stand still or crawl.
+# Anybody who reaches the port may send bytes without end, and is a node by a key made a moment ago.
+# Only updates of silos are large: a node sends one at a time and states its length first; what does
+# not fit with the others waits, and none may stall or crawl.
 _LARGE, _MOST_BYTES = "push-object", 2 << 30  # what protobuf allows, of all nodes together
 _MOST_OTHER_BYTES, _MOST_CALLS = 1 << 20, 1000
 _STILL_S, _SLOWEST = 60.0, 20_000  # bytes a second
@@ -41,7 +41,7 @@ _NODE = "flwr-public-key"  # the header by which a SuperLink knows a node, signe
 
 
 async def _body(request: Request, most: int) -> bytes | None:
-    """What is sent; None if it is too long, or stops on the way."""
+    """The body of a request; None if it is too long, or stalls."""
     pieces, held = request.stream(), bytearray()
     try:
         async with asyncio.timeout(_STILL_S + most / _SLOWEST):
@@ -59,13 +59,13 @@ def _app(link: int) -> Starlette:
     nodes: set[str] = set()
     sending: dict[str, int] = {}  # bytes of each node's update that is on its way
 
-    async def hand_on(request: Request) -> Response:
+    async def forward_silo_call(request: Request) -> Response:
         call = request.path_params["call"]
         if re.fullmatch("[a-z-]+", call) is None:
             return Response(status_code=404)
         node = request.headers.get(_NODE, "")
         if call != _LARGE:
-            return await handed_on(request, call, node, _MOST_OTHER_BYTES)
+            return await forward(request, call, node, _MOST_OTHER_BYTES)
         if node not in nodes:
             return Response(status_code=401)
         length = request.headers.get("content-length", "")
@@ -78,40 +78,40 @@ def _app(link: int) -> Starlette:
             await asyncio.sleep(0.01)
         sending[node] = int(length)
         try:
-            return await handed_on(request, call, node, int(length))
+            return await forward(request, call, node, int(length))
         finally:
             del sending[node]
 
-    async def handed_on(request: Request, call: str, node: str, most: int) -> Response:
+    async def forward(request: Request, call: str, node: str, most: int) -> Response:
         body = await _body(request, most)
         if body is None:
             return Response(status_code=413, headers={"connection": "close"})
-        told = {k: v for k, v in request.headers.items() if k not in _NOT_HANDED_ON}
+        headers = {k: v for k, v in request.headers.items() if k not in _NOT_FORWARDED}
         try:
-            found = await client.post(f"/v1/fleet/{call}", content=body, headers=told)
-        except httpx.HTTPError:  # it starts, or is gone
+            reply = await client.post(f"/v1/fleet/{call}", content=body, headers=headers)
+        except httpx.HTTPError:  # the SuperLink is starting, or gone
             return Response(status_code=503)
-        if call == "activate-node" and found.is_success and node:
+        if call == "activate-node" and reply.is_success and node:
             nodes.add(node)
-        back = {k: v for k, v in found.headers.items() if k not in _NOT_HANDED_ON}
-        return Response(found.content, found.status_code, back)
+        back = {k: v for k, v in reply.headers.items() if k not in _NOT_FORWARDED}
+        return Response(reply.content, reply.status_code, back)
 
-    return Starlette(routes=[Route("/v1/fleet/{call}", hand_on, methods=["POST"])])
+    return Starlette(routes=[Route("/v1/fleet/{call}", forward_silo_call, methods=["POST"])])
 
 
 @contextlib.contextmanager
 def front(
     host: str, port: int, link: int, tls: tuple[str, str] | None, silos: str | None = None
 ) -> Iterator[int]:
-    """Hands calls of silos on to the SuperLink, until the block ends; yields its own port.
+    """Forwards calls of silos to the SuperLink until the block ends; yields the port.
 
     Args:
       host: address to listen at.
-      port: likewise.
+      port: to listen at.
       link: port of the SuperLink on this machine.
       tls: files of a certificate and its key; None: without TLS.
-      silos: file with the certificate that signs those of silos: who has none is turned away; None:
-        whoever reaches the port is heard.
+      silos: file with the certificate that signs those of silos, without which a caller is turned
+        away; None: all callers are heard.
 
     Raises:
       BadInputError: it cannot listen there, or the files are no certificate and key.

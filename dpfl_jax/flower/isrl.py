@@ -1,7 +1,7 @@
-"""Messages of silos that trust nobody, cut in two as ``federated`` is.
+"""ISRL rounds with remote silos: what a silo computes, and what the server does with it.
 
-A silo runs the simulation's own program (``isrl.runs.messages.Round``) with every other silo empty,
-and sends its row of what comes out; the server puts the rows together and takes the same step.
+A silo runs the program of the simulation (``isrl.rounds.CompiledRound``) with all other silos
+empty, and sends its row of the result; the server puts the rows together and takes the same step.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax import accounting
-from dpfl_jax import task as tasks
 from dpfl_jax.accounting import REPLACE, Guarantee
 from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.isrl_run import IsrlStudy, isrl_inputs, loss_for_data
+from dpfl_jax.federation.isrl.losses import LinearLoss
 from dpfl_jax.federation.isrl.message import SiloData
+from dpfl_jax.federation.isrl.parameters import Parameters, choose
 from dpfl_jax.federation.isrl.privacy import SiloNoise, silo_guarantee
-from dpfl_jax.federation.isrl.runs.isrl_run import IsrlStudy, dataset_task, isrl_inputs
-from dpfl_jax.federation.isrl.runs.messages import Messages, Round, make_method
-from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose
-from dpfl_jax.federation.isrl.runs.silos import load_silos
-from dpfl_jax.federation.isrl.runs.tasks import Task
+from dpfl_jax.federation.isrl.rounds import CompiledRound, IsrlAlgorithm, blocks, make_method
 from dpfl_jax.federation.isrl.schedule import silo_draws
-from dpfl_jax.flower.plan import Plan
-from dpfl_jax.flower.policy import Asked, Policy, RefusedError, check_memory
+from dpfl_jax.federation.isrl.silos import load_silos
 from dpfl_jax.flower.remote import Ask, RemoteRun, RemoteSilos
+from dpfl_jax.flower.silo_folder import PlanDemands, Policy, RefusedError, check_memory
+from dpfl_jax.flower.study import StudyPlan
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import StepOutput, Steps
@@ -38,67 +37,69 @@ from dpfl_jax.run.pipeline import Charge
 from dpfl_jax.run.public_inputs import about
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms
+from dpfl_jax.task import Task
 
 
-def _made(
-    config: RunConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
-) -> tuple[Task, Parameters]:
-    """Loss and numbers, from what is public: the study, the task and the silos' sizes."""
+def _from_public(
+    config: RunConfig, task: Task, rows: Sequence[Mapping[str, Any]], noise: Any
+) -> tuple[LinearLoss, Parameters, np.ndarray]:
+    """Loss, parameters and sizes, from what is public: study, task and rows of the plan."""
     sizes = np.array([row["num_records"] for row in rows])
-    made = dataset_task(config, sizes, task.input_shape[0], task.classes)
-    parameters = choose(config, made, sizes)
-    return made, parameters.with_noise(noise, config.mechanism.arithmetic)
+    loss = loss_for_data(config, sizes, task.input_shape[0], task.classes)
+    parameters = choose(config, loss, sizes)
+    return loss, parameters.with_noise(noise, config.mechanism.arithmetic), sizes
 
 
-class Records:
-    """What one silo holds, for a study without a trusted server."""
+class IsrlSiloData:
+    """The records of one silo, for a study without a trusted server."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Reads the silo's own data.
+        """Reads the data.
 
         Raises:
           BadInputError: anything wrong with the data.
         """
         self.config, loss = config, config.model.loss
-        alone = config.federation.model_copy(update={"silos": 1})
-        found = load_silos(config.data, alone, softmax=loss == "softmax", signed=loss == "hinge")
-        self.train = found.train
-        self.fingerprint, self.description = found.fingerprint, found.description
-        self.learned, self.unit_key = found.learned, found.unit_key
-        kind: Any = "classes" if found.classes else "regression"
-        table = found.learned.table
-        self.task = tasks.Task(kind, (found.features,), found.classes, table=table)
-        self.facts = {"num_records": int(np.asarray(found.train.sizes)[0])}
+        one = config.federation.model_copy(update={"silos": 1})
+        records = load_silos(config.data, one, softmax=loss == "softmax", signed=loss == "hinge")
+        self.train, self.unit_key = records.train, records.unit_key
+        self.fingerprint, self.description = records.fingerprint, records.description
+        self.learned = records.learned
+        kind: Any = "classes" if records.classes else "regression"
+        table = records.learned.table
+        self.task = Task(kind, (records.features,), records.classes, table=table)
+        self.facts = {"num_records": int(np.asarray(records.train.sizes)[0])}
 
     @property
     def num_params(self) -> int:
-        """Of the study's model, at most: one weight for each feature and class."""
+        """Most parameters of the study's model: one weight for each feature and class."""
         return self.task.input_shape[0] * max(self.task.classes, 1)
 
     def about(self, guarantee: Guarantee, account: str) -> Guarantee:
-        """A guarantee for this silo's records; ``account``: of its own ledger."""
+        """A guarantee for this silo's records; ``account``: of its ledger."""
         inputs = isrl_inputs(self.config, self.learned, "the sizes of all silos, by the plan")
         return about(guarantee, self.unit_key, inputs, account)
 
-    def work(self, plan: Plan, index: int, key: RootKey) -> MessageWork:
+    def work(self, plan: StudyPlan, index: int, key: RootKey) -> IsrlSiloRun:
         """What a plan asks of this silo; ``key`` is used for nothing else."""
-        return MessageWork(self, plan, index, key)
+        return IsrlSiloRun(self, plan, index, key)
 
 
-class MessageWork:
-    """One plan, seen by one silo."""
+class IsrlSiloRun:
+    """What one silo computes for a plan."""
 
     state_like: Any = ()
 
-    def __init__(self, held: Records, plan: Plan, index: int, key: RootKey) -> None:
+    def __init__(self, held: IsrlSiloData, plan: StudyPlan, index: int, key: RootKey) -> None:
         config = held.config
         self.held, self.config, self.index, self.key = held, config, index, key
-        self.task, self.parameters = _made(config, held.task, plan.silos, plan.noise)
-        self.sizes = np.array([row["num_records"] for row in plan.silos])
+        self.loss, self.parameters, self.sizes = _from_public(
+            config, held.task, plan.silos, plan.noise
+        )
         assert self.parameters.noise is not None
         self.noise: SiloNoise = self.parameters.noise[index]
         self.rounds = self.parameters.rounds
-        self.like = np.zeros(self.task.shape, np.float32)
+        self.like = np.zeros(self.loss.shape, np.float32)
 
     @property
     def fingerprint(self) -> str:
@@ -112,8 +113,7 @@ class MessageWork:
     def check(self) -> None:
         """The simulation has no check before its first round either."""
 
-    def asked(self, policy: Policy) -> Asked:
-        """What the plan asks, as this silo computes it."""
+    def demands(self, policy: Policy) -> PlanDemands:
         if policy.unit == "subject":
             raise RefusedError(
                 f"{self.config.mechanism.kind} protects a record, and nothing bounds how many a "
@@ -123,7 +123,9 @@ class MessageWork:
         check_memory(len(self.sizes) * int(self.sizes.max()) * record)
         multiplier = self.noise.noise_multiplier
         epsilon = accounting.epsilon(self.noise.event, policy.delta, relation=REPLACE)
-        return Asked(self.config.mechanism.kind, self.rounds, multiplier, epsilon, policy.unit)
+        return PlanDemands(
+            self.config.mechanism.kind, self.rounds, multiplier, epsilon, policy.unit
+        )
 
     def charge(self, policy: Policy) -> Charge:
         """What a ledger is charged for the whole run."""
@@ -137,7 +139,7 @@ class MessageWork:
 
     @property
     def _most(self) -> int:
-        """Rounds in which the silo answers at most: its noise is for so many."""
+        """Most rounds in which the silo answers: its noise is for so many."""
         if self.config.mechanism.sampling == "disjoint":
             batch = max(self.parameters.batches[self.index], 1.0)
             return min(self.noise.rounds, int(self.sizes[self.index] // batch))
@@ -149,7 +151,7 @@ class MessageWork:
         return jax.device_get(self.held.train.examples)
 
     @functools.cached_property
-    def _program(self) -> tuple[Round, SiloData, np.ndarray]:
+    def _program(self) -> tuple[CompiledRound, SiloData, np.ndarray]:
         """The round, the padded data with this silo alone in them, and its order."""
         silos, capacity = len(self.sizes), int(self.sizes.max())
 
@@ -162,30 +164,30 @@ class MessageWork:
             jax.tree.map(lambda x: jnp.asarray(padded(x)), self._mine),
             jnp.asarray(self.sizes, jnp.int32),
         )
-        own = int(self.sizes[self.index])
-        _, order = silo_draws(self.key, self.rounds, own, capacity)
+        size = int(self.sizes[self.index])
+        _, order = silo_draws(self.key, self.rounds, size, capacity)
         rank = np.zeros((silos, capacity), np.int32)
         rank[self.index] = order
         method = make_method(self.config, self.parameters)
-        return Round(self.config, self.task, self.parameters, method), data, rank
+        return CompiledRound(self.config, self.loss, self.parameters, method), data, rank
 
     def message(
         self, round_index: int, key: RootKey, params: Any, state: Any, answered: int
     ) -> tuple[Any, Any]:
-        """What leaves the silo in a round; None once its records or its noise are used up."""
+        """What leaves the silo in a round; None once its records or its rounds are used up."""
         if answered >= self._most:
             return None, state
         del round_index
         program, data, rank = self._program
         silos = len(self.sizes)
-        every = np.zeros((silos, 2, 8), np.uint32)
-        every[self.index] = round_words(key)
+        keys = np.zeros((silos, 2, 8), np.uint32)
+        keys[self.index] = round_words(key)
         turn = np.zeros(silos, np.int32)
         turn[self.index] = answered
         row = {
             "present": jnp.zeros(silos, bool),
             "turn": jnp.asarray(turn),
-            "keys": jnp.asarray(every),
+            "keys": jnp.asarray(keys),
         }
         sent = program.messages(jnp.asarray(params), row, data, jnp.asarray(rank))
         return jax.device_get(sent[self.index]), state
@@ -196,15 +198,16 @@ def round_words(key: RootKey) -> np.ndarray:
     return key.numpy("isrl-keys").integers(0, 2**32, (2, 8), dtype=np.uint32)
 
 
-class RemoteRecords(RemoteRun, IsrlStudy):
-    """A study without a trusted server whose silos are elsewhere."""
+class RemoteIsrlRun(RemoteRun, IsrlStudy):
+    """A study without a trusted server, with remote silos."""
 
     def __init__(self, silos: RemoteSilos, noise: Sequence[float] | None = None) -> None:
         super().__init__(silos)
-        self.loss, self.parameters = _made(self.config, silos.task, silos.rows, noise)
+        self.loss, self.parameters, self.sizes = _from_public(
+            self.config, silos.task, silos.rows, noise
+        )
         if self.parameters.noise is None:
             raise BadInputError("privacy.epsilon is null: silos run with privacy")
-        self.sizes = np.array([row["num_records"] for row in silos.rows])
         self.multipliers = [float(z.noise_multiplier) for z in self.parameters.noise]
         self.num_params = self.loss.dim
 
@@ -212,20 +215,20 @@ class RemoteRecords(RemoteRun, IsrlStudy):
     def message_like(self) -> Any:
         return np.zeros(self.loss.shape, np.float32)
 
-    def remote_algorithm(self, ask: Ask) -> RemoteMessages:
-        return RemoteMessages(self, ask)
+    def remote_algorithm(self, ask: Ask) -> RemoteIsrlAlgorithm:
+        return RemoteIsrlAlgorithm(self, ask)
 
     @property
     def public_inputs(self) -> tuple[str, ...]:
         return isrl_inputs(self.config, self.task, self.counts, remote=True)
 
 
-class RemoteMessages(Messages):
-    """The server's half: ``ask`` brings what silos sent."""
+class RemoteIsrlAlgorithm(IsrlAlgorithm):
+    """The server's part of the algorithm: ``ask`` returns what silos sent."""
 
-    def __init__(self, run: RemoteRecords, ask: Ask) -> None:
+    def __init__(self, run: RemoteIsrlRun, ask: Ask) -> None:
         config, parameters = run.config, run.parameters
-        self.ask, self.config, self.task, self.parameters = ask, config, run.loss, parameters
+        self.ask, self.config, self.loss, self.parameters = ask, config, run.loss, parameters
         self.mesh = data_parallel_mesh(jax.devices()[:1])
         self.method = make_method(config, parameters)
         self.layout_fingerprint = [self.hardware, config.execution.model_dump()]
@@ -234,45 +237,43 @@ class RemoteMessages(Messages):
         self.stated = {"mechanism": run.mechanism_facts, "noise": run.multipliers}
 
     def terms(self) -> Terms:
-        """What is public; each silo has terms of its own."""
+        """What is public; the silos check theirs."""
         return Terms(stated=self.stated, secret={})
 
     def row(self, stats: int) -> dict[str, Any]:  # type: ignore[override]
         return {"messages": stats, "outside_guarantee": {"train_loss": None}}
 
-    def begin(self, key: RootKey, start: int) -> RemoteBlocks:  # type: ignore[override]
+    def begin(self, key: RootKey, start: int) -> RemoteIsrlSteps:  # type: ignore[override]
         del key
-        return RemoteBlocks(self, start)
+        return RemoteIsrlSteps(self, start)
 
 
-class RemoteBlocks(Steps):
-    """Blocks of rounds of messages."""
+class RemoteIsrlSteps(Steps):
+    """Blocks of rounds of the server."""
 
-    def __init__(self, run: RemoteMessages, start: int) -> None:
+    def __init__(self, run: RemoteIsrlAlgorithm, start: int) -> None:
         self.run, self.start = run, start
-        self.round = Round(run.config, run.task, run.parameters, run.method)
+        self.round = CompiledRound(run.config, run.loss, run.parameters, run.method)
 
     def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
         size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
-        for first in range(self.start, rounds, size):
-            yield min(first + size, rounds), (first, min(first + size, rounds))
+        yield from blocks(self.start, rounds, size)
 
     def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, StepOutput]:
-        """A block: each round's messages, and the algorithm's step."""
         run, now, answered = self.run, state.opt_state["state"], 0
         for r in range(*inputs):
             values = jax.tree.map(lambda x, r=r: x[r], run.method.values)
             w = self.round.where(now, values)
-            found = run.ask(r, jax.device_get(w))
-            sent = np.zeros((run.silos, *run.task.shape), np.float32)
+            messages = run.ask(r, jax.device_get(w))
+            sent = np.zeros((run.silos, *run.loss.shape), np.float32)
             present = np.zeros(run.silos, bool)
-            for place, message in found.items():
-                sent[place], present[place] = message, True
+            for index, message in messages.items():
+                sent[index], present[index] = message, True
             row = {
                 "present": jnp.asarray(present),
                 "turn": jnp.zeros(run.silos, jnp.int32),
                 "keys": jnp.zeros((run.silos, 2, 8), jnp.uint32),
             }
             now = self.round.server(now, values, w, jnp.asarray(sent), row)
-            answered += len(found)
+            answered += len(messages)
         return run.packed(now, inputs[1]), StepOutput(answered, 0)

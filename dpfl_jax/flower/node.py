@@ -1,9 +1,9 @@
 """A silo's process: a SuperNode that runs no code but what is installed here.
 
-Flower's own SuperNode runs the app that a server sends it, with whatever that does to the data.
-This one speaks the same protocol with a SuperLink, never asks for an app, and gives every message
-to the silo's ClientApp. Whatever goes wrong with a connection, it makes another one: what the silo
-has answered is in its folder.
+Flower's SuperNode runs the app that a server sends it, with whatever that does to the data. This
+one speaks the same protocol with a SuperLink, never asks for an app, and gives every message to the
+silo's ClientApp. After any failure of a connection it makes another one: what the silo has answered
+is in its folder.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower.apps import client_app
-from dpfl_jax.flower.silo import Silo
+from dpfl_jax.flower.silo import SiloClient
 
 _POLL_S = 0.2
 _RETRY_S = 2.0
-# Whoever leaves takes back what was not fetched yet.
+# A node that leaves withdraws what was not fetched yet.
 _LEAVE_S = 5.0
 _OBJECTS = 3  # of a request: the message, its content, the record of bytes
 
 
-def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
+def run_node(silo: SiloClient, insecure: bool = False, finish: bool = False) -> None:
     """Answers the server of a silo's configuration until it is interrupted.
 
     Args:
@@ -91,7 +91,7 @@ def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
                     if not _answer(client, node, app):
                         time.sleep(_POLL_S)
                 time.sleep(_LEAVE_S)
-        except Exception as error:  # whatever a server sends, or is: it ends no silo
+        except Exception as error:  # no server, and nothing that one sends, ends a silo
             if not waiting:
                 why = f"{silo.name} waits for {silo.config.server}: {error}"
                 silo.console.print(why, markup=False, highlight=False)
@@ -99,8 +99,8 @@ def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
             time.sleep(_RETRY_S)
 
 
-def context_of(silo: Silo) -> ssl.SSLContext:
-    """How a silo knows its server, and is known to it.
+def context_of(silo: SiloClient) -> ssl.SSLContext:
+    """The TLS context by which a silo and its server know each other.
 
     Raises:
       BadInputError: a file is missing, or holds no certificate or key.
@@ -108,8 +108,8 @@ def context_of(silo: Silo) -> ssl.SSLContext:
     names = ("root_certificates", "certificate", "certificate_key")
     files: dict[str, str | None] = dict.fromkeys(names)
     for name in names:
-        if (told := getattr(silo.config, name)) is not None:
-            path = silo.folder / pathlib.Path(told).expanduser()
+        if (given := getattr(silo.config, name)) is not None:
+            path = silo.folder / pathlib.Path(given).expanduser()
             if not path.is_file():
                 raise BadInputError(f"{name}: there is no file {path}")
             files[name] = str(path)
@@ -128,7 +128,7 @@ def context_of(silo: Silo) -> ssl.SSLContext:
     return context
 
 
-def _finished(silo: Silo) -> int:
+def _finished(silo: SiloClient) -> int:
     return sum(row["kind"] == "finished" for row in silo.log.rows)
 
 
@@ -136,11 +136,11 @@ def _finished(silo: Silo) -> int:
 def connected(
     address: str, tls: ssl.SSLContext | None, most: int
 ) -> Iterator[tuple[FleetHttpClient, Node]]:
-    """A node of the SuperLink, with a name of its own for this connection.
+    """Registers a node at the SuperLink, with a new identity for this connection.
 
     Args:
       address: HOST:PORT of the server.
-      tls: how it is known; None: not at all.
+      tls: how the server is known; None: not at all.
       most: bytes of its largest reply; a longer one ends the connection.
     """
     private, public = generate_key_pairs()
@@ -181,9 +181,9 @@ def connected(
 
 
 def _read(response: httpx.Response, most: int) -> None:
-    """Reads a reply; whoever sends it may send without end, or a little that unpacks to a lot."""
+    """Reads a reply that may be endless, or small and unpack to a lot."""
     if "content-encoding" in response.headers:
-        raise httpx.RemoteProtocolError("its reply is compressed, which nobody has asked for")
+        raise httpx.RemoteProtocolError("its reply is compressed, which was not asked for")
     held = bytearray()
     for piece in response.iter_raw():
         held += piece
@@ -218,7 +218,7 @@ def _answer(client: FleetHttpClient, node: Node, app: Callable[..., Message]) ->
                 node=node,
                 messages_list=[message_to_proto(remove_content_from_message(reply))],
                 message_object_trees=[get_object_tree(reply)],
-                clientapp_runtime_list=[0.0],  # how long it took tells how many were drawn
+                clientapp_runtime_list=[0.0],  # the true time depends on how many were sampled
             )
         )
         push_objects(

@@ -1,4 +1,4 @@
-"""A run whose silos are elsewhere: the server holds no data, and asks them, round by round."""
+"""A run with remote silos: the server holds no data, and asks the silos, round by round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.errors import BadInputError, StoppedError
-from dpfl_jax.flower.plan import Plan, study_of
+from dpfl_jax.flower.study import StudyPlan, study_of
 from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack, why_of
 from dpfl_jax.run.algorithm import Algorithm, RunResult
 from dpfl_jax.run.directory import RunDirectory, write_atomically
@@ -22,18 +22,18 @@ from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT
 from dpfl_jax.run.report import TUNING_CAVEAT
 from dpfl_jax.task import Task
 
-# (round, parameters) -> what each silo that takes part has sent, by its place.
+# (round, parameters) -> what each silo that takes part has sent, by its index.
 Ask = Callable[[int, Any], Mapping[int, Any]]
-# Who is in a study, for a server that is killed.
+# The silos of a study, from which a killed server resumes.
 SILOS = "silos.json"
 NO_LEDGER = (
-    "privacy.ledger is set, but a server holds nobody's records: remove it; every silo keeps a "
-    "ledger of its own"
+    "privacy.ledger is set, but a server holds no records: remove it; every silo keeps a ledger of "
+    "its own"
 )
-# A silo that never hears that the run is over keeps its reservation, which is no less.
+# A silo that never hears that the run is over keeps its reservation, which costs as much.
 _DONE_S = 30.0
 _LATE: dict[str, Any] = {"kind": "late", "why": "it did not answer"}
-_OWN_CAVEAT = (
+_SILO_CAVEAT = (
     "each silo computed its own guarantee and holds it in its own log; what is stated here assumes "
     "that every silo runs this plan"
 )
@@ -45,13 +45,13 @@ _Remote = TypeVar("_Remote", bound="RemoteRun")
 
 
 class Transport(Protocol):
-    """Brings requests to silos, by name."""
+    """Sends requests to silos, by name."""
 
     def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
-        """Asks everybody until ``count`` silos have answered: reply by the silo's name."""
+        """Asks all nodes until ``count`` silos have answered: replies by silo name."""
 
     def ask(self, requests: Mapping[str, bytes], most_s: float = math.inf) -> dict[str, bytes]:
-        """Replies of those who answer in time; asking a silo again for the same does no harm."""
+        """Replies of those that answer in time; asking a silo twice for the same does no harm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RemoteSilos:
       config: of the study.
       task: what is learned, the same at all silos.
       rows: of each its ``name`` and public sizes, in order.
-      transport: brings requests to them.
+      transport: sends requests to them.
     """
 
     config: Any
@@ -72,18 +72,18 @@ class RemoteSilos:
 
 
 class RemoteRun(Run, abc.ABC):
-    """A study whose silos are elsewhere.
+    """A study with remote silos.
 
     Attributes:
-      silos: who they are.
+      silos: the silos.
       rows: of ``silos``.
-      plan: what the silos were asked to do, once ``algorithm`` was called.
+      plan: that the silos accepted, once ``algorithm`` was called.
       multipliers: noise multiplier of each silo.
       num_params: of the model.
     """
 
     task: Task
-    plan: Plan
+    plan: StudyPlan
     multipliers: list[float]
     num_params: int
     evaluation_caveat = ""
@@ -106,11 +106,11 @@ class RemoteRun(Run, abc.ABC):
         """Asks the silos to accept the plan.
 
         Raises:
-          BadInputError: silos that refuse, with their own sentence.
+          BadInputError: silos that refuse, with the reason that they give.
           StoppedError: one does not answer.
         """
         study, names = study_of(self.config), [row["name"] for row in self.rows]
-        self.plan = plan = Plan(directory.run_id, study, self.rows, self.multipliers)
+        self.plan = plan = StudyPlan(directory.run_id, study, self.rows, self.multipliers)
         request = pack({"kind": "plan", "plan": plan.to_json()})
         replies = self.silos.transport.ask(dict.fromkeys(names, request))
         for name in names:
@@ -118,19 +118,19 @@ class RemoteRun(Run, abc.ABC):
                 console.print(f"{name} is left out until it comes back", markup=False)
                 continue
             if name not in replies:
-                raise StoppedError(f"{name} did not answer to the plan; the same command goes on")
+                raise StoppedError(f"{name} did not answer to the plan; the same command resumes")
             header, _ = unpack(replies[name])
             if header["kind"] != "accepted" or header["plan"] != plan.digest:
                 raise BadInputError(f"silo {name} refuses: {why_of(header)}")
         write_atomically(directory.path / SILOS, json.dumps(self.rows))
-        ask = _Asking(self.silos.transport, plan, console, self.message_like)
+        ask = _RoundRequester(self.silos.transport, plan, console, self.message_like)
         return self.remote_algorithm(ask)
 
     def without_privacy(self, algorithm: Algorithm) -> Algorithm:
         raise BadInputError("silos elsewhere train with privacy alone: set eval.baseline to false")
 
     def evaluator(self) -> None:
-        """The server holds no data."""
+        """None: the server holds no data."""
 
     def after_steps(self, algorithm: Algorithm, result: RunResult) -> dict[str, Any]:
         """Tells the silos that the run is over."""
@@ -141,7 +141,6 @@ class RemoteRun(Run, abc.ABC):
         return {}
 
     def facts(self) -> dict[str, Any]:
-        """Names and sizes of the silos; noise."""
         return {"data": json.dumps(self.rows, sort_keys=True), "noise": self.multipliers}
 
     def resume_from(self: _Remote, directory: RunDirectory) -> _Remote:
@@ -149,10 +148,10 @@ class RemoteRun(Run, abc.ABC):
 
     def caveats(self) -> tuple[str, ...]:
         config = self.config
-        return (TUNING_CAVEAT, _OWN_CAVEAT, *config.data.caveats(), *config.metrics.caveats())
+        return (TUNING_CAVEAT, _SILO_CAVEAT, *config.data.caveats(), *config.metrics.caveats())
 
     def charge(self) -> Charge:
-        """Never asked for: each silo charges its own ledger."""
+        """Refuses: each silo charges its ledger."""
         raise BadInputError(NO_LEDGER)
 
     @property
@@ -161,11 +160,9 @@ class RemoteRun(Run, abc.ABC):
 
     @property
     def counts(self) -> str:
-        """The public counts, in words."""
         return f"{len(self.rows)} silos, and the sizes of each"
 
     def about(self, guarantee: Guarantee) -> Guarantee:
-        """With ledgers that only the silos have."""
         made = super().about(guarantee)
         caveats = [_LEDGERS if c == OTHER_RUNS_CAVEAT else c for c in made.caveats]
         return dataclasses.replace(made, caveats=tuple(caveats))
@@ -189,11 +186,11 @@ class RemoteRun(Run, abc.ABC):
 
 
 @dataclasses.dataclass
-class _Asking:
-    """``(round, parameters) -> what each silo that takes part has sent``, by its place."""
+class _RoundRequester:
+    """``Ask``, over a transport."""
 
     transport: Transport
-    plan: Plan
+    plan: StudyPlan
     console: Console
     like: Any
 
@@ -201,26 +198,26 @@ class _Asking:
         header = {"kind": "round", "run": self.plan.run, "plan": self.plan.digest, "round": number}
         request, names = pack(header, params=params), self.plan.names
         replies = self.transport.ask(dict.fromkeys(names, request))
-        found, absent = {}, 0
-        for place, name in enumerate(names):
+        messages, absent = {}, 0
+        for index, name in enumerate(names):
             reply, arrays = unpack(replies[name]) if name in replies else (_LATE, {})
             if reply["kind"] in ("message", "absent"):
                 self._check(reply, name, number)
             if reply["kind"] == "message":
                 released = tree_of(arrays, "released", self.like)
                 if is_finite(released):
-                    found[place] = released
+                    messages[index] = released
                     continue
                 reply = {"kind": "refused", "why": "it sent numbers that are not finite"}
             absent += reply["kind"] == "absent"
             if reply["kind"] != "absent":
                 text = f"round {number}: {name} is left out: {why_of(reply)}"
                 self.console.print(text, markup=False, highlight=False)
-        if not found and not absent:
+        if not messages and not absent:
             raise StoppedError(
-                f"no silo answered round {number}; the same command goes on once they do"
+                f"no silo answered round {number}; the same command resumes once they do"
             )
-        return found
+        return messages
 
     def _check(self, header: dict[str, Any], name: str, number: int) -> None:
         expected = {"run": self.plan.run, "plan": self.plan.digest, "round": number, "silo": name}

@@ -22,8 +22,7 @@ from rich.console import Console
 from dpfl_jax.config import config_to_dict
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower.front import front
-from dpfl_jax.flower.plan import study_of
-from dpfl_jax.flower.silo import read_study
+from dpfl_jax.flower.study import read_study, study_of
 from dpfl_jax.run.directory import RunDirectory, finished_report, open_plain, private_folder
 
 _APP = """\
@@ -43,7 +42,7 @@ publisher = "dpfl"
 
 [tool.flwr.app.components]
 serverapp = "study:server"
-clientapp = "study:nobody"
+clientapp = "study:none"
 
 [tool.flwr.app.config]
 config = {config}
@@ -59,7 +58,7 @@ from flwr.clientapp import ClientApp
 from dpfl_jax.flower.apps import server_app
 
 server = server_app()
-nobody = ClientApp()
+none = ClientApp()
 """
 
 
@@ -77,19 +76,19 @@ def serve(
     """Runs (or resumes) a study as its server; returns its report.
 
     Args:
-      config: the study's configuration, as it is written: every silo hears what is in it.
-      run_dir: of the server; one that was killed goes on from its last checkpoint.
+      config: the study's configuration; every silo gets what is in it.
+      run_dir: of the server; one that was killed resumes from its last checkpoint.
       console: for people.
       host: address to listen at.
-      port: likewise.
+      port: to listen at.
       tls: files of the server's certificate and its key; None: without TLS, for tests on one
         machine.
-      silos: file with the certificate that signs those of silos; None: nobody needs one.
+      silos: file with the certificate that signs those of silos; None: silos need none.
       wait: seconds until a silo that is gone is left out of a round.
 
     Raises:
       BadInputError: anything is wrong with the configuration or the run directory.
-      StoppedError: a silo refuses, nobody answers, or the server was stopped.
+      StoppedError: a silo refuses, no silo answers, or the server was stopped.
     """
     study_of(study := read_study(pathlib.Path(config)))
     RunDirectory.check(run_dir, config_to_dict(study))
@@ -97,23 +96,23 @@ def serve(
     directory.parent.mkdir(parents=True, exist_ok=True)
     logs = directory.with_name(directory.name + ".flower")
     private_folder(logs)
-    told, log = logs / "study.log", logs / "superlink.log"
+    study_log, log = logs / "study.log", logs / "superlink.log"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         link = free.getsockname()[1]
-    # Of this machine alone, where no certificate of the server's name would do.
+    # On localhost, for which no certificate of the server's name would be valid.
     command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(link), "--insecure"]
     command += ["--disable-runtime-dependency-installation"]
     _wait_for_another(directory)
-    with open_plain(told) as file:
+    with open_plain(study_log) as file:
         seen = file.seek(0, os.SEEK_END)
     with contextlib.ExitStack() as stack:
-        # What lies there is run, so it is not beside the run: somebody may have sent that folder.
+        # Code is run from there, so it is not in the run directory: others may have sent that.
         fresh = tempfile.TemporaryDirectory(prefix="dpfl-", ignore_cleanup_errors=True)
         home = pathlib.Path(stack.enter_context(fresh))
         outcome = home / "outcome.json"
         files = {"config": pathlib.Path(config).absolute(), "run_dir": directory}
-        _write_app(home, link, wait, files | {"log": told, "outcome": outcome})
+        _write_app(home, link, wait, files | {"log": study_log, "outcome": outcome})
         environment = {
             **os.environ,
             "FLWR_HOME": str(home),
@@ -128,19 +127,19 @@ def serve(
         console.print(f"serving {config} at {host}:{port}; logs: {logs}", markup=False)
         while not outcome.exists():
             time.sleep(0.2)
-            seen = _tell(told, seen, console)
-        _tell(told, seen, console)
+            seen = _print_new(study_log, seen, console)
+        _print_new(study_log, seen, console)
         how = json.loads(outcome.read_text())
     if how["status"] == "failed":
         raise StoppedError(how["why"])
     report = finished_report(directory)
     if report is None:
-        raise StoppedError("the server was stopped; the same command goes on")
+        raise StoppedError("the server was stopped; the same command resumes")
     return report
 
 
 def _write_app(home: pathlib.Path, link: int, wait: float, files: dict[str, pathlib.Path]) -> None:
-    """The study as an app, and where the SuperLink that runs it listens."""
+    """Writes the study as an app, and the address of the SuperLink that runs it."""
     app = home / "app"
     app.mkdir()
     quoted = {name: json.dumps(str(path)) for name, path in files.items()}
@@ -152,12 +151,12 @@ def _write_app(home: pathlib.Path, link: int, wait: float, files: dict[str, path
     )
 
 
-def _tell(log: pathlib.Path, told: int, console: Console) -> int:
-    """Says what a log holds after so many bytes, in whole lines; returns how many are told now."""
-    whole, _, _ = (log.read_bytes()[told:] if log.exists() else b"").rpartition(b"\n")
+def _print_new(log: pathlib.Path, seen: int, console: Console) -> int:
+    """Prints the whole lines of a log after ``seen`` bytes; returns how many are seen now."""
+    whole, _, _ = (log.read_bytes()[seen:] if log.exists() else b"").rpartition(b"\n")
     for line in whole.decode().splitlines():
         console.print(line, markup=False, highlight=False)
-    return told + len(whole) + bool(whole)
+    return seen + len(whole) + bool(whole)
 
 
 def _start(
@@ -177,7 +176,7 @@ def _start(
 
 
 def _wait_for_another(directory: pathlib.Path, most_s: float = 60.0) -> None:
-    """Until what a server that was killed has left behind is gone, too."""
+    """Waits until the processes of a server that was killed are gone, too."""
     lock, end = directory / "run.lock", time.monotonic() + most_s
     while lock.exists() and time.monotonic() < end:
         with lock.open("r") as file:
@@ -189,14 +188,14 @@ def _wait_for_another(directory: pathlib.Path, most_s: float = 60.0) -> None:
 
 
 def _end_with_parent() -> None:
-    """Of a child, on Linux: it is killed when its parent is."""
+    """Called in a child: on Linux it is killed when its parent is."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager
 def _running(command: list[str], environment: dict[str, str], log: Any) -> Iterator[None]:
-    """A process and all it starts, ended with the block."""
+    """Runs a process, and ends it and all that it started with the block."""
     process = subprocess.Popen(
         command,
         env=environment,

@@ -1,8 +1,7 @@
-"""The server of a study: it finds the silos, and runs them with the one pipeline of ``run``."""
+"""The server of a study: it waits for the silos, and runs ``run.pipeline`` with them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -14,14 +13,14 @@ from rich.console import Console
 
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower import federated, isrl
-from dpfl_jax.flower.plan import study_of
 from dpfl_jax.flower.remote import NO_LEDGER, SILOS, RemoteRun, RemoteSilos, Transport
+from dpfl_jax.flower.study import study_of
 from dpfl_jax.flower.wire import pack, unpack, why_of
 from dpfl_jax.run.pipeline import run_experiment
 from dpfl_jax.task import Task
 
-_RUNS: dict[str, Any] = {"silos": federated.RemoteSubjects, "isrl": isrl.RemoteRecords}
-# How long a server that goes on waits for all its silos to come back.
+_RUNS: dict[str, Any] = {"silos": federated.RemoteFederatedRun, "isrl": isrl.RemoteIsrlRun}
+# How long a resumed server waits for all its silos to come back.
 _RETURN_S = 60.0
 
 
@@ -32,9 +31,9 @@ def prepare(
 
     Args:
       config: the study's configuration.
-      transport: brings requests to the silos.
+      transport: sends requests to the silos.
       console: for people.
-      known: silos of a run that goes on: some may be gone.
+      known: rows of the silos of a resumed run, of which some may be gone; None: a new run.
 
     Raises:
       BadInputError: studies or schemas that differ, named with the silo.
@@ -52,20 +51,20 @@ def prepare(
         if header["kind"] != "hello":
             raise BadInputError(f"silo {name} refuses: {why_of(header)}")
         headers[name] = header
-    if known is not None:  # a stranger ends no run that goes on
+    if known is not None:  # an unknown silo does not end a resumed run
         names = {row["name"] for row in known}
         headers = {name: header for name, header in headers.items() if name in names}
-    if known is None and len(headers) != count:
+    elif len(headers) != count:
         raise BadInputError(f"{count} silos are expected, but there are {sorted(headers)}")
     if not headers:
-        raise StoppedError("no silo is there; the same command goes on once one is")
+        raise StoppedError("no silo is there; the same command resumes once one is")
     introduced = {name: _introduced(name, header) for name, header in headers.items()}
     tasks = {name: json.dumps(header["task"], sort_keys=True) for name, header in headers.items()}
     first = next(iter(tasks))
-    for name, learned in tasks.items():
-        if learned != tasks[first]:
+    for name, task in tasks.items():
+        if task != tasks[first]:
             raise BadInputError(
-                f"the tables of {first} and {name} are not alike: {tasks[first]} and {learned}"
+                f"the tables of {first} and {name} differ: {tasks[first]} and {task}"
             )
     rows = [row for row, _ in introduced.values()]
     if known is not None:
@@ -73,16 +72,16 @@ def prepare(
             if row not in known:
                 raise BadInputError(f"the run began with the silos {known}, and not with {row}")
         rows = known
-    _, task = introduced[first]
     with console.status("calibrating noise"):
-        return _RUNS[config.variant](RemoteSilos(config, task, rows, transport))
+        silos = RemoteSilos(config, introduced[first][1], rows, transport)
+        return _RUNS[config.variant](silos)
 
 
 def _introduced(name: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], Task]:
-    """What a silo tells of itself: its row of the plan, and what it learns.
+    """A silo's row of the plan, and its task, from its reply.
 
     Raises:
-      BadInputError: it is nothing of the kind.
+      BadInputError: the reply has no such things.
     """
     try:
         facts, task = header["facts"], Task.from_json(header["task"])
@@ -92,12 +91,12 @@ def _introduced(name: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], T
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
-        raise BadInputError(f"silo {name} tells no sizes and task: it runs other software")
+        raise BadInputError(f"silo {name} sent no sizes and task: it runs other software")
     return {"name": name, **facts}, task
 
 
 def _in_order(names: Mapping[str, Any]) -> Callable[[tuple[str, Any]], Any]:
-    """As ``data.table`` numbers the names of a silo column."""
+    """A key that sorts names as ``data.table`` numbers those of a silo column."""
     whole = all(name.isdecimal() for name in names)
     return lambda item: int(item[0]) if whole else item[0]
 
@@ -105,26 +104,20 @@ def _in_order(names: Mapping[str, Any]) -> Callable[[tuple[str, Any]], Any]:
 def run_study(
     config: Any, run_dir: str | os.PathLike[str], transport: Transport, console: Console
 ) -> dict[str, Any]:
-    """Runs (or resumes) a study with silos that are elsewhere, and returns its report.
+    """Runs (or resumes) a study with remote silos, and returns its report.
 
     Args:
       config: the study's configuration.
-      run_dir: of the server; a server that was killed goes on from its last checkpoint.
-      transport: brings requests to the silos.
+      run_dir: of the server; a server that was killed resumes from its last checkpoint.
+      transport: sends requests to the silos.
       console: for people.
 
     Raises:
-      BadInputError: silos that refuse, with their own sentence.
-      StoppedError: nobody answers.
+      BadInputError: silos that refuse, with the reason that they give.
+      StoppedError: no silo answers.
     """
     path = pathlib.Path(run_dir) / SILOS
     known = json.loads(path.read_text()) if path.exists() else None
     return run_experiment(
         config, run_dir, console, lambda: prepare(config, transport, console, known)
     )
-
-
-def digest_of(config: Any) -> str:
-    """16 digits by which parties can compare their studies."""
-    text = json.dumps(study_of(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

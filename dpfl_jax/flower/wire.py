@@ -1,6 +1,6 @@
-"""What crosses the wire: a header of plain JSON and named arrays, as a safetensors file.
+"""Messages: a header of plain JSON and named arrays, as a safetensors file.
 
-Nothing is unpickled: whoever reads it runs no code of the sender.
+Nothing is unpickled: reading a message runs no code of its sender.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PyTree = Any
 
 
 class MessageError(BadInputError):
-    """What came is no message of this protocol, or not the one that was expected."""
+    """The bytes are no message of this protocol, or not the one that was expected."""
 
 
 _HEADER = "dpfl"
@@ -48,8 +48,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """
     try:
         arrays = load(data)
-        told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        header = json.loads(told["__metadata__"][_HEADER])
+        head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        header = json.loads(head["__metadata__"][_HEADER])
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         header = None
     if not isinstance(header, dict):
@@ -58,7 +58,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def why_of(header: dict[str, Any]) -> str:
-    """Why a silo refuses, in its words; who wrote them may be anybody."""
+    """Why a silo refuses, in its words, which are not trusted: on one line, cut."""
     return one_line(str(header.get("why", header["kind"]))[:500])
 
 
@@ -71,16 +71,16 @@ def tree_of(arrays: dict[str, np.ndarray], name: str, like: PyTree) -> PyTree:
       like: pytree with the shapes and types that are expected.
 
     Raises:
-      MessageError: another tree, other shapes or types, or numbers that are not finite.
+      MessageError: another tree, or other shapes or types.
     """
     expected = {
         name + jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(like)
     }
-    found = {key for key in arrays if key == name or key.startswith((name + "[", name + "."))}
-    if found != set(expected):
+    sent = {key for key in arrays if key == name or key.startswith((name + "[", name + "."))}
+    if sent != set(expected):
         raise MessageError(
-            f"{name} has the arrays {sorted(found)}, but {sorted(expected)} are expected: the "
+            f"{name} has the arrays {sorted(sent)}, but {sorted(expected)} are expected: the "
             "models are not the same"
         )
     for key, leaf in expected.items():

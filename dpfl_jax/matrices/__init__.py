@@ -5,17 +5,19 @@ Nothing here needs JAX: ``noise`` has the transformations that add such noise.
 
 from dpfl_jax.matrices.strategies import (
     Buffers,
+    banded_strategy,
     best_banded,
     best_banded_inverse,
     best_buffered,
     buffered_column,
     buffered_error,
     buffered_strategy,
+    inverse_bound,
     inverse_column,
     inverse_error,
+    inverse_matrix,
     inverse_strategy,
     prefix_error,
-    strategy,
 )
 from dpfl_jax.matrices.workload import PREFIX_SUMS, Workload
 
@@ -25,10 +27,12 @@ __all__ = [
     "best_banded",
     "best_banded_inverse",
     "best_buffered",
-    "strategy",
+    "banded_strategy",
     "prefix_error",
     "inverse_strategy",
+    "inverse_matrix",
     "inverse_column",
+    "inverse_bound",
     "inverse_error",
     "Buffers",
     "buffered_strategy",

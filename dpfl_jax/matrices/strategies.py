@@ -2,8 +2,8 @@
 
 K is lower triangular and Toeplitz: its first column says all of it.
 
-``strategy``: K has b bands. Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization"
-(arXiv 2306.08153); McKenna 2024 (arXiv 2405.15913).
+``banded_strategy``: K has b bands. Choquette-Choo et al. 2023, "(Amplified) Banded Matrix
+Factorization" (arXiv 2306.08153); McKenna 2024 (arXiv 2405.15913).
 
 ``inverse_strategy``: K^-1 has b bands; with f_1, ..., f_{b-1} of 0 or more its first column is
 1, -f_1, ..., -f_{b-1}. Kalinin, McKenna, Upadhyay and Lampert 2025, "Back to square roots" (arXiv
@@ -37,7 +37,7 @@ Buffers = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @functools.lru_cache(maxsize=256)
-def strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[float, ...]:
+def banded_strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[float, ...]:
     """The first column of the K of b bands whose noise has the least mean square in a workload.
 
     At sensitivity 1 (a column's norm). McKenna 2024 finds it by gradients, in O(steps bands) each.
@@ -54,8 +54,8 @@ def strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[
       BadInputError: more bands than steps.
 
     Examples:
-      >>> from dpfl_jax.matrices import strategy
-      >>> column = strategy(bands=2, steps=16)
+      >>> from dpfl_jax.matrices import banded_strategy
+      >>> column = banded_strategy(bands=2, steps=16)
       >>> len(column), round(sum(x**2 for x in column), 3)
       (2, 1.0)
     """
@@ -82,7 +82,7 @@ def strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[
         k = np.arange(1, bands)
         start = np.cumprod((2 * k - 1) / (2 * k))
     else:  # from the best of prefix sums, which is never worse
-        plain = np.array(strategy(bands, steps))
+        plain = np.array(banded_strategy(bands, steps))
         start = plain[1:] / plain[0]
     tight = {"ftol": 1e-14, "gtol": 1e-9, "maxiter": 500}
     with np.errstate(over="ignore", invalid="ignore"):
@@ -95,8 +95,8 @@ def prefix_error(column: tuple[float, ...], steps: int, workload: Workload = PRE
     """``Workload.error`` of the K with first column ``column``, in ``steps`` steps.
 
     Examples:
-      >>> from dpfl_jax.matrices import prefix_error, strategy
-      >>> prefix_error(strategy(4, 64), steps=64) < prefix_error((1.0,), steps=64)
+      >>> from dpfl_jax.matrices import banded_strategy, prefix_error
+      >>> prefix_error(banded_strategy(4, 64), steps=64) < prefix_error((1.0,), steps=64)
       True
     """
     return workload.error(signal.lfilter([1.0], column, workload.response(steps)))
@@ -110,10 +110,21 @@ def best_banded(steps: int, separation: int | None, *, bands: int = 4) -> Strate
       >>> len(best_banded(64, separation=16, bands=4).column)
       4
     """
-    return StrategyMatrix(strategy(bands, steps), "banded")
+    return StrategyMatrix(banded_strategy(bands, steps), "banded")
 
 
 def inverse_column(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
+    """The first column of K, float64 [steps], up to rounding.
+
+    Examples:
+      >>> from dpfl_jax.matrices import inverse_column
+      >>> inverse_column((0.5,), steps=4).round(4).tolist()
+      [1.0, 0.5, 0.25, 0.125]
+    """
+    return np.asarray(signal.lfilter([1.0], _inverse(coefficients), np.eye(1, steps)[0]))
+
+
+def inverse_bound(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
     """The first column of K, float64 [steps], rounded upwards to one that never grows.
 
     No number is below that of K, and none below a later one: what is accounted by it for users who
@@ -128,7 +139,7 @@ def inverse_column(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
       >>> inverse_column((0.5,), steps=4).round(4).tolist()
       [1.0, 0.5, 0.25, 0.125]
     """
-    column = signal.lfilter([1.0], _inverse(coefficients), np.eye(1, steps)[0])
+    column = inverse_column(coefficients, steps)
     # Sums of products of numbers >= 0: each is off by its own operations and those before it.
     upwards = 1 + (steps * (len(coefficients) + 2) + 8) * 2.0**-52
     column = np.r_[1.0, np.minimum(column[1:] * upwards, 1.0)]
@@ -219,10 +230,24 @@ def best_banded_inverse(steps: int, separation: int, *, bands: int = 3) -> Strat
     Examples:
       >>> from dpfl_jax.matrices import best_banded_inverse
       >>> best_banded_inverse(64, separation=16, bands=3).kind
-      'toeplitz'
+      'full'
     """
-    coefficients = inverse_strategy(bands, steps, separation)
-    return StrategyMatrix(tuple(inverse_column(coefficients, steps).tolist()), "toeplitz")
+    return inverse_matrix(inverse_strategy(bands, steps, separation), steps)
+
+
+def inverse_matrix(coefficients: tuple[float, ...], steps: int) -> StrategyMatrix:
+    """The K whose inverse has these bands, with its bounding column.
+
+    Examples:
+      >>> from dpfl_jax.matrices import inverse_matrix
+      >>> inverse_matrix((0.5,), steps=3).column
+      (1.0, 0.5, 0.25)
+    """
+    column, bound = (
+        inverse_column(coefficients, steps),
+        inverse_bound(coefficients, steps),
+    )
+    return StrategyMatrix(tuple(column.tolist()), "full", tuple(bound.tolist()))
 
 
 def _inverse(coefficients: tuple[float, ...]) -> np.ndarray:
@@ -355,10 +380,10 @@ def best_buffered(steps: int, separation: int, *, buffers: int = 2) -> StrategyM
     Examples:
       >>> from dpfl_jax.matrices import best_buffered
       >>> best_buffered(64, separation=16, buffers=2).kind
-      'toeplitz'
+      'full'
     """
     chosen = buffered_strategy(buffers, steps, separation)
-    return StrategyMatrix(tuple(buffered_column(chosen, steps).tolist()), "toeplitz")
+    return StrategyMatrix(tuple(buffered_column(chosen, steps).tolist()), "full")
 
 
 def _start(buffers: int, steps: int, span: int) -> np.ndarray:

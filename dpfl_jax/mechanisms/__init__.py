@@ -4,7 +4,7 @@
 """
 
 from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate
+from dpfl_jax.mechanisms.individual_budget import IndividualBudget
 from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
     Banded,
@@ -14,7 +14,6 @@ from dpfl_jax.mechanisms.noise_strategies import (
     NoiseStrategy,
     NoNoise,
 )
-from dpfl_jax.mechanisms.own_budget import OwnBudget
 from dpfl_jax.mechanisms.participation import (
     Examples,
     OwnerSets,
@@ -36,6 +35,7 @@ from dpfl_jax.mechanisms.presets import (
     uls,
 )
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples
+from dpfl_jax.mechanisms.user_update import Gradient, UserUpdate
 
 __all__ = [
     "uls",
@@ -63,7 +63,7 @@ __all__ = [
     "BandedInverse",
     "NoNoise",
     "Gradient",
-    "LocalUpdate",
-    "OwnBudget",
+    "UserUpdate",
+    "IndividualBudget",
     "mean_of_examples",
 ]

@@ -22,7 +22,7 @@ from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping import Adaptive
 from dpfl_jax.clipping.adaptive import adapting_noise
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import own_budget
+from dpfl_jax.mechanisms import individual_budget
 from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.noise import MOST_NOISE
 
@@ -36,8 +36,9 @@ class Calibrated:
 
     Attributes:
       mechanism: its noise strategy and budgets are fitted to the steps.
-      noise_multiplier: sigma; the noise on the sum has stddev sigma times the largest contribution.
-        0 without privacy.
+      noise_multiplier: sigma, the stddev of each entry of Z over the largest norm of what a unit
+        adds to the sum of a step. 0 without privacy. It is not divided by the sensitivity of K:
+        compare sigmas of one K alone.
       population: what is sampled from.
       steps: T.
       delta: of the guarantee.
@@ -84,7 +85,7 @@ class Calibrated:
 
     @property
     def noise_stddev(self) -> float:
-        """Standard deviation of the noise on the clipped sum."""
+        """Standard deviation of each entry of Z (of independent noise: of the noise on the sum)."""
         # proof: noise-1
         return self.noise_multiplier * self.mechanism.clip.sensitivity if self.private else 0.0
 
@@ -95,7 +96,7 @@ class Calibrated:
         return adapting_noise(clip, made) if isinstance(clip, Adaptive) else made
 
     def at_own_rates(self) -> Mechanism:
-        """The mechanism that draws each unit as here, from whatever population."""
+        """The mechanism with the sampling rate of this population fixed."""
         fixed: Any = self.mechanism.participation
         if hasattr(fixed, "scheme"):
             fixed = dataclasses.replace(fixed, scheme=self.scheme)
@@ -123,7 +124,7 @@ class Calibrated:
         return self.mechanism.noise.matrix(self.steps)
 
     def filter(self) -> RenyiFilter:
-        """What a step costs each user, of users with budgets of their own."""
+        """What a step costs each user, where budgets are individual."""
         assert self.mechanism.budget is not None
         contribution = self.mechanism.participation.contribution
         return self.mechanism.budget.filter(self.noise_multiplier, self.scheme, contribution)
@@ -139,7 +140,7 @@ class Calibrated:
         return budget.event(self.noise_multiplier, self.scheme, contribution, steps)
 
     def budget_event(self) -> Any:
-        """Of users with budgets of their own: what everybody can pay for, without a filter."""
+        """Where budgets are individual: what everybody can pay for, without a filter."""
         assert self.mechanism.budget is not None
         assert self.mechanism.budget.least_steps is not None
         return self._sums(self.mechanism.budget.least_steps).event()
@@ -179,7 +180,7 @@ class Calibrated:
     def guarantee(
         self, steps: int | None = None, caveats: tuple[str, ...] = ()
     ) -> accounting.Guarantee:
-        """What the first ``steps`` steps (all) guarantee each user; caveats are added to its own.
+        """What the first ``steps`` steps (all) guarantee each user; ``caveats`` are appended.
 
         Where records have several owners, it is of all of them.
         """
@@ -206,6 +207,7 @@ class Calibrated:
             assumptions=(
                 *COMMON_ASSUMPTIONS,
                 *accounting.noise_assumptions(mechanism.noise.arithmetic, epsilon, delta, steps),
+                # A cyclic scheme of one period draws nothing that a run would have to keep.
                 *(cell.assumptions if self.scheme.is_stateful else ()),
                 *mechanism.noise.assumptions,
             ),
@@ -215,8 +217,8 @@ class Calibrated:
             made = dataclasses.replace(
                 made,
                 accountant=mechanism.budget.accountant_description(contribution),
-                assumptions=(*made.assumptions, *own_budget.ASSUMPTIONS),
-                caveats=(*own, own_budget.CAVEAT, *caveats),
+                assumptions=(*made.assumptions, *individual_budget.ASSUMPTIONS),
+                caveats=(*own, individual_budget.CAVEAT, *caveats),
             )
         return _for_owners(made) if shared else made
 

@@ -57,12 +57,12 @@ from dpfl_jax.config.kinds import (
 from dpfl_jax.data.store import Readable, check_offsets, expect_store
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate, UnitUpdate
+from dpfl_jax.mechanisms.individual_budget import IndividualBudget
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy
-from dpfl_jax.mechanisms.own_budget import OwnBudget
 from dpfl_jax.mechanisms.participation import SHARED_KINDS, Examples, Participation, Population
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
+from dpfl_jax.mechanisms.user_update import Gradient, UnitUpdate, UserUpdate
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.noise import workload_of
 from dpfl_jax.randomness import RootKey
@@ -85,10 +85,10 @@ class Mechanism(Composed):
 
     Attributes:
       participation: which units contribute to which step.
-      clip: bounds what a unit contributes; it carries the sensitivity that noise is scaled to.
+      clip: limits what a unit adds to the sum; it has the sensitivity that noise is scaled to.
       noise: how noise is correlated over steps.
-      update: what is clipped of a unit, its gradient or a local update.
-      budget: of each user's own; None: all take part in all steps.
+      update: what is clipped of a unit, its gradient or a user update.
+      budget: of each user's own; None: nobody leaves before the last step.
 
     Examples:
       >>> from dpfl_jax.clipping import Flat
@@ -103,7 +103,7 @@ class Mechanism(Composed):
     clip: Annotated[Rule | Adaptive, CLIPS] = Flat(1.0)
     noise: Annotated[NoiseStrategy, NOISES] = Independent()
     update: Annotated[UnitUpdate, UPDATES] = Gradient()
-    budget: Annotated[OwnBudget, BUDGETS] | None = None
+    budget: Annotated[IndividualBudget, BUDGETS] | None = None
 
     kinds: ClassVar[Kinds] = CENTRAL
 
@@ -114,9 +114,9 @@ class Mechanism(Composed):
           BadInputError: they do not.
         """
         check_types(self)
-        if isinstance(self.update, LocalUpdate) and isinstance(self.clip, NoClip):
+        if isinstance(self.update, UserUpdate) and isinstance(self.clip, NoClip):
             raise BadInputError(
-                "mechanism.clip is none, but updates of local steps are clipped: take another rule"
+                "mechanism.clip is none, but user updates are clipped: take another rule"
             )
         if not self.private:
             return
@@ -132,9 +132,9 @@ class Mechanism(Composed):
                 "mechanism.clip is adaptive, which is proven for independent noise alone: take it, "
                 "or another clip rule"
             )
-        if isinstance(self.update, LocalUpdate) and self.participation.unit_examples is None:
+        if isinstance(self.update, UserUpdate) and self.participation.unit_examples is None:
             raise BadInputError(
-                "local steps (mechanism.update) are of users with several examples: take a "
+                "user updates (mechanism.update) are of users with several examples: take a "
                 "participation of users"
             )
         if self.budget is not None:
@@ -152,7 +152,7 @@ class Mechanism(Composed):
             values = {"clipping": self.clip.kind, "clip_norm": norm}
         scheme = getattr(self.participation, "scheme", None)
         parts = fields_of(self.participation, scheme, self.noise, self.update, self.budget)
-        return values | {"sampling_prob": parts.get("prob")} | parts
+        return values | parts
 
     # ---- what runs -------------------------------------------------------------------------
 
@@ -190,9 +190,9 @@ class Mechanism(Composed):
         return self.participation.divisor * (self.participation.unit_examples or 1)
 
     @property
-    def takes_local_steps(self) -> bool:
-        """Whether users are devices of a federated round, whose updates are clipped."""
-        return isinstance(self.update, LocalUpdate)
+    def clips_user_updates(self) -> bool:
+        """Whether users are devices of a federated round (``UserUpdate``)."""
+        return isinstance(self.update, UserUpdate)
 
     def bounded(self, data: Readable) -> Readable:
         """What may be used of the data; see ``Participation.bounded``."""
@@ -214,7 +214,7 @@ class Mechanism(Composed):
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> Sampler:
         """Returns the sampler of a run."""
         made = self.participation.sampler(user_offsets, key)
-        return made if self.budget is None else self.budget.sampler(made)
+        return made if self.budget is None else self.budget.empty_sampler(made)
 
     @property
     def rule(self) -> Rule:
@@ -251,15 +251,15 @@ class Mechanism(Composed):
             **options,
         )
 
-    def summed(self, gradient: Any) -> Callable[..., ClippedGradResult]:
+    def sum_fn(self, gradient: Any) -> Callable[..., ClippedGradResult]:
         """What a step sums: ``(clip_norm, params, units, mask=...) -> ClippedGradResult``.
 
         Args:
           gradient: what ``clipped_grad`` returned.
 
         Returns:
-          A function whose first argument is the clip norm of this step if the clip norm adapts
-          (None: the first), and nothing else; then the sum is a ``clipping.adaptive.CountedSum``.
+          A function whose ``clip_norm`` is that of this step if the clip norm adapts (None: the
+          first one), and is not used else. The sum of one that adapts is a ``CountedSum``.
         """
         if not isinstance(self.clip, Adaptive):
             return lambda clip_norm, *args, **options: gradient(*args, **options)
@@ -271,8 +271,8 @@ class Mechanism(Composed):
         return summed
 
     @property
-    def first_clip_norm(self) -> tuple[np.float32, ...]:
-        """What the first step gives its sum besides units, where the clip norm adapts."""
+    def initial_extra_args(self) -> tuple[np.float32, ...]:
+        """The clip norm of the first step, where it adapts; else nothing."""
         return (np.float32(self.clip.clip_norm),) if isinstance(self.clip, Adaptive) else ()
 
     def zero_sum(self, params: PyTree, *lead: int) -> PyTree:
@@ -335,16 +335,16 @@ class Mechanism(Composed):
         workload, budget = workload_of(optimizer, steps), self.budget
         fitted = dataclasses.replace(
             self,
-            noise=self.noise.fit(steps, scheme.separation, workload),
-            budget=None if budget is None else budget.fit(steps),
+            noise=self.noise.fitted_to(steps, scheme.separation, workload),
+            budget=None if budget is None else budget.fitted_to(steps),
         )
         if epsilon is not None:
 
             def event(sigma: float) -> Any:
                 made = Calibrated(fitted, sigma, population, steps, delta)
-                # The order follows from the noise: until it is chosen, what everybody can pay for
-                # is accounted as without a filter, whose budget that is.
-                return made.event() if budget is None or budget.order else made.budget_event()
+                # The order is chosen from sigma: calibrate with the unfiltered budget event.
+                chosen = budget is None or budget.renyi_order is not None
+                return made.event() if chosen else made.budget_event()
 
             how: Accountant = "pld" if budget is None else budget.accountant(scheme)
             noise_multiplier = accounting.calibrate_noise_multiplier(
@@ -395,7 +395,7 @@ class Mechanism(Composed):
         data = self.bounded(data)
         check_offsets(data.user_offsets)
         made = self.calibrate(
-            self.participation.count(data),
+            self.participation.population_of(data),
             steps,
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,

@@ -1,7 +1,9 @@
 """Noise strategies: how the noise of a step is correlated with that of others, K^-1 Z.
 
+A *row* is one of K G, where row t of G is the clipped sum of step t, and of Z, the noise drawn.
+
 A strategy is fitted to the number of steps, to how far apart a unit's steps are and to what the
-optimiser does with gradients (``fit``); then it has a matrix, by which it is accounted, and a
+optimiser does with gradients (``fitted_to``); then it has a matrix, by which it is accounted, and a
 transformation, which runs. No strategy holds a standard deviation. A new one is a frozen dataclass
 that extends ``NoiseStrategy``.
 """
@@ -23,14 +25,15 @@ from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.matrices import (
     Buffers,
     Workload,
+    banded_strategy,
     buffered_column,
     buffered_error,
     buffered_strategy,
-    inverse_column,
+    inverse_bound,
     inverse_error,
+    inverse_matrix,
     inverse_strategy,
     prefix_error,
-    strategy,
 )
 from dpfl_jax.noise import (
     MOST_NOISE,
@@ -84,7 +87,7 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
     def check_sensitivity(self, sensitivity: float) -> None:
         """Raises BadInputError if sums of so large contributions may not stay finite."""
 
-    def fit(self: Self, steps: int, separation: int | None, workload: Workload) -> Self:
+    def fitted_to(self: Self, steps: int, separation: int | None, workload: Workload) -> Self:
         """With what is best for these, of all that was not given.
 
         Args:
@@ -168,8 +171,8 @@ class Banded(NoiseStrategy):
 
     Attributes:
       bands: b. 1 is independent noise.
-      strategy: first column of K, one number for each band; None: the best for the number of steps
-        and the optimiser.
+      column: the first of K, one number for each band; None: the best for the number of steps and
+        the optimiser.
 
     Examples:
       >>> from dpfl_jax.mechanisms import Banded
@@ -178,25 +181,25 @@ class Banded(NoiseStrategy):
     """
 
     bands: int = 4
-    strategy: tuple[float, ...] | None = None
+    column: tuple[float, ...] | None = None
 
     kind: ClassVar[str] = "banded"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("mechanism.bands", self.bands, 1)
-        if self.strategy is None:
+        if self.column is None:
             return
         if self.bands == 1:
-            raise BadInputError("mechanism.strategy is for two bands or more: leave it out")
-        column = np.asarray(self.strategy, np.float32)
+            raise BadInputError("mechanism.column is for two bands or more: leave it out")
+        column = np.asarray(self.column, np.float32)
         if len(column) != self.bands or not np.isfinite(column).all() or not column[0] > 0:
             raise BadInputError(
-                f"mechanism.strategy has {len(column)} numbers, but it must have one for each of "
+                f"mechanism.column has {len(column)} numbers, but it must have one for each of "
                 f"the {self.bands} bands, all finite and the first above 0"
             )
         # As it runs, so that no other number is accounted.
-        object.__setattr__(self, "strategy", tuple(map(float, column)))
+        object.__setattr__(self, "column", tuple(map(float, column)))
 
     @property
     def is_correlated(self) -> bool:
@@ -206,31 +209,31 @@ class Banded(NoiseStrategy):
     def assumptions(self) -> tuple[str, ...]:
         return (_KEPT_SUMS.format("the last"),) if self.bands > 1 else ()
 
-    def fit(self, steps: int, separation: int | None, workload: Workload) -> Banded:
-        if self.strategy is not None or self.bands == 1:
+    def fitted_to(self, steps: int, separation: int | None, workload: Workload) -> Banded:
+        if self.column is not None or self.bands == 1:
             return self
-        return dataclasses.replace(self, strategy=strategy(self.bands, steps, workload))
+        return dataclasses.replace(self, column=banded_strategy(self.bands, steps, workload))
 
     @property
-    def column(self) -> tuple[float, ...]:
-        """The strategy; raises BadInputError before it is fitted."""
-        if self.strategy is not None:
-            return self.strategy
+    def chosen(self) -> tuple[float, ...]:
+        """The column; raises BadInputError before it is fitted."""
+        if self.column is not None:
+            return self.column
         if self.bands == 1:
             return (1.0,)
         raise BadInputError(
-            "this banded noise has no strategy yet: give mechanism.strategy, or make a plan, "
+            "this banded noise has no column yet: give mechanism.column, or make a plan, "
             "which chooses one for its number of steps"
         )
 
     def matrix(self, steps: int) -> StrategyMatrix:
-        return StrategyMatrix(self.column, "banded")
+        return StrategyMatrix(self.chosen, "banded")
 
     def transform(
         self, stddev: float, sensitivity: float, divisor: float
     ) -> optax.GradientTransformationExtraArgs:
         """Noise of the standard deviation in every row of K G, correlated as the bands say."""
-        column = self.column
+        column = self.chosen
         reach = float(np.linalg.norm(column)) * sensitivity
         # proof: bandmf-noise-2
         return banded(Noise(stddev, reach, self.arithmetic, rows=self.bands), column, divisor)
@@ -238,7 +241,7 @@ class Banded(NoiseStrategy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
-    """K is Toeplitz, with a column that never rises; the noise of a step shows in all later ones.
+    """K is lower triangular and Toeplitz; the noise of a step shows in all later ones.
 
     Attributes:
       horizon: most steps of the run; None: those it is fitted to.
@@ -266,7 +269,7 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
                 f"must stay finite: set it to at most {_LARGEST_SENSITIVITY:g}"
             )
 
-    def _as_they_run(self, name: str, count: int, what: str) -> None:
+    def _round_to_float32(self, name: str, count: int, what: str) -> None:
         """Checks numbers from 0 to 1, and makes them those of float32: no others are accounted.
 
         Args:
@@ -303,8 +306,8 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
         return self.horizon
 
     @abc.abstractmethod
-    def column(self, steps: int) -> np.ndarray:
-        """The first column of K, or more; float64 [steps], none above the one before."""
+    def _matrix(self, steps: int) -> StrategyMatrix:
+        """K of so many steps, at least 1."""
 
     @abc.abstractmethod
     def _correlated(self, noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
@@ -315,15 +318,17 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
             raise BadInputError(
                 f"{steps} steps are asked for, but mechanism.horizon is {self.horizon}: raise it"
             )
-        return StrategyMatrix(tuple(self.column(max(steps, 1)).tolist()), "toeplitz")
+        return self._matrix(max(steps, 1))
 
     def transform(
         self, stddev: float, sensitivity: float, divisor: float
     ) -> optax.GradientTransformationExtraArgs:
         """Noise of the standard deviation in every row of K G, correlated over all steps."""
-        # Only the grid on which exact noise is drawn follows from this: one turn of a unit moves
-        # rows by so much, less than the sum of all turns that is accounted, so it is fine enough.
-        reach = float(np.linalg.norm(self.column(self._steps))) * sensitivity
+        # Only the grid on which exact noise is drawn follows from reach and rows. One participation
+        # of a unit moves rows by so much, less than all of them together, which is accounted; and
+        # with room for 4 times as many rows as there are steps the grid is fine enough for these.
+        matrix = self._matrix(self._steps)
+        reach = float(np.linalg.norm(matrix.bounding_column or matrix.column)) * sensitivity
         # proof: in-turns-noise-1
         noise = Noise(stddev, reach, self.arithmetic, rows=4 * self._steps)
         return self._correlated(noise, divisor)
@@ -359,10 +364,10 @@ class Buffered(_Toeplitz):
         if self.decays is None and self.scales is None:
             return
         for name in ("decays", "scales"):
-            self._as_they_run(name, self.buffers, f"{self.buffers} buffers")
+            self._round_to_float32(name, self.buffers, f"{self.buffers} buffers")
         self._check_total("scales")
 
-    def fit(self, steps: int, separation: int | None, workload: Workload) -> Buffered:
+    def fitted_to(self, steps: int, separation: int | None, workload: Workload) -> Buffered:
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.decays is not None:
             return made
@@ -380,8 +385,8 @@ class Buffered(_Toeplitz):
             )
         return self.decays, self.scales
 
-    def column(self, steps: int) -> np.ndarray:
-        return buffered_column(self.chosen, steps)
+    def _matrix(self, steps: int) -> StrategyMatrix:
+        return StrategyMatrix(tuple(buffered_column(self.chosen, steps).tolist()), "full")
 
     def error(self, steps: int, workload: Workload) -> float:
         return buffered_error(self.chosen, steps, workload)
@@ -400,11 +405,11 @@ class BandedInverse(_Toeplitz):
 
     Attributes:
       bands: b, of K^-1.
-      taken: the parts of a step's noise that are subtracted in each of the next b - 1 steps, 0 or
-        more, which add up to 1 at most; None: the best for the number of steps and the optimiser.
+      fractions: of a step's noise, subtracted in each of the next b - 1 steps, 0 or more, which add
+        up to 1 at most; None: the best for the number of steps and the optimiser.
       redrawn: whether past noise is drawn again from its keys, bands times as much of it at every
-        step, where else 3 (bands - 1) numbers a parameter are kept. ``taken`` is then rounded down
-        to multiples of 2^-16.
+        step, where else 3 (bands - 1) numbers a parameter are kept. ``fractions`` are then rounded
+        down to multiples of 2^-16.
 
     Examples:
       >>> from dpfl_jax.mechanisms import BandedInverse
@@ -413,7 +418,7 @@ class BandedInverse(_Toeplitz):
     """
 
     bands: int = 3
-    taken: tuple[float, ...] | None = None
+    fractions: tuple[float, ...] | None = None
     redrawn: bool = False
 
     kind: ClassVar[str] = "banded_inverse"
@@ -421,12 +426,12 @@ class BandedInverse(_Toeplitz):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("mechanism.bands", self.bands, 2, advice="one is independent noise")
-        if self.taken is not None and self.redrawn:
-            parts = tuple(math.floor(f * 2**16) / 2**16 if f == f else f for f in self.taken)
-            object.__setattr__(self, "taken", parts)
-        if self.taken is not None:
-            self._as_they_run("taken", self.bands - 1, f"{self.bands} bands but the first")
-            self._check_total("taken")
+        if self.fractions is not None and self.redrawn:
+            parts = tuple(math.floor(f * 2**16) / 2**16 if f == f else f for f in self.fractions)
+            object.__setattr__(self, "fractions", parts)
+        if self.fractions is not None:
+            self._round_to_float32("fractions", self.bands - 1, f"{self.bands} bands but the first")
+            self._check_total("fractions")
 
     @property
     def keys_per_step(self) -> int:
@@ -437,25 +442,26 @@ class BandedInverse(_Toeplitz):
         """Checkpoints hold no sums if noise is drawn again."""
         return () if self.redrawn else super().assumptions
 
-    def fit(self, steps: int, separation: int | None, workload: Workload) -> BandedInverse:
+    def fitted_to(self, steps: int, separation: int | None, workload: Workload) -> BandedInverse:
         made = dataclasses.replace(self, horizon=self.horizon or steps)
-        if self.taken is not None:
+        if self.fractions is not None:
             return made
-        taken = inverse_strategy(self.bands, steps, min(_needed(separation), steps), workload)
-        return dataclasses.replace(made, taken=taken)
+        apart = min(_needed(separation), steps)
+        found = inverse_strategy(self.bands, steps, apart, workload)
+        return dataclasses.replace(made, fractions=found)
 
     @property
     def chosen(self) -> tuple[float, ...]:
-        """The parts; raises BadInputError before it is fitted."""
-        if self.taken is None:
+        """The fractions; raises BadInputError before it is fitted."""
+        if self.fractions is None:
             raise BadInputError(
-                "this banded inverse noise has no bands yet: give mechanism.taken, or make a plan, "
-                "which chooses them for its number of steps"
+                "this banded inverse noise has no bands yet: give mechanism.fractions, or make a "
+                "plan, which chooses them for its number of steps"
             )
-        return self.taken
+        return self.fractions
 
-    def column(self, steps: int) -> np.ndarray:
-        return inverse_column(self.chosen, steps)
+    def _matrix(self, steps: int) -> StrategyMatrix:
+        return inverse_matrix(self.chosen, steps)
 
     def error(self, steps: int, workload: Workload) -> float:
         return inverse_error(self.chosen, steps, workload)
@@ -463,12 +469,12 @@ class BandedInverse(_Toeplitz):
     def _correlated(self, noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
         if not self.redrawn:
             return banded_inverse(noise, self.chosen, divisor)
-        rows = redrawn_rows(self.column(self._steps))
+        rows = redrawn_rows(inverse_bound(self.chosen, self._steps))
         if self.arithmetic == "exact" and noise.stddev > MOST_NOISE / rows**0.5 * noise.sensitivity:
             raise BadInputError(
                 "mechanism.redrawn rounds noise at every step, which bands that forget so slowly "
-                f"(mechanism.taken adds up to {math.fsum(self.chosen):g}) pass on for too long: "
-                "leave it out, set mechanism.taken to less, or ask for a larger epsilon"
+                f"(mechanism.fractions adds up to {math.fsum(self.chosen):g}) pass on for too "
+                "long: leave it out, set mechanism.fractions to less, or ask for a larger epsilon"
             )
         return redrawn(dataclasses.replace(noise, rows=rows), self.chosen, divisor)
 

@@ -16,13 +16,13 @@ from typing import Annotated, Any, ClassVar
 import jax
 import numpy as np
 
-from dpfl_jax.accounting.cells import Contribution
+from dpfl_jax.accounting.cells import Contribution, SeveralUnits
 from dpfl_jax.accounting.statement import whole_number
 from dpfl_jax.config.kinds import PARTICIPATIONS, SCHEMES, Named
 from dpfl_jax.data.owners import BoundedStore, grouped_by_owner_set, shared_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError, at_least
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
+from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_unit
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import (
     Cyclic,
@@ -123,14 +123,14 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
     def population(self, user_offsets: np.ndarray) -> Population:
         """Counts what is sampled from. user_offsets: int64 [num_users + 1]."""
 
-    def count(self, data: Readable) -> Population:
+    def population_of(self, data: Readable) -> Population:
         """The public numbers of data that ``bounded`` gave."""
         found = self.population(np.asarray(data.user_offsets))
         if not isinstance(data, BoundedStore):
             return found
-        whole = data.shared
+        shared = data.shared
         return dataclasses.replace(
-            found, num_users=whole.num_users, num_examples=whole.num_examples, shared=True
+            found, num_users=shared.num_users, num_examples=shared.num_examples, shared=True
         )
 
     def declared_population(
@@ -193,8 +193,8 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> Any:
         """Returns the sampler of a run: an ``ExampleSampler`` or a ``UserSampler``."""
 
-    def units_of_users(self, user_offsets: np.ndarray) -> np.ndarray:
-        """int64 [users]: units of each user that may be drawn in a step, for budgets of their own.
+    def unit_counts(self, user_offsets: np.ndarray) -> np.ndarray:
+        """int64 [users]: units of each user that may be drawn in a step, for individual budgets.
 
         Raises:
           BadInputError: a user has several units, and it is not known how many.
@@ -263,7 +263,8 @@ class Examples(Participation):
 
     Attributes:
       batch_size: B, expected number of examples per step (the divisor).
-      group_size: most examples of one user; None: all, without which nothing is guaranteed.
+      group_size: most examples of one user in the whole run, on which privacy depends; None: all,
+        and nothing is guaranteed.
       scheme: how examples are drawn.
 
     Examples:
@@ -299,11 +300,11 @@ class Examples(Participation):
 
     def bounded(self, data: Readable) -> Readable:
         """Nobody owns more than ``group_size`` examples of it, alone or with others."""
-        whole = shared_store(data)
+        shared = shared_store(data)
         if self.group_size is None:
             return grouped_by_owner_set(data)
         # proof: els-owners-1
-        return data if whole is None else whole.bounded(self.group_size)
+        return data if shared is None else shared.bounded(self.group_size)
 
     def declared_population(
         self, num_users: int, num_examples: int, limited: Mapping[int, int]
@@ -342,9 +343,9 @@ class Examples(Participation):
     @property
     def contribution(self) -> Contribution | None:
         """A draw holds at most ``group_size`` examples of a user (Theorem 1)."""
-        return None if self.group_size is None else Contribution(units=self.group_size)
+        return None if self.group_size is None else SeveralUnits(self.group_size)
 
-    def units_of_users(self, user_offsets: np.ndarray) -> np.ndarray:
+    def unit_counts(self, user_offsets: np.ndarray) -> np.ndarray:
         held = np.diff(user_offsets).astype(np.int64)
         return held if self.group_size is None else np.minimum(held, self.group_size)
 
@@ -359,7 +360,7 @@ class Examples(Participation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _WithExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
+class _SeveralExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
     """Participations whose units have several examples, of which some are drawn at each step.
 
     Attributes:
@@ -414,7 +415,7 @@ class _WithExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
     ) -> tuple[LossFn, Callable[[PyTree], PyTree]]:
         """A part is a unit with fewer examples, which knows how many there are in all."""
         axis = None if sharding is None else sharding.spec[0]
-        cut = functools.partial(pieces_of_user, at_once=size, sharding=sharding)
+        cut = functools.partial(pieces_of_unit, at_once=size, sharding=sharding)
         return mean_of_examples(loss_fn, axis), cut
 
     def _examples(self, more: str) -> str:
@@ -423,7 +424,7 @@ class _WithExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Users(_WithExamples):
+class Users(_SeveralExamples):
     """Users, each with the mean gradient of some of their examples.
 
     Source: Charles et al. 2024, Algorithm 2 and Theorem 2. Departures: M and the sampling
@@ -453,17 +454,17 @@ class Users(_WithExamples):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnerSets(_WithExamples):
+class OwnerSets(_SeveralExamples):
     """Sets of owners of records, of which each owner is in several: for records with co-owners.
 
     Source: bounding as in Ganesh et al. 2025 (arXiv 2503.03622).
 
     A set is what the same people wrote together: a conversation, the papers of some co-authors.
-    Emptying all records of one user empties every record of at most K = sets_per_user sets, and
-    touches no other: what is accounted is ELS of K examples, with sets for examples.
+    Emptying all records of one user empties every record of at most L = sets_per_user sets, and
+    touches no other: what is accounted is ELS of L examples, with sets for examples.
 
     Attributes:
-      sets_per_user: K, most sets of one user that are used in the whole run.
+      sets_per_user: L, most sets of one user that are used in the whole run.
 
     Examples:
       >>> from dpfl_jax.mechanisms import OwnerSets
@@ -483,14 +484,14 @@ class OwnerSets(_WithExamples):
 
     def bounded(self, data: Readable) -> Readable:
         """Nobody is in more than ``sets_per_user`` of the sets whose records are kept."""
-        whole = shared_store(data)
-        if whole is None:
+        shared = shared_store(data)
+        if shared is None:
             raise BadInputError(
                 "mechanism.kind=owner_sets is for records with several owners, but every record of "
                 "the data has one: use mechanism.kind=uls, or give owners as lists"
             )
         # proof: owner-sets-1
-        return whole.bounded(self.sets_per_user, whole=True)
+        return shared.bounded(self.sets_per_user, whole=True)
 
     def declared_population(
         self, num_users: int, num_examples: int, limited: Mapping[int, int]
@@ -505,9 +506,9 @@ class OwnerSets(_WithExamples):
         return 1, min(population.num_examples, self.sets_per_user * population.num_users)
 
     @property
-    def contribution(self) -> Contribution:
+    def contribution(self) -> SeveralUnits:
         """A user is in at most ``sets_per_user`` of the sets, each moving the sum by C."""
-        return Contribution(units=self.sets_per_user)
+        return SeveralUnits(self.sets_per_user)
 
     def describe(self, population: Population, more: str = "") -> str:
         drawn = self.scheme_of(population).describe(f"the {population.num_units} kept", "set")

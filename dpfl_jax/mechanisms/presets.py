@@ -1,7 +1,7 @@
 """The mechanisms that have names: each is a function, and a ``kind`` of the section mechanism.
 
-Their options are those of the parts (``participation``, ``noise_strategies``, ``own_budget``, clip
-rules, ``local_steps``) under the same names.
+Their options are those of the parts (``participation``, ``noise_strategies``, clip rules,
+``individual_budget``, ``user_update``) under the same names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dpfl_jax import accounting
 from dpfl_jax.clipping import Adaptive, NoClip, Rule
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
 from dpfl_jax.errors import BadInputError, one_of
-from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate, UnitUpdate
+from dpfl_jax.mechanisms.individual_budget import IndividualBudget
 from dpfl_jax.mechanisms.mechanism import NAMED_CLIPS, Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
     Banded,
@@ -23,8 +23,8 @@ from dpfl_jax.mechanisms.noise_strategies import (
     NoiseStrategy,
     NoNoise,
 )
-from dpfl_jax.mechanisms.own_budget import OwnBudget
 from dpfl_jax.mechanisms.participation import Examples, OwnerSets, Participation, Users
+from dpfl_jax.mechanisms.user_update import Gradient, UnitUpdate, UserUpdate
 from dpfl_jax.sampling import (
     Cyclic,
     CyclicPoisson,
@@ -59,32 +59,33 @@ class CommonOptions(TypedDict, total=False):
 
 
 class UserOptions(CommonOptions, total=False):
-    """What presets take whose units are users; without a learning rate they take no local steps.
+    """What presets take whose units are users.
 
     Attributes:
-      local_learning_rate: of the steps that a user takes by itself.
-      local_batch_size: most examples of such a step; None: all.
-      local_epochs: passes over the user's examples.
+      user_learning_rate: of a user update (``UserUpdate``), which is then clipped; None: a user's
+        gradient is.
+      user_batch_size: most examples of a step of it; None: all.
+      user_epochs: passes over the user's examples.
     """
 
-    local_learning_rate: float | None
-    local_batch_size: int | None
-    local_epochs: int
+    user_learning_rate: float | None
+    user_batch_size: int | None
+    user_epochs: int
 
 
 def _mechanism(
     participation: Participation,
     noise: NoiseStrategy = Independent(),
-    budget: OwnBudget | None = None,
+    budget: IndividualBudget | None = None,
     /,
     *,
     clip_norm: float = 1.0,
     clipping: Clipping = "flat",
     clip: Rule | Adaptive | None = None,
     arithmetic: accounting.NoiseLaw = "exact",
-    local_learning_rate: float | None = None,
-    local_batch_size: int | None = None,
-    local_epochs: int = 1,
+    user_learning_rate: float | None = None,
+    user_batch_size: int | None = None,
+    user_epochs: int = 1,
 ) -> Mechanism:
     one_of("clipping", clipping, NAMED_CLIPS)
     if clip is not None and (clip_norm, clipping) != (1.0, "flat"):
@@ -93,16 +94,16 @@ def _mechanism(
             "set the fields of clip"
         )
     update: UnitUpdate = Gradient()
-    if local_learning_rate is not None:
-        update = LocalUpdate(
-            local_learning_rate=local_learning_rate,
-            local_batch_size=local_batch_size,
-            local_epochs=local_epochs,
+    if user_learning_rate is not None:
+        update = UserUpdate(
+            user_learning_rate=user_learning_rate,
+            user_batch_size=user_batch_size,
+            user_epochs=user_epochs,
         )
-    elif local_batch_size is not None or local_epochs != 1:
+    elif user_batch_size is not None or user_epochs != 1:
         raise BadInputError(
-            "local_batch_size and local_epochs are of the steps that users take by themselves: "
-            "give local_learning_rate, too, or leave them out"
+            "user_batch_size and user_epochs are of a user update: give user_learning_rate, too, "
+            "or leave them out"
         )
     return Mechanism(
         participation=participation,
@@ -118,7 +119,7 @@ def _users(
     cohort_size: float,
     scheme: SamplingScheme,
     noise: NoiseStrategy = Independent(),
-    budget: OwnBudget | None = None,
+    budget: IndividualBudget | None = None,
     /,
     **common: Unpack[UserOptions],
 ) -> Mechanism:
@@ -154,6 +155,8 @@ def els(
       S     = each example of D_sub independently with probability p # Poisson
       g     = (sum over S of clip(grad, C) + N(0, (C sigma)^2)) / B  # B = batch_size
 
+    p is ``sampling_prob``, or by default B / (number of examples in D_sub).
+
     Examples:
       >>> import dpfl_jax as dpfl
       >>> mechanism = dpfl.els(group_size=2, batch_size=64)
@@ -183,8 +186,10 @@ def uls(
           g_u = mean over D_u of grad                                    # the user's own count
           g   = (sum over U of clip(g_u, C) + N(0, (C sigma)^2)) / M     # M = cohort_size
 
-    With ``local_learning_rate`` a step is a federated round: g_u is how far a user's own steps move
-    the parameters (DP-FedAvg; McMahan et al. 2018).
+    q is ``sampling_prob``, or by default M / (number of users).
+
+    With ``user_learning_rate`` a step is a federated round, and g_u a user update (DP-FedAvg;
+    McMahan et al. 2018).
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -208,9 +213,9 @@ def truncated(
     """User-level sampling whose cohorts never exceed ``cap`` users (Chua et al. 2024).
 
     From arXiv 2411.04205, with users for units. A user who is there can push another one out, which
-    is accounted for as that one's replacement: the cap should be seldom reached. Without a cap
-    (``uls``) room is made for what one draw in 10^15 exceeds, some 8 standard deviations; with one,
-    4 are plenty, which is the default.
+    is accounted for as that one's replacement: the cap should be seldom reached. By default it is
+    4 standard deviations above ``cohort_size``. (``uls``, which has none, makes room in memory for
+    what one draw in 10^15 exceeds, some 8 standard deviations.)
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -235,7 +240,8 @@ def allocation(
     Source: Feldman and Shenfeld, "Efficient privacy loss accounting for subsampling and random
     allocation" (2026, arXiv 2602.17284); "balls in bins" in Chua et al. 2024. Nobody is drawn twice
     or never in a stretch, as happens with Poisson sampling of the same rate: so less noise does,
-    most of all in runs of one or few stretches.
+    most of all in runs of one or few stretches. A ``period`` that is given decides who takes part;
+    by default it is (number of users) / ``cohort_size``, which always is the divisor.
 
     Departures: k of T steps are one of T / k in each of k stretches, which is what the paper's
     bound for k of T is of; draws of different stretches are independent. A run may end within a
@@ -257,7 +263,7 @@ def bandmf(
     group_size: int,
     cohort_size: float,
     bands: int = 4,
-    strategy: tuple[float, ...] | None = None,
+    column: tuple[float, ...] | None = None,
     sampling_prob: float | None = None,
     **common: Unpack[UserOptions],
 ) -> Mechanism:
@@ -273,13 +279,15 @@ def bandmf(
           g_t = sum over U of clip(mean over D_u of grad, C)
           g   = (g_t + C sigma (K^-1 Z)_t) / M                            # K has b bands
 
-    Between the turns of a user are b steps, and K has b bands: so a user pays for T / b steps at b
+    b is ``bands``: the number of bands, of groups, and of steps from one turn of a user to the
+    next. p is ``sampling_prob``, or by default b M / (number of users).
+    K has as many bands as a user pauses for steps: so a user pays for T / b steps at b
     times the probability, and the noise of a step is subtracted again in the steps that follow.
     Optimisers add up gradients, so that what counts is the noise of their prefix sums.
 
     Departures: groups are drawn user by user, not cut to equal sizes: a partition into equal parts
-    depends on everybody. p = b M / N is a constant of the number of users, whatever the groups'
-    sizes are; M is expected over the draws of groups, too.
+    depends on everybody. So p follows from the number of users, whatever the groups' sizes are; M
+    is expected over the draws of groups, too.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -289,7 +297,7 @@ def bandmf(
       >>> calibrated.guarantee().epsilon <= 4.0
       True
     """
-    noise = Banded(bands=bands, strategy=strategy)
+    noise = Banded(bands=bands, column=column)
     scheme = CyclicPoisson(sampling_prob, period=bands)
     return _users(group_size, cohort_size, scheme, noise, **common)
 
@@ -310,7 +318,7 @@ def blt(
     Source: McMahan, Xu and Xu, "A hassle-free algorithm for private learning in practice" (2024,
     arXiv 2408.08868).
 
-        turn(u) = uniform in 0 .. s-1, for each user u                # once, before training
+        turn(u) = uniform in 0 .. s-1, for each user u     # s = period; once, before training
         at each step t:
           U   = the users whose turn is t mod s
           D_u = at most group_size examples of u, afresh, for u in U
@@ -340,7 +348,7 @@ def banded_inverse(
     cohort_size: float,
     period: int | None = None,
     bands: int = 3,
-    taken: tuple[float, ...] | None = None,
+    fractions: tuple[float, ...] | None = None,
     redrawn: bool = False,
     horizon: int | None = None,
     **common: Unpack[UserOptions],
@@ -357,7 +365,7 @@ def banded_inverse(
       >>> calibrated.guarantee().epsilon <= 4.0
       True
     """
-    noise = BandedInverse(bands=bands, taken=taken, redrawn=redrawn, horizon=horizon)
+    noise = BandedInverse(bands=bands, fractions=fractions, redrawn=redrawn, horizon=horizon)
     return _users(group_size, cohort_size, Cyclic(period), noise, **common)
 
 
@@ -400,7 +408,7 @@ def individual(
     cohort_size: float,
     refresh: int = 20,
     least_steps: int | None = None,
-    order: float | None = None,
+    renyi_order: float | None = None,
     sampling_prob: float | None = None,
     **common: Unpack[UserOptions],
 ) -> Mechanism:
@@ -419,7 +427,7 @@ def individual(
         cohort_size,
         Poisson(sampling_prob),
         Independent(),
-        OwnBudget(refresh=refresh, least_steps=least_steps, order=order),
+        IndividualBudget(refresh=refresh, least_steps=least_steps, renyi_order=renyi_order),
         **common,
     )
 
@@ -430,7 +438,7 @@ def individual_els(
     batch_size: float,
     refresh: int = 20,
     least_steps: int | None = None,
-    order: float | None = None,
+    renyi_order: float | None = None,
     sampling_prob: float | None = None,
     **common: Unpack[CommonOptions],
 ) -> Mechanism:
@@ -450,7 +458,7 @@ def individual_els(
     return _mechanism(
         participation,
         Independent(),
-        OwnBudget(refresh=refresh, least_steps=least_steps, order=order),
+        IndividualBudget(refresh=refresh, least_steps=least_steps, renyi_order=renyi_order),
         **common,
     )
 

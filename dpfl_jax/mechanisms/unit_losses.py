@@ -1,4 +1,7 @@
-"""The loss of a user, who has several examples, from the loss of one; and a user in pieces."""
+"""The loss of a unit of several examples from the loss of one; and a unit in pieces.
+
+A unit is a user, a subject, or all records of a silo's step.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ LossFn = Callable[..., jax.Array]
 
 
 def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
-    """Lifts a loss of one example to the loss of one user: the mean over the examples they have.
+    """Lifts a loss of one example to the loss of one unit: the mean over its examples.
 
-    The user is ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``. The divisor
-    is the user's own count, as in Algorithm 2 of Charles et al. 2024; no user without examples.
-    A user with a further entry ``"count"`` is a piece of one (see ``pieces_of_user``): its loss is
+    The unit is ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``. The divisor
+    is the unit's own count, as in Algorithm 2 of Charles et al. 2024; no unit without examples.
+    A unit with a further entry ``"count"`` is a piece of one (see ``pieces_of_unit``): its loss is
     the sum over the piece, divided by the count of the whole.
 
     Args:
@@ -34,48 +37,48 @@ def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
       2.0
     """
 
-    def user_loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
+    def unit_loss(params: PyTree, unit: PyTree, **kwargs: Any) -> jax.Array:
         every = jax.vmap(lambda example: loss_fn(params, example, **kwargs), spmd_axis_name=axis)
-        mask = user["mask"]
-        if "count" in user:
-            losses, count = every(user["examples"]), user["count"]
+        mask = unit["mask"]
+        if "count" in unit:
+            losses, count = every(unit["examples"]), unit["count"]
         else:
-            losses, count = every(_without_absent(user)), jnp.sum(mask)
+            losses, count = every(_without_absent(unit)), jnp.sum(mask)
         # proof: uls-sensitivity-2
         return jnp.sum(jnp.where(mask, losses, 0.0)) / jnp.maximum(count, 1).astype(losses.dtype)
 
-    return user_loss
+    return unit_loss
 
 
-def _without_absent(user: PyTree) -> PyTree:
-    """A user's examples, with one that is there in the place of each that is not.
+def _without_absent(unit: PyTree) -> PyTree:
+    """A unit's examples, with one that is there in the place of each that is not.
 
     Where a loss is not differentiable at what fills the gaps (a norm at zeros), even a loss that
     counts nothing would have a gradient of NaN.
     """
-    mask = user["mask"]
+    mask = unit["mask"]
     some = jnp.argmax(mask)
 
     def one(x: jax.Array) -> jax.Array:
         return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, x[some])
 
-    return jax.tree.map(one, user["examples"])
+    return jax.tree.map(one, unit["examples"])
 
 
-def pieces_of_user(
-    user: PyTree, at_once: int, sharding: jax.sharding.NamedSharding | None = None
+def pieces_of_unit(
+    unit: PyTree, at_once: int, sharding: jax.sharding.NamedSharding | None = None
 ) -> PyTree:
-    """Cuts a user into pieces whose losses (``mean_of_examples``) add up to the user's.
+    """Cuts a unit into pieces whose losses (``mean_of_examples``) add up to the unit's.
 
     Args:
-      user: ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``.
+      unit: ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``.
       at_once: examples of a piece, >= 1; the last piece is filled up with absent ones.
       sharding: how the examples of a piece are split over devices; None: not.
 
     Returns:
-      Users of ``at_once`` examples with a ``"count"``, stacked: a pytree of arrays [pieces, ...].
+      Units of ``at_once`` examples with a ``"count"``, stacked: a pytree of arrays [pieces, ...].
     """
-    size = user["mask"].shape[0]
+    size = unit["mask"].shape[0]
     pieces = -(-size // at_once)
     missing = pieces * at_once - size
 
@@ -90,7 +93,7 @@ def pieces_of_user(
         return jnp.take(x, jnp.arange(size + missing) % size, axis=0) if missing else x
 
     return {
-        "examples": jax.tree.map(lambda x: cut(filled(x)), _without_absent(user)),
-        "mask": cut(jnp.pad(user["mask"], (0, missing))),
-        "count": jnp.broadcast_to(jnp.sum(user["mask"]), (pieces,)),
+        "examples": jax.tree.map(lambda x: cut(filled(x)), _without_absent(unit)),
+        "mask": cut(jnp.pad(unit["mask"], (0, missing))),
+        "count": jnp.broadcast_to(jnp.sum(unit["mask"]), (pieces,)),
     }

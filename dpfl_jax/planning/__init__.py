@@ -1,4 +1,4 @@
-"""Which algorithm and group size, for a compute budget: estimates, planner, inverse questions.
+"""Which algorithm and group size for a compute budget: estimates, planner, inverse questions.
 
 The quantity compared is the standard deviation of the noise on the averaged gradient, for clip
 norms at the size of typical gradients (Charles et al. 2024, section 3, equations (5) to (7)).
@@ -12,18 +12,18 @@ from dpfl_jax.planning.estimates import (
 )
 from dpfl_jax.planning.planner import (
     Option,
-    Plan,
     Planner,
-    Users,
+    Recommendation,
+    UserStatistics,
     estimate_and_double,
 )
 
 __all__ = [
     "Planner",
-    "Users",
+    "UserStatistics",
     "Sensitivities",
     "Option",
-    "Plan",
+    "Recommendation",
     "estimate_sensitivities",
     "median_group_size",
     "private_median_group_size",

@@ -1,7 +1,7 @@
 """What the planner needs to know of data and model: group sizes, and typical gradient norms.
 
-Computed from private data without noise: for planning on public or already paid-for data, or to be
-kept to oneself. The report says so.
+Computed from private data without noise: for planning on public data or data whose privacy is paid
+for, or not to be published. The report says so.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from dpfl_jax.clipping import Trainable, clipped_grad
 from dpfl_jax.data.inspect import private_quantile
-from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.candidates import draws_examples
+from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples
+from dpfl_jax.planning.candidates import draws_examples
 from dpfl_jax.randomness import RootKey
 
 PyTree = Any
@@ -55,7 +55,7 @@ def private_median_group_size(
     rng: np.random.Generator,
     rounding: Literal["none", "pow2_floor"] = "pow2_floor",
 ) -> int:
-    """``median_group_size`` with a guarantee of its own: epsilon-DP for adding or removing a user.
+    """``median_group_size``, epsilon-DP for adding or removing a user.
 
     Args:
       sizes: int [n], examples of each user.
@@ -74,8 +74,8 @@ def private_median_group_size(
       >>> private_median_group_size(np.full(1000, 64), epsilon=1.0, largest=512, rng=rng)
       64
     """
-    found = private_quantile(np.asarray(sizes), 0.5, epsilon, largest, rng)
-    return median_group_size([found], rounding)
+    median = private_quantile(np.asarray(sizes), 0.5, epsilon, largest, rng)
+    return median_group_size([median], rounding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Sensitivities:
       example: L_ELS, of one example.
       user: {G: L_ULS(G)}, of the mean over up to G examples of one user.
       intervals: {G: (low, high)}, 90 % bootstrap intervals of ``user``; 0 for the example's.
-      source: how they were found.
+      source: how they were obtained, in words.
 
     Examples:
       >>> from dpfl_jax.planning import Sensitivities
@@ -103,13 +103,12 @@ class Sensitivities:
     @classmethod
     def assumed(cls, decay: float, groups: Sequence[int]) -> Sensitivities:
         """L_ULS(G) = G^-decay, L_ELS = 1: 0 for identical gradients, 1/2 for orthogonal ones."""
-        if not 0.0 <= decay <= 1.0:
-            raise BadInputError(f"the decay of gradient norms is {decay}: give 0 to 1")
-        found = {int(g): float(g) ** -decay for g in groups}
-        return cls(1.0, found, {}, f"assumed: L_ULS(G) = L_ELS G^-{decay:g}")
+        at_least("the decay of gradient norms", decay, 0, most=1)
+        norms = {int(g): float(g) ** -decay for g in groups}
+        return cls(1.0, norms, {}, f"assumed: L_ULS(G) = L_ELS G^-{decay:g}")
 
     def norm(self, kind: str, group: int) -> float:
-        """Of a unit of a candidate: an example's where examples are drawn, whatever the group."""
+        """Norm of a candidate's unit: an example's where examples are drawn, whatever the group."""
         return self.example if draws_examples(kind) else self.at(group)
 
     def at(self, group: int) -> float:
@@ -170,20 +169,13 @@ def estimate_sensitivities(
     if len(offsets) < 2:
         raise BadInputError("there are no users to estimate gradient norms from")
     chosen = rng.permutation(len(offsets) - 1)[:users]
-    largest = max(groups)
     orders = [
         offsets[u] + key.numpy("planning-order", int(u)).permutation(offsets[u + 1] - offsets[u])
         for u in chosen
     ]
-    norm_of = {
-        g: jax.jit(lambda p, b: _norms(mean_of_examples(loss_fn), p, b, trainable))
-        for g in {1, largest}
-    }
-    found: dict[int, np.ndarray] = {}
+    norms_of = jax.jit(lambda p, units: _norms(mean_of_examples(loss_fn), p, units, trainable))
+    norms_by_group: dict[int, np.ndarray] = {}
     for group in sorted({1, *groups}):
-        function = norm_of.get(group) or jax.jit(
-            lambda p, b: _norms(mean_of_examples(loss_fn), p, b, trainable)
-        )
         norms: list[float] = []
         for first in range(0, len(chosen), batch):
             part = orders[first : first + batch]
@@ -199,17 +191,17 @@ def estimate_sensitivities(
                 return full
 
             units = {"examples": jax.tree.map(scatter, examples), "mask": mask}
-            norms.extend(np.asarray(function(params, units))[: len(part)].tolist())
-        found[group] = np.asarray(norms)
+            norms.extend(np.asarray(norms_of(params, units))[: len(part)].tolist())
+        norms_by_group[group] = np.asarray(norms)
     resample = np.random.default_rng(0).integers(0, len(chosen), (500, len(chosen)))
     intervals = {}
-    for group, values in found.items():
+    for group, values in norms_by_group.items():
         medians = np.median(values[resample], axis=1)
         low, high = np.quantile(medians, [0.05, 0.95])
         intervals[group] = (float(low), float(high))
     return Sensitivities(
-        example=float(np.median(found[1])),
-        user={g: float(np.median(v)) for g, v in found.items()},
+        example=float(np.median(norms_by_group[1])),
+        user={g: float(np.median(v)) for g, v in norms_by_group.items()},
         intervals=intervals,
         source=f"median gradient norms of {len(chosen)} users at the starting model, without noise",
     )

@@ -1,9 +1,10 @@
-"""What `dpfl plan` draws: the heat map of noise, laws and runs, answers, caps of a federation."""
+"""Figures of `dpfl plan` and `dpfl sweep`: noise, scaling laws, answers, caps, losses of cells."""
 
 from __future__ import annotations
 
 import math
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dpfl_jax.files import save_figure
-from dpfl_jax.mechanisms.candidates import CANDIDATES, draws_examples, plain
+from dpfl_jax.planning.candidates import CANDIDATES, draws_examples, plain
 
 
 def draw_heat_map(planner: Any, plan: Any, file: pathlib.Path) -> None:
@@ -21,9 +22,9 @@ def draw_heat_map(planner: Any, plan: Any, file: pathlib.Path) -> None:
     groups = sorted(planner.sensitivities.user)
     top = int(math.log2(min(planner.users.num_users, 4 * plan.budget)))
     cohorts = [2**k for k in range(max(0, top - 5), top + 1)]
-    found = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
+    noise = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
     # What is recommended is a row on top: perhaps of another mechanism, or of a cohort not here.
-    best, rows = plan.best, [[found[g, m] for m in cohorts] for g in groups]
+    best, rows = plan.best, [[noise[g, m] for m in cohorts] for g in groups]
     image = np.array([*rows, [best.noise] * len(cohorts)])
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     ax = figure.subplots()
@@ -61,7 +62,7 @@ def draw_heat_map(planner: Any, plan: Any, file: pathlib.Path) -> None:
 
 
 def draw_law(law: Any, file: pathlib.Path) -> None:
-    """Runs and law: loss over effective noise, a line for each of four numbers of steps."""
+    """Runs and scaling law: loss over effective noise, a line for each of four numbers of steps."""
     figure = Figure(figsize=(10, 4.2))
     left, right = figure.subplots(1, 2)
     steps = np.array([row["steps"] for row in law.rows])
@@ -77,9 +78,9 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
 
     for t in np.unique(np.geomspace(steps.min(), steps.max(), 4).round()):
         cells = [{**of_an_example, "size": size, "steps": t, "ratio": r} for r in grid]
-        found = law.predict(cells)
-        left.plot(grid, [f["loss"] for f in found], color=colour(t), label=f"{t:.0f} steps")
-        low, high = ([f[k] for f in found] for k in ("low", "high"))
+        fit = law.predict(cells)
+        left.plot(grid, [f["loss"] for f in fit], color=colour(t), label=f"{t:.0f} steps")
+        low, high = ([f[k] for f in fit] for k in ("low", "high"))
         left.fill_between(grid, low, high, color=colour(t), alpha=0.15, linewidth=0)
     marks = {plain(examples=True): "o", plain(examples=False): "s"}
     for row in law.rows:
@@ -92,9 +93,9 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
     left.set_title(f"law at batch {size:.0f}; dots: runs (square: users)", fontsize=9)
     left.legend(fontsize=7)
     measured = np.array([row["loss"] for row in law.rows])
-    found = law.predict(law.rows)
-    value = np.array([f["loss"] for f in found])
-    bars = np.abs(np.array([[f["low"], f["high"]] for f in found]).T - value)
+    fit = law.predict(law.rows)
+    value = np.array([f["loss"] for f in fit])
+    bars = np.abs(np.array([[f["low"], f["high"]] for f in fit]).T - value)
     right.errorbar(measured, value, bars, fmt="o", ms=4, elinewidth=1, alpha=0.8)
     ends = [measured.min(), measured.max()]
     right.plot(ends, ends, color="grey", linewidth=1)
@@ -104,23 +105,23 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
     save_figure(figure, file)
 
 
-def draw_answer(found: dict[str, Any], title: str, file: pathlib.Path) -> None:
+def draw_answer(answer: dict[str, Any], title: str, file: pathlib.Path) -> None:
     """The curves of an answer, with their bands."""
     figure = Figure(figsize=(7, 4.5))
     ax = figure.subplots()
-    for label, points in found["series"].items():
+    for label, points in answer["series"].items():
         points = [p for p in points if p["cell"] is not None]
         x = [p["x"] for p in points]
         (line,) = ax.plot(x, [p["score"] for p in points], "o-", label=label)
         low, high = ([p[k] for p in points] for k in ("low", "high"))
         ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    for i, (label, value) in enumerate(found["lines"].items()):
+    for i, (label, value) in enumerate(answer["lines"].items()):
         ax.axhline(value, color="grey", linestyle=[":", "--"][i % 2], label=label)
-    ax.set(xscale="log", xlabel=found["x"], ylabel=found["y"])
-    ticks = [p["x"] for p in next(iter(found["series"].values()))]
+    ax.set(xscale="log", xlabel=answer["x"], ylabel=answer["y"])
+    ticks = [p["x"] for p in next(iter(answer["series"].values()))]
     ax.set_xticks(ticks, [f"{x:,.4g}" for x in ticks])
     ax.minorticks_off()
-    if found["y"].startswith("noise"):
+    if answer["y"].startswith("noise"):
         ax.set_yscale("log")
     ax.set_title(title, fontsize=10)
     ax.legend(fontsize=8)
@@ -128,16 +129,16 @@ def draw_answer(found: dict[str, Any], title: str, file: pathlib.Path) -> None:
     save_figure(figure, file)
 
 
-def draw_caps(found: list[Any], file: pathlib.Path) -> None:
+def draw_caps(options: list[Any], file: pathlib.Path) -> None:
     """Noise over signal against the cap, of each mechanism."""
     figure = Figure(figsize=(7, 4.2))
     ax = figure.subplots()
-    for kind in sorted({choice.kind for choice in found}):
-        own = sorted((c for c in found if c.kind == kind), key=lambda c: c.cap)
-        ax.plot([c.cap for c in own], [c.ratio for c in own], "o-", label=kind)
+    for kind in sorted({option.kind for option in options}):
+        same = sorted((c for c in options if c.kind == kind), key=lambda c: c.cap)
+        ax.plot([c.cap for c in same], [c.ratio for c in same], "o-", label=kind)
     ax.axhline(1.0, color="0.5", linestyle=":", linewidth=1, label="noise = signal")
     # The least: what has its cap in a step alone keeps all.
-    caps = {choice.cap: min(c.kept for c in found if c.cap == choice.cap) for choice in found}
+    caps = {o.cap: min(c.kept for c in options if c.cap == o.cap) for o in options}
     ax.set(xscale="log", yscale="log", xlabel="cap (share of the records that it keeps)")
     ax.set_ylabel("noise over the largest signal (lower is better)")
     ax.set_xticks(list(caps), [f"{cap}\n({kept:.0%})" for cap, kept in caps.items()])
@@ -145,3 +146,49 @@ def draw_caps(found: list[Any], file: pathlib.Path) -> None:
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     save_figure(figure, file)
+
+
+def draw_sweep(best: Sequence[Mapping[str, Any]], axes: Sequence[str], file: pathlib.Path) -> None:
+    """Draws the best loss over the axes that are not tuned.
+
+    Two axes ``group_size`` and ``cohort_size`` make a heat map; else the first numeric axis is x,
+    with a line (and a band, where there are repeats) for every combination of the others.
+    """
+    figure = Figure(figsize=(6.5, 4.5))
+    ax = figure.subplots()
+    plane = ("group_size", "cohort_size")
+    if set(axes) == set(plane):
+        groups, cohorts = (sorted({row[axis] for row in best}) for axis in plane)
+        image = np.full((len(groups), len(cohorts)), np.nan)
+        for row in best:
+            place = groups.index(row["group_size"]), cohorts.index(row["cohort_size"])
+            image[place] = row["loss"]
+            box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
+            ax.text(*place[::-1], f"{row['loss']:.3f}", ha="center", va="center", size=7, bbox=box)
+        shown = ax.imshow(image, origin="lower", cmap="viridis_r", aspect="auto")
+        ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
+        ax.set_yticks(range(len(groups)), [str(g) for g in groups])
+        ax.set(xlabel="cohort size M", ylabel="group size G")
+        figure.colorbar(shown, label="held-out loss")
+    elif best:
+        numeric = [a for a in axes if isinstance(best[0][a], int | float)]
+        x_axis = next((a for a in numeric if len({row[a] for row in best}) > 1), axes[0])
+        others = [a for a in axes if a != x_axis]
+        for key in sorted({tuple(row[a] for a in others) for row in best}, key=str):
+            part = [row for row in best if tuple(row[a] for a in others) == key]
+            part.sort(key=lambda row: row[x_axis])
+            x = [row[x_axis] for row in part]
+            label = ", ".join(f"{a} {v}" for a, v in zip(others, key)) or None
+            (line,) = ax.plot(x, [row["loss"] for row in part], "o-", label=label)
+            if all(row["low"] is not None for row in part):
+                low, high = ([row[k] for row in part] for k in ("low", "high"))
+                ax.fill_between(x, low, high, alpha=0.2, color=line.get_color())
+        if x_axis in numeric and min(row[x_axis] for row in best) > 0:
+            ax.set_xscale("log")
+        ax.set(xlabel=x_axis, ylabel="held-out loss")
+        if others:
+            ax.legend(fontsize=7)
+    if any(row["seed"] is not None for row in best):
+        ax.set_title("sampling and noise from public seeds", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)

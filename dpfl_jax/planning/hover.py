@@ -1,10 +1,12 @@
-"""An answer as a picture for notebooks and browsers: SVG alone, a point tells its cell when met."""
+"""An answer as an SVG for notebooks and browsers; hovering over a point shows its cell."""
 
 from __future__ import annotations
 
 import html
 import math
 from typing import Any
+
+from dpfl_jax.planning.planner import in_words
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 400, 80, 50, 30, 190
 COLOURS = ("#1f5fbf", "#d1813a", "#3b8f5a", "#8a4fb0", "#b03a48", "#555555")
@@ -15,26 +17,21 @@ STYLE = (
 
 
 class Answer(dict[str, Any]):
-    """What ``ask`` returns: JSON, and in a notebook a picture under the pointer."""
+    """What ``ask`` returns: JSON; notebooks show it as a picture (an SVG without scripts)."""
 
     def _repr_html_(self) -> str:
-        """An SVG without scripts: point at a dot to see its cell."""
-        return drawn(self)
+        return to_svg(self)
 
 
-def drawn(found: dict[str, Any]) -> str:
-    """An answer as SVG in HTML.
-
-    Args:
-      found: ``x``, ``y``, ``series``, ``lines`` and ``answer``, as ``ask`` returns them.
-    """
-    series = {n: [p for p in ps if p["cell"] is not None] for n, ps in found["series"].items()}
+def to_svg(answer: dict[str, Any]) -> str:
+    """An answer of ``ask`` as SVG in HTML."""
+    series = {n: [p for p in ps if p["cell"] is not None] for n, ps in answer["series"].items()}
     points = [point for some in series.values() for point in some]
     if not points:
-        return f"<p>{html.escape(found['answer'])}</p>"
-    log = found["y"].startswith("noise")
+        return f"<p>{html.escape(answer['answer'])}</p>"
+    log = answer["y"].startswith("noise")
     across = _scale([p["x"] for p in points], LEFT, WIDTH - RIGHT, log=True)
-    heights = [p[k] for p in points for k in ("low", "high")] + list(found["lines"].values())
+    heights = [p[k] for p in points for k in ("low", "high")] + list(answer["lines"].values())
     up = _scale(heights, HEIGHT - BOTTOM, TOP, log=log)
     parts = [f'<svg class="dpfl-answer" width="{WIDTH}" height="{HEIGHT}">', STYLE]
     for x in sorted({p["x"] for p in points}):
@@ -44,7 +41,7 @@ def drawn(found: dict[str, Any]) -> str:
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" '
             f'y2="{up(y):.1f}"/>' + _text(LEFT - 6, up(y) + 4, f"{y:.3g}", "end")
         )
-    for name, value in found["lines"].items():
+    for name, value in answer["lines"].items():
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(value):.1f}" y2="{up(value):.1f}" '
             'stroke="grey" stroke-dasharray="4 3"/>' + _text(LEFT + 4, up(value) - 4, name, "start")
@@ -65,20 +62,18 @@ def drawn(found: dict[str, Any]) -> str:
                 )
             parts.append(
                 f'<circle cx="{across(p["x"]):.1f}" cy="{up(p["score"]):.1f}" r="5"><title>'
-                f"{html.escape(_told(p, name, found))}</title></circle>"
+                f"{html.escape(_tooltip(p, name, answer))}</title></circle>"
             )
         parts.append(_text(WIDTH - RIGHT + 12, TOP + 10 + 18 * i, name, "start") + "</g>")
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, found["x"], "middle"))
-    parts.append(_text(LEFT, TOP - 12, found["y"], "start") + "</svg>")
-    return f"<div>{''.join(parts)}<p>{html.escape(found['answer'])}</p></div>"
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, answer["x"], "middle"))
+    parts.append(_text(LEFT, TOP - 12, answer["y"], "start") + "</svg>")
+    return f"<div>{''.join(parts)}<p>{html.escape(answer['answer'])}</p></div>"
 
 
-def _told(point: dict[str, Any], name: str, found: dict[str, Any]) -> str:
-    from dpfl_jax.planning.questions import in_words
-
+def _tooltip(point: dict[str, Any], name: str, answer: dict[str, Any]) -> str:
     band = "" if point["low"] == point["high"] else f" ({point['low']:.3f} to {point['high']:.3f})"
     return (
-        f"{name}\n{found['x']} {point['x']:,.4g}\n{found['y']} {point['score']:.4g}{band}\n"
+        f"{name}\n{answer['x']} {point['x']:,.4g}\n{answer['y']} {point['score']:.4g}{band}\n"
         f"{in_words(point['cell'])}"
     )
 

@@ -4,12 +4,12 @@ A budget B is the expected number of gradient evaluations a step: a mechanism sp
 examples, or on M users of G examples. The noise on the average has standard deviation L sigma / B,
 or L(G) sigma(M) / M (Charles et al. 2024, equations (5) and (6)).
 
-Where noise is correlated over steps, later steps take some of it back. An optimiser adds up
+Where noise is correlated over steps, some of it cancels in later steps. An optimiser adds up
 gradients, so what is compared is the noise in their prefix sums, root mean square over the steps:
 of independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. The noise of
-an option is that of a step of independent noise with the same prefix sums.
+an option is that of a step of independent noise with the same error in prefix sums.
 
-Which mechanisms are weighed is a table, ``mechanisms.candidates``; what one costs is its cell's.
+The mechanisms that are compared are those of ``planning.candidates``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.calibrate import coarse_noise_multiplier, noise_near
 from dpfl_jax.accounting.cells import NoisedSums
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, at_least, positive
 from dpfl_jax.matrices import PREFIX_SUMS, Workload
 from dpfl_jax.mechanisms import NoiseStrategy, Population
-from dpfl_jax.mechanisms.candidates import CANDIDATES, at_budget, draws_examples, plain
+from dpfl_jax.planning.candidates import CANDIDATES, at_budget, draws_examples, plain
 from dpfl_jax.planning.estimates import Sensitivities, median_group_size
 
 
 @dataclasses.dataclass(frozen=True)
-class Users:
-    """Summary statistics of a training set; no data.
+class UserStatistics:
+    """Statistics of the users of a training set.
 
     Attributes:
       num_users: N.
@@ -45,8 +45,8 @@ class Users:
 
     Examples:
       >>> import numpy as np
-      >>> from dpfl_jax.planning import Users
-      >>> Users(num_users=4, sizes=np.array([1, 2, 8, 8])).left(4)  # at most 4 of a user
+      >>> from dpfl_jax.planning import UserStatistics
+      >>> UserStatistics(num_users=4, sizes=np.array([1, 2, 8, 8])).left(4)  # at most 4 of a user
       11
     """
 
@@ -55,8 +55,7 @@ class Users:
     limited: dict[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.num_users < 1:
-            raise BadInputError(f"the number of users is {self.num_users}, but it must be positive")
+        at_least("the number of users", self.num_users, 1)
 
     def left(self, group: int) -> int:
         """Examples left when every user keeps at most ``group``.
@@ -86,7 +85,7 @@ class Option:
     """One way to spend the budget.
 
     Attributes:
-      kind: a preset's, of ``mechanisms.candidates``.
+      kind: a preset's, of ``planning.candidates``.
       group_size: G.
       size: expected examples or users a step.
       sampling_prob: of each of these.
@@ -115,22 +114,22 @@ class Option:
 
     @property
     def noise(self) -> float:
-        """L sigma error / size."""
+        """L sigma error / size: standard deviation on the averaged gradient."""
         return self.sensitivity * self.noise_multiplier * self.error / self.size
 
     @property
     def gradients(self) -> int:
-        """Gradient evaluations of a unit."""
+        """Gradient evaluations of one unit."""
         return 1 if draws_examples(self.kind) else self.group_size
 
     def to_json(self) -> dict[str, Any]:
-        """Fields, the noise, and gradient evaluations of a unit."""
+        """Fields, ``noise`` and ``gradients``."""
         return {**dataclasses.asdict(self), "noise": self.noise, "gradients": self.gradients}
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """An answer.
+class Recommendation:
+    """What a planner recommends for a compute budget.
 
     Attributes:
       budget: B.
@@ -144,11 +143,11 @@ class Plan:
 
     Examples:
       >>> import numpy as np
-      >>> from dpfl_jax.planning import Planner, Sensitivities, Users
-      >>> users = Users(num_users=5000, sizes=np.full(5000, 8))
+      >>> from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
+      >>> users = UserStatistics(num_users=5000, sizes=np.full(5000, 8))
       >>> norms = Sensitivities(2.0, {1: 2.0, 4: 1.2}, intervals={}, source="a proxy")
-      >>> plan = Planner(users, norms, epsilon=4.0, delta=1e-6, steps=100).plan(64)
-      >>> plan.best in plan.options
+      >>> found = Planner(users, norms, epsilon=4.0, delta=1e-6, steps=100).recommend(64)
+      >>> found.best in found.options
       True
     """
 
@@ -164,19 +163,10 @@ class Plan:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as plain values, for ``--json``."""
-        return {
-            "budget": self.budget,
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "steps": self.steps,
-            "best": self.best.to_json(),
-            "median": None if self.median is None else self.median.to_json(),
-            "doubling": self.doubling.to_json(),
-            "doubling_as_printed": self.doubling_as_printed.to_json(),
-            "reason": self.reason,
-            "options": [option.to_json() for option in self.options],
-        }
+        """As JSON: the fields, each option as of ``Option.to_json``."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        single = {k: v.to_json() if isinstance(v, Option) else v for k, v in fields.items()}
+        return single | {"options": [option.to_json() for option in self.options]}
 
 
 def estimate_and_double(
@@ -232,29 +222,28 @@ def estimate_and_double(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """A candidate at its sizes, before calibration: an option without sigma, and its sums."""
+class _Uncalibrated:
+    """An option without its noise multiplier, and what is accounted of it."""
 
     option: Option
     sums: NoisedSums
 
     def event(self, sigma: float) -> DpEvent:
-        """What it costs a user."""
         return dataclasses.replace(self.sums, noise_multiplier=sigma).event()
 
     @property
-    def is_everybody(self) -> bool:
+    def takes_all_units(self) -> bool:
         """Whether every unit is in every step."""
         return bool(self.sums.scheme.rate >= 1.0)
 
 
 class Planner:
-    """Prices every option for one population, guarantee and model; calibrations are kept.
+    """Prices every option for one population, guarantee and model; calibrations are cached.
 
     Examples:
       >>> import numpy as np
-      >>> from dpfl_jax.planning import Planner, Sensitivities, Users
-      >>> users = Users(num_users=5000, sizes=np.full(5000, 8))
+      >>> from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
+      >>> users = UserStatistics(num_users=5000, sizes=np.full(5000, 8))
       >>> norms = Sensitivities(2.0, {1: 2.0, 4: 1.2}, intervals={}, source="a proxy")
       >>> planner = Planner(users, norms, epsilon=4.0, delta=1e-6, steps=100)
       >>> planner.option("uls", 4, 64).noise < planner.option("uls", 1, 64).noise
@@ -263,7 +252,7 @@ class Planner:
 
     def __init__(
         self,
-        users: Users,
+        users: UserStatistics,
         sensitivities: Sensitivities,
         *,
         epsilon: float,
@@ -272,7 +261,7 @@ class Planner:
         example_group: int | None = None,
         workload: Workload = PREFIX_SUMS,
     ) -> None:
-        """Prepares; nothing is calibrated yet.
+        """Calibrates nothing yet.
 
         Args:
           users: what is known of the training set.
@@ -280,13 +269,12 @@ class Planner:
           epsilon: target over all steps.
           delta: of the target.
           steps: T.
-          example_group: the group size of drawn examples by the median heuristic, if it was found
-            otherwise than from ``users.sizes`` (a private median).
+          example_group: the group size of drawn examples by the median heuristic, if it is not that
+            of ``users.sizes`` (a private median).
           workload: what an optimiser makes of noise, with rates of T steps if they differ.
         """
+        at_least("the number of steps", steps, 1)
         self.example_group, self.workload = example_group, workload
-        if steps < 1:
-            raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
         self.users, self.sensitivities = users, sensitivities
         self.epsilon, self.delta, self.steps = epsilon, delta, steps
         self._sigmas: dict[tuple[str, float], float] = {}
@@ -299,72 +287,72 @@ class Planner:
         """A candidate with so many examples, or users of up to ``group`` examples, a step.
 
         Args:
-          kind: of ``mechanisms.candidates``.
+          kind: of ``planning.candidates``.
           group: G; of drawn examples, the most of a user in the run.
           size: expected examples or users.
           epsilon: of the guarantee; None: the planner's.
 
         Raises:
-          BadInputError: more than there are, an epsilon that no noise reaches, or it would be no
-            other mechanism than the plain one.
+          BadInputError: more than there are, an epsilon that no noise reaches, or the candidate is
+            the same mechanism as the plain one.
         """
-        found = self.try_option(kind, group, size, epsilon)
-        if found is None:
+        option = self.try_option(kind, group, size, epsilon)
+        if option is None:
             raise BadInputError(
                 f"with {size} a step, {CANDIDATES[kind].name} is no other mechanism than "
                 f"{CANDIDATES[plain(draws_examples(kind))].name}: take that, or fewer a step"
             )
-        return found
+        return option
 
     def try_option(
         self, kind: str, group: int, size: int, epsilon: float | None = None
     ) -> Option | None:
-        """As ``option``; None if it would be no other mechanism than the plain one."""
-        run = self._run(kind, group, size)
+        """As ``option``; None if the candidate would be the same mechanism as the plain one."""
+        run = self._uncalibrated(kind, group, size)
         if run is None:
             return None
         sigma = self._sigma(run.event, self.epsilon if epsilon is None else epsilon)
         return dataclasses.replace(run.option, noise_multiplier=sigma)
 
     def _sigma(self, event: Callable[[float], DpEvent], epsilon: float) -> float:
-        """The least noise multiplier, which runs that cost the same have in common."""
+        """The least noise multiplier; equal events are calibrated once."""
         one = event(1.0)
-        if isinstance(one, GaussianDpEvent):  # all steps together: as a single one, but larger
+        if isinstance(one, GaussianDpEvent):  # all steps are one Gaussian event
             return self._sigma(lambda s: events.gaussian(s, 1), epsilon) / one.noise_multiplier
-        known = repr(one), epsilon
-        if known not in self._sigmas:
-            self._sigmas[known] = accounting.calibrate_noise_multiplier(event, epsilon, self.delta)
-        return self._sigmas[known]
+        key = repr(one), epsilon
+        if key not in self._sigmas:
+            self._sigmas[key] = accounting.calibrate_noise_multiplier(event, epsilon, self.delta)
+        return self._sigmas[key]
 
     def _slow_option(self, kind: str, options: Sequence[Option]) -> Option | None:
-        """A candidate of slow calibrations, where the plain one has the least noise.
+        """A slowly calibrated candidate, at the sizes where the plain one has the least noise.
 
-        A coarse bound is enough to see that another option has less, by more than it overstates.
+        A coarse bound will do where another option has less noise by more than it overstates.
         """
-        alone = [o for o in options if o.kind == plain(draws_examples(kind))]
-        if not alone:
+        same = [o for o in options if o.kind == plain(draws_examples(kind))]
+        if not same:
             return None
-        best = min(alone, key=lambda option: option.noise)
-        run = self._run(kind, best.group_size, best.size)
+        best = min(same, key=lambda option: option.noise)
+        run = self._uncalibrated(kind, best.group_size, best.size)
         if run is None:
             return None
         sigma = coarse_noise_multiplier(run.event, self.epsilon, self.delta, best.noise_multiplier)
-        found = dataclasses.replace(run.option, noise_multiplier=sigma)
-        if found.noise > 1.03 * min(option.noise for option in options):
-            return found
+        coarse = dataclasses.replace(run.option, noise_multiplier=sigma)
+        if coarse.noise > 1.03 * min(option.noise for option in options):
+            return coarse
         return self.option(kind, best.group_size, best.size)
 
-    def _run(self, kind: str, group: int, size: int) -> _Run | None:
-        """A candidate at its sizes, at the best number of bands; None: no other than the plain."""
+    def _uncalibrated(self, kind: str, group: int, size: int) -> _Uncalibrated | None:
+        """A candidate at its sizes and best number of bands; None: the same as the plain one."""
         candidate = CANDIDATES[kind]
         if not candidate.bands:
             run = self._sized(kind, group, size)
-            return run if candidate.is_plain or not run.is_everybody else None
+            return run if candidate.is_plain or not run.takes_all_units else None
         rough: dict[int | None, float] = {}
-        alone = self._sized(plain(draws_examples(kind)), group, size)
+        unbanded = self._sized(plain(draws_examples(kind)), group, size)
         for bands in (None, *candidate.bands):
             try:
-                run = alone if bands is None else self._sized(kind, group, size, bands)
+                run = unbanded if bands is None else self._sized(kind, group, size, bands)
                 sigma = noise_near(run.event, self.epsilon, self.delta)
             except BadInputError:  # more bands than steps, or than groups of users
                 break
@@ -372,7 +360,7 @@ class Planner:
         bands = min(rough, key=lambda b: rough[b], default=None)
         return None if bands is None else self._sized(kind, group, size, bands)
 
-    def _make(self, kind: str, group: int, size: int, bands: int | None = None) -> _Run:
+    def _make(self, kind: str, group: int, size: int, bands: int | None = None) -> _Uncalibrated:
         examples = draws_examples(kind)
         units = self.users.left(group) if examples else self.users.num_users
         what = f"examples left with at most {group} a user" if examples else "users"
@@ -388,28 +376,18 @@ class Planner:
         budget, more = size * (1 if examples else group), {} if bands is None else {"bands": bands}
         made = at_budget(None, kind, budget, group, **more)
         scheme = made.participation.scheme_of(Population(self.users.num_users, units, units))
-        noise = made.noise.fit(self.steps, scheme.separation, self.workload)
+        noise = made.noise.fitted_to(self.steps, scheme.separation, self.workload)
         if noise not in self._errors:
             self._errors[noise] = noise.error(self.steps, self.workload)
-        option = Option(
-            kind,
-            group,
-            size,
-            scheme.sampling_prob,
-            math.nan,
-            self.sensitivities.norm(kind, group),
-            getattr(noise, "bands", 1),
-            self._errors[noise],
-        )
-        given = (scheme, 1.0, self.steps, units, noise.matrix(self.steps))
-        return _Run(option, NoisedSums(*given, made.participation.contribution))
+        norm, used_bands = self.sensitivities.norm(kind, group), getattr(noise, "bands", 1)
+        prob, error = scheme.draw_prob, self._errors[noise]
+        option = Option(kind, group, size, prob, math.nan, norm, used_bands, error)
+        matrix, contribution = noise.matrix(self.steps), made.participation.contribution
+        sums = NoisedSums(scheme, 1.0, self.steps, units, matrix, contribution)
+        return _Uncalibrated(option, sums)
 
     def heat_map(self, cohorts: Sequence[int]) -> list[Option]:
-        """Sampled users at every known group size and these cohorts: G M varies.
-
-        Args:
-          cohorts: numbers of users a step; those above the population are left out.
-        """
+        """Sampled users at every known group size and these cohort sizes, up to the population."""
         return [
             self.option(plain(False), group, cohort)
             for group in sorted(self.sensitivities.user)
@@ -417,19 +395,19 @@ class Planner:
             if 1 <= cohort <= self.users.num_users
         ]
 
-    # ---- plans -----------------------------------------------------------------------------
+    # ---- recommendations -------------------------------------------------------------------
 
-    def plan(
+    def recommend(
         self, budget: int, *, example_groups: Sequence[int] | None = None, every: bool = False
-    ) -> Plan:
+    ) -> Recommendation:
         """Prices all (G, M) with G M = B, powers of two, and examples at all group sizes.
 
         Args:
           budget: B, gradient evaluations a step.
           example_groups: group sizes of drawn examples; default all that can be priced.
-          every: whether all candidates are priced, at every (G, M), not the plain ones alone; those
-            whose calibration takes seconds where the plain one of users has the least noise, and to
-            2.5 % where they cannot win.
+          every: whether all candidates are priced, at every (G, M), not the plain ones alone. Those
+            whose calibration takes seconds are priced where the plain one has the least noise, and
+            to 2.5 % where they cannot win.
         """
         if budget < 1:
             raise BadInputError(
@@ -437,47 +415,46 @@ class Planner:
             )
         kinds = [k for k, c in CANDIDATES.items() if c.is_plain or every]
         options: list[Option] = []
-        made: list[Option | None] = []
         for kind in sorted(kinds, key=lambda kind: CANDIDATES[kind].is_slow):
             if CANDIDATES[kind].is_slow:
-                made = [self._slow_option(kind, options)]
+                tried = [self._slow_option(kind, options)]
             else:
                 cells = self.cells(kind, budget, example_groups)
-                made = [self.try_option(kind, *cell) for cell in cells]
-            options += [option for option in made if option is not None]
+                tried = [self.try_option(kind, *cell) for cell in cells]
+            options += [option for option in tried if option is not None]
         if not options:
             raise BadInputError(
                 f"no way to spend a budget of {budget} a step on {self.users.num_users} users: "
                 "lower it, or allow larger groups"
             )
-        known = sorted(self.sensitivities.user)
+        groups = sorted(self.sensitivities.user)
         doubling, as_printed = (
             self.option(
                 plain(False),
                 *estimate_and_double(
                     self.sensitivities.at,
-                    lambda cohort: self.option(plain(False), known[0], cohort).noise_multiplier,
+                    lambda cohort: self.option(plain(False), groups[0], cohort).noise_multiplier,
                     budget,
                     most_users=self.users.num_users,
-                    largest_group=known[-1],
+                    largest_group=groups[-1],
                     literal=literal,
                 ),
             )
             for literal in (False, True)
         )
-        none = example_groups is not None and not example_groups
-        best_of_all = min(options, key=lambda option: option.noise)
-        return Plan(
+        no_examples = example_groups is not None and not example_groups
+        best = min(options, key=lambda option: option.noise)
+        return Recommendation(
             budget,
             self.epsilon,
             self.delta,
             self.steps,
             options,
-            best_of_all,
-            None if none else self._median(budget),
+            best,
+            None if no_examples else self._median(budget),
             doubling,
             as_printed,
-            _reason(best_of_all, options),
+            _reason(best, options),
         )
 
     def cells(
@@ -492,13 +469,13 @@ class Planner:
 
     def _median(self, budget: int) -> Option | None:
         """Drawn examples at the median group size, where that is known and there are as many."""
-        known = self.users.groups()
+        groups = self.users.groups()
         if self.example_group is not None:
             group = self.example_group
         elif self.users.sizes is not None:
             group = median_group_size(self.users.sizes)
-        elif len(known) == 1:
-            (group,) = known
+        elif len(groups) == 1:
+            (group,) = groups
         else:
             return None
         return None if budget > self.users.left(group) else self.option(plain(True), group, budget)
@@ -506,13 +483,13 @@ class Planner:
     # ---- inverse questions -----------------------------------------------------------------
 
     def smallest_epsilon(self, noise: float, budget: int) -> tuple[float, Option]:
-        """The smallest epsilon at which some option has this noise: its noise multiplier is given.
+        """The smallest epsilon at which some option has this noise, and that option.
 
         Raises:
           BadInputError: no option has a finite epsilon at so little noise.
         """
-        found = [(self.epsilon_of(option), option) for option in self._with_noise(noise, budget)]
-        epsilon, option = min(found, key=lambda pair: pair[0])
+        pairs = [(self.epsilon_of(option), option) for option in self._with_noise(noise, budget)]
+        epsilon, option = min(pairs, key=lambda pair: pair[0])
         if math.isinf(epsilon):
             raise BadInputError(
                 f"no useful epsilon brings the noise down to {noise:g} at budget {budget}: raise "
@@ -533,16 +510,16 @@ class Planner:
 
         # More compute never needs more noise: halve the range of powers.
         low, high = -1, int(math.log2(self.users.num_users * max(self.sensitivities.user)))
-        found = fits(high)
-        while found is not None and high - low > 1:
+        best = fits(high)
+        while best is not None and high - low > 1:
             middle = (low + high) // 2
             option = fits(middle)
             if option is None:
                 low = middle
             else:
-                high, found = middle, option
-        if found is not None:
-            return 2**high, found
+                high, best = middle, option
+        if best is not None:
+            return 2**high, best
         raise BadInputError(
             f"no compute budget brings the noise down to {noise:g} at epsilon {self.epsilon:g}: "
             "raise epsilon, or find more users"
@@ -550,21 +527,20 @@ class Planner:
 
     def _with_noise(self, noise: float, budget: int) -> list[Option]:
         """Every plain option at this budget, with the noise multiplier that gives this noise."""
-        if not (math.isfinite(noise) and noise > 0):
-            raise BadInputError(f"the target noise is {noise}, but it must be finite and above 0")
-        found = [
+        positive("the target noise", noise)
+        options = [
             dataclasses.replace(option, noise_multiplier=noise * option.size / option.sensitivity)
             for kind, candidate in CANDIDATES.items()
             if candidate.is_plain
             for cell in self.cells(kind, budget)
             for option in [self._sized(kind, *cell).option]
         ]
-        if not found:
+        if not options:
             raise BadInputError(f"there is no way to spend a budget of {budget} a step")
-        return found
+        return options
 
     def epsilon_of(self, option: Option) -> float:
-        """What an option of a given noise multiplier spends; infinity where there is no bound."""
+        """Epsilon of an option's noise multiplier; infinity where there is no bound."""
         bands = option.bands if CANDIDATES[option.kind].bands else None
         run = self._sized(option.kind, option.group_size, option.size, bands)
         event = run.event(option.noise_multiplier)
@@ -576,13 +552,12 @@ class Planner:
     def users_at_overtake(self, budget: int, example_group: int, most: int = 2**30) -> int | None:
         """The number of users from which drawing users (best G) has no less noise than examples.
 
-        Users are taken to be alike, with ``example_group`` examples each: drawing examples gains
-        more from users, drawing users more from compute (the paper's Figure 8). None if users are
-        ahead up to ``most`` of them.
+        Each user has ``example_group`` examples: drawing examples gains more from users, drawing
+        users more from compute (the paper's Figure 8). None if users are ahead up to ``most``.
         """
         count = max(2, budget)
         while count <= most:
-            users = Users(count, limited={example_group: count * example_group})
+            users = UserStatistics(count, limited={example_group: count * example_group})
             other = Planner(
                 users,
                 self.sensitivities,
@@ -601,6 +576,13 @@ class Planner:
                 return None
             count *= 4
         return None
+
+
+def in_words(cell: dict[str, Any]) -> str:
+    """A cell (an option or a trial, as JSON) as people read it."""
+    bands = f" b={cell['bands']}" if cell.get("bands", 1) > 1 else ""
+    text = f"{CANDIDATES[cell['kind']].name}{bands} G={cell['group_size']}, {cell['size']} a step"
+    return f"{text}, {cell['steps']} steps" if "steps" in cell else text
 
 
 def _reason(best: Option, options: list[Option]) -> str:

@@ -1,8 +1,8 @@
 """A sweep with one guarantee for all of it: the best of a random number of runs.
 
 A sweep is a folder. ``private/`` holds its key, from which the number of runs, their cells, their
-keys and their scores' noise follow, and the runs while it goes on. ``best/`` is the run that is
-released; of the others nothing is kept. ``selection.py`` says what is stated, and why.
+keys and the noise of their scores follow, and the runs until it has finished. ``best/`` is the run
+that is released; nothing of the others is kept. The guarantee is that of ``selection``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dpfl_jax.data import Store, load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.files import within
 from dpfl_jax.planning.selection import RunCount, Selection
-from dpfl_jax.planning.sweep import ALIASES, SIZES, Cell, Sweep
+from dpfl_jax.planning.sweep import ALIASES, SIZES, Sweep, SweepCell
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import RunResult
@@ -39,7 +39,7 @@ from dpfl_jax.training.central_run import EVALUATION_CAVEAT, CentralRun, prepare
 from dpfl_jax.training.evaluate import Evaluator
 
 BEST = "best"
-# What a cell may choose: who is on which side, and what is promised, is one for all of them.
+# What cells may differ in: all have the same people, split and target.
 _SECTIONS = ("mechanism", "optimizer", "train", "model", "pretrain", "execution", "init_seed")
 _LOSERS = (
     "deleted, and how many there were is secret; whoever saw how long the sweep took knows more "
@@ -48,12 +48,12 @@ _LOSERS = (
 
 
 @dataclasses.dataclass
-class Scored(CentralRun):
-    """A run that is evaluated by nothing but a noisy score, and states what the sweep does.
+class ScoredRun(CentralRun):
+    """A run that is evaluated by a noisy score alone, and states the guarantee of the sweep.
 
     Attributes:
       selection: that it is a part of.
-      people: held out; ``held_out`` is None, so that no loss of theirs is written down.
+      people: held out; ``held_out`` is None, so that no loss of theirs is saved.
       values: of its cell.
       charged: the account of the ledger that the sweep is charged to; None if there is none.
     """
@@ -65,22 +65,20 @@ class Scored(CentralRun):
 
     @property
     def account(self) -> str | None:
-        """That which the whole sweep is charged to."""
         return self.charged
 
     @property
     def public_inputs(self) -> tuple[str, ...]:
-        """Those of a run, and the grid."""
         held_out = f"people held out: {self.selection.held_out:,}"
         return (*super().public_inputs, "grid of the sweep", held_out)
 
     def caveats(self) -> tuple[str, ...]:
-        """As of a run, but for what a private sweep computes not at all, or covers."""
+        """As of a run, except what a private sweep covers, or does not compute."""
         covered = (PRIVATE_METRICS_CAVEAT, EVALUATION_CAVEAT, TUNING_CAVEAT)
         return tuple(c for c in super().caveats() if c not in covered)
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
-        """Of the whole sweep, however many steps this run has taken."""
+        """Of the whole sweep, whatever ``steps`` is."""
         del steps
         return self.selection.guarantee(caveats)
 
@@ -129,22 +127,22 @@ class PrivateSweep:
         RunCount(self.expected_runs)
 
     def run(self, console: Console) -> dict[str, Any]:
-        """Runs, or goes on, and returns the report of what is released.
+        """Runs or resumes the sweep, and returns the report of the run that is released.
 
         Raises:
-          BadInputError: a cell that cannot be, or what a private sweep has no room for. Nothing has
-            been run then.
+          BadInputError: a cell that cannot be run, or what a private sweep does not support.
+            Nothing has been run then.
           LedgerError: the ledger refuses the sweep.
-          StoppedError: interrupted; the same call goes on.
+          StoppedError: interrupted; the same call resumes.
         """
         runs = [self._prepared(cell) for cell in self._cells]
         first = runs[0]
         selection = self._calibrated(runs)
-        of_data = (run.train.fingerprint for run in runs)
-        known = [*dict.fromkeys(of_data), first.people.fingerprint]
+        fingerprints = [*dict.fromkeys(run.train.fingerprint for run in runs)]
+        fingerprints.append(first.people.fingerprint)
         for run in {run.config.model.checkpoint: run for run in runs}.values():
             facts = run.facts()  # files may move, but other content would get the same noise
-            known += [facts[name] for name in ("checkpoint", "public") if name in facts]
+            fingerprints += [facts[name] for name in ("checkpoint", "public") if name in facts]
         grid = {axis: list(values) for axis, values in self.sweep.axes.items()}
         asked = {"grid": grid, "expected_runs": self.expected_runs, "loss_bound": self.loss_bound}
         base = self.sweep.base
@@ -152,10 +150,10 @@ class PrivateSweep:
             self.sweep.directory,
             {**config_to_dict(base), "sweep": asked},
             self.key,
-            {"data": ":".join(known), "selection": selection.to_json()},
+            {"data": ":".join(fingerprints), "selection": selection.to_json()},
         )
         try:
-            # With the noise that it began with, whatever calibration would say today.
+            # With the noise that it began with, whatever a new calibration would give.
             selection = Selection.from_json(directory.facts["selection"])
             runs = [
                 dataclasses.replace(
@@ -180,7 +178,7 @@ class PrivateSweep:
             directory.close()
 
     def priced(self) -> tuple[accounting.Guarantee, int]:
-        """What the sweep would guarantee, and the number of its cells; runs nothing."""
+        """What the sweep would guarantee, and the number of its cells; nothing is run."""
         runs = [self._prepared(cell) for cell in self._cells]
         guarantee = self._calibrated(runs).guarantee(runs[0].caveats())
         return runs[0].about(guarantee), len(runs)
@@ -188,7 +186,7 @@ class PrivateSweep:
     # ---- before the first run --------------------------------------------------------------
 
     @functools.cached_property
-    def _cells(self) -> list[Cell]:
+    def _cells(self) -> list[SweepCell]:
         for axis in self.sweep.axes:
             name = ALIASES.get(axis, axis)
             if name not in SIZES and name.split(".")[0] not in _SECTIONS:
@@ -202,14 +200,14 @@ class PrivateSweep:
     def _load(self) -> Any:
         return functools.lru_cache(maxsize=1)(load_dataset)
 
-    def _config(self, cell: Cell) -> RunConfig:
-        """Of a cell, whose runs charge no ledger: the sweep does."""
+    def _config(self, cell: SweepCell) -> RunConfig:
+        """The configuration of a cell, without a ledger: the sweep is charged."""
         config = self.sweep.cell_config(cell)
         _refuse(config)
-        alone = {"ledger": None, "account": None, "budget": None}
-        return config.model_copy(update={"privacy": config.privacy.model_copy(update=alone)})
+        unset = {"ledger": None, "account": None, "budget": None}
+        return config.model_copy(update={"privacy": config.privacy.model_copy(update=unset)})
 
-    def _prepared(self, cell: Cell) -> Scored:
+    def _prepared(self, cell: SweepCell) -> ScoredRun:
         config = self._config(cell)
         try:
             made = prepare(config, Console(quiet=True), self._load)
@@ -245,7 +243,7 @@ class PrivateSweep:
         )
         fields |= {"held_out": None}
         privacy = self.sweep.base.privacy
-        return Scored(
+        return ScoredRun(
             **fields,
             selection=unset,
             people=made.held_out,
@@ -266,8 +264,7 @@ class PrivateSweep:
             )
         return math.log(kinds)
 
-    def _calibrated(self, runs: list[Scored]) -> Selection:
-        """The selection with the noise of all its cells."""
+    def _calibrated(self, runs: list[ScoredRun]) -> Selection:
         first = runs[0].selection
         if any(run.selection.bound != first.bound for run in runs):
             raise BadInputError(
@@ -290,34 +287,30 @@ class PrivateSweep:
     def _charge(
         self, selection: Selection, unit_key: str, directory: RunDirectory, console: Console
     ) -> None:
-        """The whole sweep, before its first run, once.
+        """Charges the whole sweep once, before its first run.
 
-        It is never committed: that would cost no less, and tell when the last run ended.
+        It is never committed: that would cost no less, and reveal when the last run ended.
         """
         privacy = self.sweep.base.privacy
         if privacy.ledger is None or privacy.account is None:
             return
-        found = accounting.Ledger(privacy.ledger).reserve(
+        spent = accounting.Ledger(privacy.ledger).reserve(
             accounting.Account(privacy.account, unit_key=unit_key),
             directory.run_id,
             selection.event,
             selection.delta,
             privacy.budget,
         )
-        before, after = rounded_up(found.before, 4), rounded_up(found.after, 4)
-        said = (
+        before, after = rounded_up(spent.before, 4), rounded_up(spent.after, 4)
+        text = (
             f"ledger {privacy.ledger}, account {privacy.account}: epsilon {before} spent before "
             f"this sweep, {after} with all of it (delta {rounded_up(selection.delta, 3)})"
         )
-        console.print(
-            "\n".join([said, *found.notes]),
-            soft_wrap=True,
-            markup=False,
-            highlight=False,
-        )
+        lines = "\n".join([text, *spent.notes])
+        console.print(lines, soft_wrap=True, markup=False, highlight=False)
 
-    def _winner(self, directory: RunDirectory, runs: list[Scored]) -> pathlib.Path:
-        """Runs all there are; returns the folder of the best."""
+    def _winner(self, directory: RunDirectory, runs: list[ScoredRun]) -> pathlib.Path:
+        """Runs all cells that are drawn; returns the folder of the best run."""
         root, private = directory.root_key, directory.path / "private"
         if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
             compiled = private / "compiled"
@@ -329,14 +322,14 @@ class PrivateSweep:
             # proof: selection-cell-1
             cell = int(root.numpy("selection:cell", number).integers(len(runs)))
             key = root.child("selection:run", number)
-            # The number is nobody's business.
+            # A name that does not reveal the number.
             path = within(directory.path, f"private/runs/{key.derive('name').hex()[:16]}")
             report = finished_report(path)
             if report is None:
                 run, quiet = functools.partial(runs.__getitem__, cell), Console(quiet=True)
                 report = run_experiment(runs[cell].config, path, quiet, run, key)
             if report["status"] != "finished":
-                raise StoppedError("the sweep was stopped; the same command goes on from there")
+                raise StoppedError("the sweep was stopped; the same command resumes it")
             score = report["selection"]["noisy_score"]
             # proof: selection-best-1
             beaten: pathlib.Path | None = path
@@ -353,7 +346,7 @@ class PrivateSweep:
         report = json.loads((winner / "report.json").read_text())
         for name in ("outside_guarantee", "throughput"):  # of private data, without noise
             report[name] = {}
-        # How long all runs took would tell how many there were.
+        # How long all runs took would reveal how many there were.
         report |= {"finished_at": None, "run_dir": str(best)}
         for old in (best, partial):
             shutil.rmtree(old, ignore_errors=True)
@@ -371,7 +364,7 @@ class PrivateSweep:
 
 
 def _make_empty(folder: pathlib.Path) -> None:
-    """A new folder in the place of what was there; of a link nothing is followed."""
+    """Replaces what is there by an empty folder; links are not followed."""
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -382,16 +375,17 @@ def _make_empty(folder: pathlib.Path) -> None:
 
 
 def _without_times(folder: pathlib.Path) -> None:
-    """Takes from a run when it was made: from its checkpoints, and from all files and folders."""
+    """Removes the times when a run was made: of its checkpoints, and of all files and folders."""
     for file in folder.glob("checkpoints/*/_CHECKPOINT_METADATA"):
-        known = json.loads(file.read_text())
-        write_atomically(file, json.dumps({k: 0 if "time" in k else v for k, v in known.items()}))
+        metadata = json.loads(file.read_text())
+        content = {k: 0 if "time" in k else v for k, v in metadata.items()}
+        write_atomically(file, json.dumps(content))
     for path in [folder, *folder.rglob("*")]:
         os.utime(path, (0, 0))
 
 
 def write_reports(folder: pathlib.Path, report: dict[str, Any], winner: pathlib.Path) -> None:
-    """Writes the reports; the one that says that it is finished last."""
+    """Writes the reports; report.json, which marks a finished run, last."""
     files = digests.of_run(folder, [report["steps"]])
     write_atomically(folder / NAME, read(winner / NAME).tied(run=files).dumps())
     if (winner / "attacks.png").exists():
@@ -430,6 +424,6 @@ def _refuse(config: RunConfig) -> None:
             )
     if config.seed is not None:
         raise BadInputError(
-            "seed makes the number of runs, their noise and their scores' known to all: leave it "
+            "seed makes the number of runs, their noise and that of their scores public: leave it "
             "unset for a private sweep"
         )

@@ -1,7 +1,7 @@
 """Proxy runs: short trainings with noise of a stated size, from which the law of loss is fitted.
 
-Nothing is accounted, so these runs protect nobody: they are for public data. Privacy enters a run
-only through the noise on the averaged gradient, so that small runs tell of large ones with as
+Nothing is accounted, so these runs have no guarantee: they are for public data. Privacy enters a
+run only through the noise on the averaged gradient, so that small runs predict large ones with as
 little noise (McKenna et al. 2025, arXiv 2501.18914, section 3).
 """
 
@@ -23,18 +23,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from rich.console import Console
+from scipy.stats import qmc
 
 from dpfl_jax.clipping import join, split
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.data import limit_store
 from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.batches import example_loss, step_arguments
-from dpfl_jax.mechanisms.candidates import at_budget, draws_examples, plain
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, place, replicated
 from dpfl_jax.noise import Noise, transformation
+from dpfl_jax.planning.candidates import at_budget, draws_examples, plain
 from dpfl_jax.planning.planner import Planner
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import read_data
@@ -68,7 +69,7 @@ class Trial:
 
 
 class Proxy:
-    """Trains and evaluates trials of one configuration; programs are compiled once for all."""
+    """Trains and evaluates trials of one configuration; each program is compiled once."""
 
     def __init__(self, config: RunConfig, largest: int) -> None:
         """Reads the data and the starting parameters.
@@ -79,7 +80,7 @@ class Proxy:
           largest: expected size of the largest trial, for buffers.
 
         Raises:
-          BadInputError: nobody is held out, or parameters are to be split over devices.
+          BadInputError: no data are held out, or parameters are to be split over devices.
         """
         self.config, self.largest = config, largest
         quiet = Console(quiet=True)
@@ -111,7 +112,7 @@ class Proxy:
         @jax.jit
         def update(state: Any, total: Any, divisor: Any, ratio: Any, rate: Any, key: Any) -> Any:
             params, memory = state
-            # Of normalized clipping 1, whatever the clip norm.
+            # 1 for normalized clipping, whatever the clip norm.
             most = self.config.mechanism.rule.sensitivity
             noise = transformation(Noise(ratio * most * divisor, most, law="float"), divisor)
             gradient, _ = noise.update(total, noise.init(params), params, noise_key=key)
@@ -122,10 +123,10 @@ class Proxy:
         return optimizer.init, update
 
     def _sum(self, mechanism: Any) -> Callable[..., Any]:
-        known = (mechanism.kind, mechanism.group_size)
-        if known not in self._sums:
+        key = (mechanism.kind, mechanism.group_size)
+        if key not in self._sums:
             how = self.config.execution
-            self._sums[known] = jax.jit(
+            self._sums[key] = jax.jit(
                 clipped_sum_over_microbatches(
                     mechanism,
                     example_loss(self.model.loss, self.data.train),
@@ -135,7 +136,7 @@ class Proxy:
                     **how.cut,
                 )
             )
-        return self._sums[known]
+        return self._sums[key]
 
     def run(self, trial: Trial, evaluate: bool = True) -> dict[str, Any]:
         """Trains once; returns the trial's fields, its loss and its CPU seconds of training."""
@@ -146,14 +147,14 @@ class Proxy:
         how = self.config.execution.unpacked
         # Rows of few large users, not of many.
         how = how.model_copy(update={"microbatch_size": max(1, how.microbatch_size // each)})
-        population = mechanism.participation.count(self.data.train)
+        population = mechanism.participation.population_of(self.data.train)
         calibrated = mechanism.calibrate(  # its noise is not used: see _update
             population, trial.steps, noise_multiplier=1.0, delta=1e-5
         )
         plan = Plan(calibrated, self.data.train, how, self.mesh)
         key = RootKey.from_seed(trial.seed)
-        own = key_argument(self.model.loss)
-        pipeline = plan.pipeline(plan.sampler(key), key if own else None)
+        random = key_argument(self.model.loss)
+        pipeline = plan.pipeline(plan.sampler(key), key if random else None)
         most = self.largest + 8 * math.sqrt(self.largest)
         shape = (max(1, math.ceil(most / pipeline.row)),) * len(pipeline.group_sizes or (1,))
         pipeline = dataclasses.replace(pipeline, capacities=shape)
@@ -190,7 +191,7 @@ class Proxy:
 def design(
     planner: Planner, budget: int, runs: int, rates: Sequence[float] = (1.0,)
 ) -> list[Trial]:
-    """Trials that span what a plan may choose; those of fewer runs come first.
+    """Trials that span what the planner may choose; those for fewer ``runs`` come first.
 
     Steps go from an eighth of the planner's to all, gradients a step from a quarter of the budget
     to all (the first two have all of both), noise from what epsilon 64 asks for to what epsilon 1/2
@@ -202,8 +203,6 @@ def design(
       runs: how many.
       rates: learning rates to try, over the configuration's.
     """
-    from scipy.stats import qmc
-
     steps, norms = planner.steps, planner.sensitivities
     groups = [g for g in (1, 4, 16) if g in norms.user and 16 * g <= budget] or [1]
     middle = planner.users.groups()[len(planner.users.groups()) // 2]
@@ -211,13 +210,13 @@ def design(
 
     def noise(epsilon: float, least: float) -> float:
         other = Planner(planner.users, norms, epsilon=epsilon, delta=planner.delta, steps=steps)
-        return least * other.plan(budget, example_groups=[]).best.noise
+        return least * other.recommend(budget, example_groups=[]).best.noise
 
     low, high = noise(64.0, 0.5), noise(0.5, 2.0)
     points = qmc.Sobol(5, seed=0).random_base2(max(1, math.ceil(math.log2(max(2, runs)))))
-    found = []
+    trials = []
     for i, (a, b, c, d, e) in enumerate(points[:runs].tolist()):
-        if i < 2:  # the largest runs, without noise and with some: nearest to what is chosen
+        if i < 2:  # the largest runs, one without noise: nearest to what will be chosen
             a, b, c = 1.0, 1.0, 0.5
         kind, group = arms[int(d * len(arms))]
         gradients = max(8 * group, round(budget * 4.0 ** (b - 1)))
@@ -225,7 +224,7 @@ def design(
         size = gradients if examples else gradients // group
         most = planner.users.left(group) if examples else planner.users.num_users
         total = 0.0 if i % 8 == 0 else low * (high / low) ** c
-        found.append(
+        trials.append(
             Trial(
                 kind,
                 group,
@@ -236,7 +235,7 @@ def design(
                 seed=i,
             )
         )
-    return found
+    return trials
 
 
 def run_trials(

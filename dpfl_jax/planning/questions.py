@@ -1,8 +1,8 @@
-"""What people ask before they train: every question is a curve of the best cell over something.
+"""Questions before training: each is answered by curves of the best cell over something.
 
-A cell is an algorithm, a group size, a size and a number of steps; its score is the loss that a law
-predicts, or, without one, the noise of a step on the averaged gradient. Every noise multiplier
-behind a score is calibrated by the accountant.
+A cell is an algorithm, a group size, a size and a number of steps; its score is the loss that a
+scaling law predicts, or, without one, the noise of a step on the averaged gradient. Every noise
+multiplier behind a score is calibrated by the accountant.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
+from dpfl_jax.planning.candidates import CANDIDATES, plain
 from dpfl_jax.planning.hover import Answer
-from dpfl_jax.planning.law import Law, join_laws
-from dpfl_jax.planning.planner import Option, Planner, Users
+from dpfl_jax.planning.planner import Option, Planner, UserStatistics, in_words
+from dpfl_jax.planning.scaling_law import ScalingLaw, join_scaling_laws
 
 PLAIN = (plain(examples=False), plain(examples=True))
 NEEDS_LAW = ("feasible", "variants", "size")
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """The best cell somewhere.
+class CurvePoint:
+    """The best cell at a point of a curve.
 
     Attributes:
-      x: where.
+      x: the point.
       score: predicted loss, or noise.
       low, high: band of the loss; the score itself for noise.
-      cell: as JSON; None: there is no such cell.
+      cell: as JSON; None: there is none.
     """
 
     x: float
@@ -43,8 +43,8 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outlook:
-    """A population, a guarantee and compute, seen through a law.
+class Scenario:
+    """A population, a guarantee and compute, with a scaling law.
 
     Attributes:
       planner: of the population and guarantee, at the configuration's steps.
@@ -54,25 +54,25 @@ class Outlook:
 
     planner: Planner
     gradients: float
-    law: Law | None = None
+    law: ScalingLaw | None = None
     _planners: dict[Any, Planner] = dataclasses.field(default_factory=dict, repr=False)
 
     def at(self, steps: int, epsilon: float, times: float = 1.0) -> Planner:
         """The planner for other steps, epsilon, or ``times`` as many users of the same kind."""
-        known = (steps, epsilon, times)
-        if known not in self._planners:
+        key = (steps, epsilon, times)
+        if key not in self._planners:
             base, users = self.planner, self.planner.users
             norms = base.sensitivities if self.law is None else self.law.sensitivities
             if times != 1.0:
                 limited = {g: max(1, round(users.left(g) * times)) for g in users.groups()}
-                users = Users(max(1, round(users.num_users * times)), limited=limited)
-            self._planners[known] = Planner(
+                users = UserStatistics(max(1, round(users.num_users * times)), limited=limited)
+            self._planners[key] = Planner(
                 users, norms, epsilon=epsilon, delta=base.delta, steps=steps
             )
-        return self._planners[known]
+        return self._planners[key]
 
     def steps(self) -> list[int]:
-        """Numbers of steps that are weighed: the configuration's, and what the law knows about."""
+        """Numbers of steps to compare: the configuration's, and those that the law covers."""
         if self.law is None:
             return [self.planner.steps]
         low, high = (f(row["steps"] for row in self.law.rows) for f in (min, max))
@@ -88,30 +88,30 @@ class Outlook:
     ) -> list[tuple[Option, int]]:
         """Every way of these candidates to spend the compute, calibrated: (option, steps)."""
         gradients = self.gradients if gradients is None else gradients
-        found = []
+        cells = []
         for steps in self.steps():
             budget = int(gradients / steps)
             planner = self.at(steps, epsilon, times)
-            found += [
+            cells += [
                 (planner.option(kind, *cell), steps)
                 for kind in kinds
                 for cell in (planner.cells(kind, budget) if budget >= 1 else [])
             ]
-        return found
+        return cells
 
-    def best(self, x: float, **where: Any) -> Point:
+    def best(self, x: float, **where: Any) -> CurvePoint:
         """The best cell, as a point at ``x``; ``where`` as of ``cells``."""
         cells = self.cells(**where)
         if not cells:
-            return Point(x, math.nan, math.nan, math.nan, None)
+            return CurvePoint(x, math.nan, math.nan, math.nan, None)
         if self.law is None:
             option, steps = min(cells, key=lambda cell: cell[0].noise)
             noise = option.noise
-            return Point(x, noise, noise, noise, {**option.to_json(), "steps": steps})
+            return CurvePoint(x, noise, noise, noise, {**option.to_json(), "steps": steps})
         predicted = self.law.predict([as_cell(*cell) for cell in cells])
-        (option, steps), found = min(zip(cells, predicted), key=lambda pair: pair[1]["loss"])
-        cell = {**option.to_json(), "steps": steps, **found}
-        return Point(x, found["loss"], found["low"], found["high"], cell)
+        (option, steps), best = min(zip(cells, predicted), key=lambda pair: pair[1]["loss"])
+        cell = {**option.to_json(), "steps": steps, **best}
+        return CurvePoint(x, best["loss"], best["low"], best["high"], cell)
 
     def least_epsilon(self, loss: float) -> tuple[float, dict[str, Any] | None]:
         """The least epsilon at which some cell of this compute is predicted to reach a loss.
@@ -124,225 +124,205 @@ class Outlook:
         for option, steps in self.cells(self.planner.epsilon):
             ratio = self.law.ratio_for(loss, as_cell(option, steps))
             if ratio > 0:
-                given = dataclasses.replace(option, noise_multiplier=ratio * option.size)
-                epsilon = self.at(steps, self.planner.epsilon).epsilon_of(given)
+                option = dataclasses.replace(option, noise_multiplier=ratio * option.size)
+                epsilon = self.at(steps, self.planner.epsilon).epsilon_of(option)
                 if epsilon < best[0]:
-                    best = (epsilon, {**given.to_json(), "steps": steps})
+                    best = (epsilon, {**option.to_json(), "steps": steps})
         return best
 
 
 def as_cell(option: Option, steps: int) -> dict[str, Any]:
-    """What a law predicts for."""
+    """An option as a cell that a scaling law predicts for."""
     kind, group, size = option.kind, option.group_size, option.size
     ratio = option.noise_multiplier * option.error / size
     return {"kind": kind, "group_size": group, "size": size, "steps": steps, "ratio": ratio}
 
 
-def in_words(cell: dict[str, Any]) -> str:
-    """A cell (a trial, an option) as people read it."""
-    bands = f" b={cell['bands']}" if cell.get("bands", 1) > 1 else ""
-    text = f"{CANDIDATES[cell['kind']].name}{bands} G={cell['group_size']}, {cell['size']} a step"
-    return f"{text}, {cell['steps']} steps" if "steps" in cell else text
-
-
-def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None) -> Answer:
+def ask(question: str, scenarios: dict[str, Scenario], target: float | None = None) -> Answer:
     """Answers a question (``dpfl plan --help`` lists them).
 
     Args:
       question: its name.
-      outlooks: by name of the fit; all but ``variants`` and ``size`` use the first.
+      scenarios: by name of the fit; all but ``variants`` and ``size`` use the first.
       target: the loss that ``users`` is to find a number of users for.
 
     Returns:
       JSON: ``question``, ``x`` (name of the axis), ``y``, ``series`` ({label: points}), ``lines``
       ({label: score}), ``answer`` (sentences). A notebook shows it as a picture.
     """
-    name, outlook = next(iter(outlooks.items()))
-    if question in NEEDS_LAW and outlook.law is None:
+    name, scenario = next(iter(scenarios.items()))
+    if question in NEEDS_LAW and scenario.law is None:
         raise BadInputError(f"--ask {question} is about loss: give a fit (--with FIT.json)")
-    curve: Callable[..., list[Point]] = functools.partial(_curve, outlook)
-    epsilon = outlook.planner.epsilon
+    curve: Callable[..., list[CurvePoint]] = functools.partial(_curve, scenario)
+    epsilon = scenario.planner.epsilon
     lines: dict[str, float] = {}
     if question in ("algorithm", "overtake"):
-        x = "gradient evaluations of the run" if question == "algorithm" else "users"
-        unit = outlook.gradients if question == "algorithm" else outlook.planner.users.num_users
-        axis = "gradients" if question == "algorithm" else "times"
-        factors = [4.0**k for k in (range(-3, 3) if axis == "gradients" else range(-1, 5))]
-        series = {
-            CANDIDATES[kind].name: [
-                outlook.best(
-                    unit * f,
-                    epsilon=epsilon,
-                    kinds=[kind],
-                    **{axis: unit * f if axis == "gradients" else f},
-                )
-                for f in factors
-            ]
-            for kind in PLAIN
-        }
+        if question == "algorithm":
+            x, axis, unit = "gradient evaluations of the run", "gradients", 1.0
+            values = [scenario.gradients * 4.0**k for k in range(-3, 3)]
+        else:
+            x, axis, unit = "users", "times", scenario.planner.users.num_users
+            values = [4.0**k for k in range(-1, 5)]
+        series = {CANDIDATES[kind].name: curve(axis, values, unit, kinds=[kind]) for kind in PLAIN}
         answer = _overtaking(series, x)
     elif question == "users":
-        x, users = "users", outlook.planner.users.num_users
+        x, users = "users", scenario.planner.users.num_users
         series = {f"epsilon {epsilon:g}": curve("times", [2.0**k for k in range(-2, 5)], users)}
-        now, twice = series[f"epsilon {epsilon:g}"][2:4]
-        answer = f"{_told(now, outlook)} now; {_told(twice, outlook)} with twice as many users"
+        points = series[f"epsilon {epsilon:g}"]
+        now, twice = points[2:4]
+        answer = (
+            f"{_in_words(now, scenario)} now; {_in_words(twice, scenario)} with twice as many users"
+        )
         if target is not None:
-            enough = next((p.x for p in series[f"epsilon {epsilon:g}"] if p.score <= target), None)
+            enough = next((p.x for p in points if p.score <= target), None)
             needed = "more users than these" if enough is None else f"at most {enough:,.0f} users"
             answer += f"; {target:g} needs {needed}"
     elif question == "size":
         x = "FLOPs of the run"
-        series, answer = _by_size(list(outlooks.values()))
+        series, answer = _by_size(list(scenarios.values()))
     elif question == "pareto":
         x = "epsilon"
         series = {
-            f"{outlook.gradients * f:,.0f} gradients": curve(
-                "epsilon", _EPSILONS, gradients=outlook.gradients * f
+            f"{scenario.gradients * f:,.0f} gradients": curve(
+                "epsilon", _EPSILONS, gradients=scenario.gradients * f
             )
             for f in (0.25, 1.0, 4.0)
         }
         answer = "each curve is the best split of its compute over algorithm, batch and steps"
     else:  # over epsilon
         x = "epsilon"
-        used = outlooks if question == "variants" else {name: outlook}
+        used = scenarios if question == "variants" else {name: scenario}
         series = {n: _curve(o, "epsilon", _EPSILONS) for n, o in used.items()}
         answer = ""
-        if outlook.law is not None:
-            lines = {"before training": outlook.law.about["initial"]}
-            free = _without_noise(outlook)
-            lines["without privacy"] = free
+        if scenario.law is not None:
+            cells = [{**as_cell(*c), "ratio": 0.0} for c in scenario.cells(epsilon)]
+            free = min(cell["loss"] for cell in scenario.law.predict(cells))
+            lines = {"before training": scenario.law.about["initial"], "without privacy": free}
         points = series[name]
         if question == "epsilon":
             at = {point.x: point for point in points}
-            answer = (
-                f"epsilon 8: {_told(at[8.0], outlook)}; epsilon 2: {_told(at[2.0], outlook)}: "
-                f"{at[2.0].score / at[8.0].score - 1:+.1%}"
-            )
+            eight, two = (_in_words(at[x], scenario) for x in (8.0, 2.0))
+            change = at[2.0].score / at[8.0].score - 1
+            answer = f"epsilon 8: {eight}; epsilon 2: {two}: {change:+.1%}"
         elif question == "feasible":
             answer = _feasible(points, lines)
         else:
-            least = {n: min(p, key=lambda q: abs(q.x - epsilon)) for n, p in series.items()}
-            first = min(least, key=lambda n: least[n].score)
-            answer = f"{first} is best at epsilon {least[first].x:g}: " + "; ".join(
-                f"{n} {_told(p, used[n])}" for n, p in least.items()
+            at_target = {n: min(p, key=lambda q: abs(q.x - epsilon)) for n, p in series.items()}
+            first = min(at_target, key=lambda n: at_target[n].score)
+            answer = f"{first} is best at epsilon {at_target[first].x:g}: " + "; ".join(
+                f"{n} {_in_words(p, used[n])}" for n, p in at_target.items()
             )
-    cells = [p.cell for points in series.values() for p in points if p.cell is not None]
-    if beyond := sum(cell.get("outside", 1.0) > 1.5 for cell in cells):
-        answer += f" ({beyond} of {len(cells)} points lie beyond what was tried: bands are wide)"
+    shown = [p.cell for points in series.values() for p in points if p.cell is not None]
+    if beyond := sum(cell.get("outside", 1.0) > 1.5 for cell in shown):
+        answer += f" ({beyond} of {len(shown)} points lie beyond what was tried: bands are wide)"
     return Answer(
         question=question,
         x=x,
-        y="noise on the averaged gradient" if outlook.law is None else "held-out loss",
+        y="noise on the averaged gradient" if scenario.law is None else "held-out loss",
         series={name: [_json(p) for p in points] for name, points in series.items()},
         lines=lines,
         answer=answer,
     )
 
 
-def _by_size(outlooks: Sequence[Outlook]) -> tuple[dict[str, list[Point]], str]:
+def _by_size(scenarios: Sequence[Scenario]) -> tuple[dict[str, list[CurvePoint]], str]:
     """Loss over compute, a curve for each size, by one law for all.
 
     Only sizes that were tried are asked about: between them the law is right to 2 or 3 %, but its
     bands are too narrow, and beyond them it is no guide.
     """
-    first = outlooks[0]
-    law = join_laws([outlook.law for outlook in outlooks if outlook.law is not None])
+    first = scenarios[0]
+    law = join_scaling_laws([scenario.law for scenario in scenarios if scenario.law is not None])
     assert first.law is not None
     flops = first.gradients * first.law.about["flops_per_gradient"]
     totals = [flops * 4.0**k for k in range(-2, 3)]
     series = {}
     for parameters, each in law.about["sizes"]:
-        other = Outlook(first.planner, 0.0, dataclasses.replace(law, parameters=parameters))
+        other = Scenario(first.planner, 0.0, dataclasses.replace(law, parameters=parameters))
         series[f"{parameters:,.0f} parameters"] = [
             other.best(total, epsilon=first.planner.epsilon, gradients=total / each)
             for total in totals
         ]
-    told = []
+    texts = []
     for i, total in enumerate(totals):
-        there = {n: p[i] for n, p in series.items() if p[i].cell is not None}
-        if there:
-            best = min(there, key=lambda n: there[n].score)
-            told.append(f"{total:.2g} FLOPs: {best}, {_told(there[best], first)}")
-    return series, "; ".join(told) or "no compute among these pays for a cell"
+        possible = {n: p[i] for n, p in series.items() if p[i].cell is not None}
+        if possible:
+            best = min(possible, key=lambda n: possible[n].score)
+            texts.append(f"{total:.2g} FLOPs: {best}, {_in_words(possible[best], first)}")
+    return series, "; ".join(texts) or "no compute among these pays for a cell"
 
 
-def _json(point: Point) -> dict[str, Any]:
-    told = dataclasses.asdict(point)
-    return told if point.cell else {**told, "score": None, "low": None, "high": None}
+def _json(point: CurvePoint) -> dict[str, Any]:
+    plain_point = dataclasses.asdict(point)
+    return plain_point if point.cell else plain_point | dict.fromkeys(("score", "low", "high"))
 
 
 _EPSILONS = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 def _curve(
-    outlook: Outlook, axis: str, values: Sequence[float], unit: float = 1.0, **where: Any
-) -> list[Point]:
-    base = {"epsilon": outlook.planner.epsilon, **where}
-    return [outlook.best(value * unit, **{**base, axis: value}) for value in values]
+    scenario: Scenario, axis: str, values: Sequence[float], unit: float = 1.0, **where: Any
+) -> list[CurvePoint]:
+    base = {"epsilon": scenario.planner.epsilon, **where}
+    return [scenario.best(value * unit, **{**base, axis: value}) for value in values]
 
 
-def _without_noise(outlook: Outlook) -> float:
-    assert outlook.law is not None
-    cells = [{**as_cell(*c), "ratio": 0.0} for c in outlook.cells(outlook.planner.epsilon)]
-    return min(found["loss"] for found in outlook.law.predict(cells))
-
-
-def _told(point: Point, outlook: Outlook) -> str:
+def _in_words(point: CurvePoint, scenario: Scenario) -> str:
     if point.cell is None:
         return "nothing can be run"
-    if outlook.law is None:  # at one number of steps
+    if scenario.law is None:  # at one number of steps
         cell = {name: value for name, value in point.cell.items() if name != "steps"}
         return f"noise {point.score:.4g} ({in_words(cell)})"
     band = f"{point.low:.3f} to {point.high:.3f}"
     return f"loss {point.score:.3f} ({band}; {in_words(point.cell)})"
 
 
-def _overtaking(series: dict[str, list[Point]], x: str) -> str:
+def _overtaking(series: dict[str, list[CurvePoint]], x: str) -> str:
     names = list(series)
     ahead = []
     for points in zip(*series.values(), strict=True):
         scores = [math.inf if math.isnan(point.score) else point.score for point in points]
         if min(scores) < math.inf:
             ahead.append((points[0].x, names[scores.index(min(scores))]))
-    told = [f"{ahead[0][1]} is ahead at {ahead[0][0]:,.0f} {x}"]
+    texts = [f"{ahead[0][1]} is ahead at {ahead[0][0]:,.0f} {x}"]
     for (_, before), (where, after) in itertools.pairwise(ahead):
         if after != before:
-            told.append(f"{after} from {where:,.0f} on")
-    if len(told) == 1:
-        told.append(f"and up to {ahead[-1][0]:,.0f}")
-    return ", ".join(told)
+            texts.append(f"{after} from {where:,.0f} on")
+    if len(texts) == 1:
+        texts.append(f"and up to {ahead[-1][0]:,.0f}")
+    return ", ".join(texts)
 
 
-def _feasible(points: Sequence[Point], lines: dict[str, float]) -> str:
+def _feasible(points: Sequence[CurvePoint], lines: dict[str, float]) -> str:
     gain = lines["before training"] - lines["without privacy"]
     if gain <= 0:
         return "no: training does not help even without privacy, with this compute"
     kept = {p.x: (lines["before training"] - p.score) / gain for p in points if p.cell}
     surely = [p.x for p in points if p.cell and p.high < lines["before training"]]
     verdict = f"yes, from epsilon {min(surely):g} on" if surely else "no, at none of these epsilons"
-    told = ", ".join(f"{k:.0%} at epsilon {e:g}" for e, k in kept.items())
-    return f"{verdict}: of the gain without privacy is kept {told}"
+    shares = ", ".join(f"{k:.0%} at epsilon {e:g}" for e, k in kept.items())
+    return f"{verdict}: of the gain without privacy is kept {shares}"
 
 
 def predict(
-    result: dict[str, Any], plan: Any, outlook: Any, target: float | None
+    result: dict[str, Any], plan: Any, scenario: Any, target: float | None
 ) -> dict[str, Any]:
     """Adds predictions to a plan's JSON: of its cells, of the best split, of the least epsilon."""
     cells = [as_cell(option, plan.steps) for option in plan.options]
-    for option, found in zip(result["options"], outlook.law.predict(cells), strict=True):
-        option |= found
-    best = outlook.best(0.0, epsilon=outlook.planner.epsilon).cell
-    told: dict[str, Any] = {
+    for option, predicted in zip(result["options"], scenario.law.predict(cells), strict=True):
+        option |= predicted
+    best = scenario.best(0.0, epsilon=scenario.planner.epsilon).cell
+    prediction: dict[str, Any] = {
         "best_of_budget": min(result["options"], key=lambda o: o["loss"]),
         "best_split": best,
-        "gradients": outlook.gradients,
-        "initial_loss": outlook.law.about["initial"],
+        "gradients": scenario.gradients,
+        "initial_loss": scenario.law.about["initial"],
     }
     if target is not None:
-        epsilon, cell = outlook.least_epsilon(target)
-        told["least_epsilon"] = {
+        epsilon, cell = scenario.least_epsilon(target)
+        prediction["least_epsilon"] = {
             "target_loss": target,
             "value": epsilon if math.isfinite(epsilon) else None,
             "cell": cell,
         }
-    return told
+    return prediction

@@ -1,4 +1,4 @@
-"""The best of a random number of private runs, by a noisy score of held-out people.
+"""Private selection: the best of a random number of runs, by a noisy score of held-out people.
 
 Source: Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy" (2022, arXiv
 2110.03620), Definition 1 and Theorem 2.
@@ -6,13 +6,14 @@ Source: Papernot and Steinke, "Hyperparameter tuning with Renyi differential pri
     K ~ truncated negative binomial of a public mean             # secret
     for i in 1 .. K:
       c_i = a cell of the grid, uniformly
-      w_i = training as c_i says, with sampling and noise of its own
+      w_i = training as c_i says, with independent sampling and noise
       s_i = sum over held-out u of min(mean loss of u at w_i, B) - B / 2, plus N(0, (B sigma / 2)^2)
     release c_i, w_i and s_i of the least s_i, and nothing else
 
-Who is trained on moves w_i alone, and who is held out s_i alone: each cell's training and the score
-are noised for the epsilon of the whole. Taking off B / 2 changes no order, and a person then moves
-the sum by half the bound. That K is random makes it cheap: the best of a fixed number tells more.
+People who are trained on affect w_i only, and held-out people s_i only: the training of each cell
+and the score have noise for the epsilon of the whole. Subtracting B / 2 changes no order, and a
+person then moves the sum by half the bound. That K is random makes it cheap: the best of a fixed
+number of runs reveals more.
 
 Departures: the noise of the score is drawn in integers, and a person's loss is rounded to them.
 """
@@ -36,14 +37,13 @@ from dpfl_jax.accounting.event_types import OneOfDpEvent
 from dpfl_jax.accounting.leaves import AllocatedLeaf, flatten
 from dpfl_jax.accounting.renyi import renyi_divergences
 from dpfl_jax.accounting.statement import Statement, whole_number
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, positive, require
 from dpfl_jax.mechanisms.calibrated import COMMON_ASSUMPTIONS, Calibrated
-from dpfl_jax.mechanisms.candidates import RENYI_KINDS
-from dpfl_jax.mechanisms.central_statement import is_earlier, parse_calibrated
-from dpfl_jax.mechanisms.participation import require_positive
 from dpfl_jax.noise.exact import draw_integer
 from dpfl_jax.noise.table import STDDEV
+from dpfl_jax.planning.candidates import RENYI_KINDS
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.central_statement import is_earlier, parse_calibrated
 
 SELECTION_ASSUMPTIONS = (
     "the cells of the grid, the expected number of runs, the bound of a person's loss, and the "
@@ -84,8 +84,8 @@ class RunCount:
                 f"the expected number of runs is {self.mean:g}: give 1.001 or more, at most "
                 f"{_MOST_RUNS:,} (--expected-runs 10)"
             )
-        if not 0 <= self.shape < math.inf:
-            raise BadInputError(f"the shape of a number of runs is {self.shape}: give 0 or more")
+        good = 0 <= self.shape < math.inf
+        require(good, "the shape of a number of runs", self.shape, "finite and 0 or more")
 
     @functools.cached_property
     def gamma(self) -> float:
@@ -105,23 +105,23 @@ class RunCount:
         return self.shape * (1.0 / gamma - 1.0) / -math.expm1(self.shape * math.log(gamma))
 
     def probabilities(self) -> Iterator[decimal.Decimal]:
-        """Of 1, 2, 3, ... runs, as exact as the decimal context of whoever asks."""
+        """Of 1, 2, 3, ... runs, as exact as the caller's decimal context."""
         gamma, shape = decimal.Decimal(self.gamma), decimal.Decimal(self.shape)
         first = -gamma.ln() if self.shape == 0 else (gamma**-shape - 1) / shape
-        found = (1 - gamma) / first
+        probability = (1 - gamma) / first
         for runs in itertools.count(1):
-            yield found
-            found *= (1 - gamma) * (runs + shape) / (runs + 1)
+            yield probability
+            probability *= (1 - gamma) * (runs + shape) / (runs + 1)
 
     def draw(self, key: RootKey) -> int:
-        """The number under the key of a sweep: 256 bits against the sums of ``probabilities``."""
+        """Draws the number with a sweep's key: 256 bits against the sums of ``probabilities``."""
         with decimal.localcontext(prec=_DIGITS):
             bits = decimal.Decimal(int.from_bytes(key.derive("selection:runs"), "big"))
             left, least = bits / 2**256, decimal.Decimal(2) ** -300
             # proof: selection-runs-1
             for runs, probability in enumerate(self.probabilities(), 1):
                 left -= probability
-                if left < 0 or probability < least:  # 256 bits tell nothing beyond
+                if left < 0 or probability < least:  # beyond what 256 bits resolve
                     return runs
         raise AssertionError
 
@@ -135,11 +135,11 @@ def _check_cell(cell: Calibrated) -> None:
     try:
         event = cell.event()
         leaves = flatten(event, accounting.ADD_OR_REMOVE).leaves
-        known = not any(isinstance(leaf, AllocatedLeaf) for leaf, _ in leaves)
-        known = known and bool(np.isfinite(renyi_divergences(event, np.array([2.0]))).all())
+        has_renyi = not any(isinstance(leaf, AllocatedLeaf) for leaf, _ in leaves)
+        has_renyi &= bool(np.isfinite(renyi_divergences(event, np.array([2.0]))).all())
     except BadInputError:
-        known = False
-    if not known:
+        has_renyi = False
+    if not has_renyi:
         raise BadInputError(
             f"of mechanism.kind={cell.mechanism.kind} no Renyi divergences are known that its "
             "sampling helps, and the best of several runs is accounted by these: use "
@@ -152,7 +152,7 @@ class Selection:
     """A private choice among runs: scores, event, guarantee.
 
     Attributes:
-      cells: the different things that cells do to those who are trained on.
+      cells: the distinct trainings of the grid.
       runs: how many there are.
       bound: B, most that a person's mean loss counts for.
       held_out: number of people who are scored.
@@ -168,7 +168,7 @@ class Selection:
     score_noise: float
 
     def __post_init__(self) -> None:
-        require_positive("the bound of a person's loss (--loss-bound)", self.bound)
+        positive("the bound of a person's loss (--loss-bound)", self.bound)
         if self.held_out < 1:
             raise BadInputError("nobody is held out: raise data.validation_fraction")
         if not self.score_noise > 1e-3:
@@ -188,7 +188,7 @@ class Selection:
         epsilon: float,
         delta: float,
     ) -> Selection:
-        """With the least noise for a target: every cell, and the score, for all of it.
+        """The least noise for a target, of every cell and of the score.
 
         Args:
           cells: with any noise.
@@ -196,7 +196,7 @@ class Selection:
           bound: most that a person's mean loss counts for.
           held_out: number of people who are scored.
           epsilon: of the whole sweep.
-          delta: likewise.
+          delta: of the whole sweep.
 
         Raises:
           BadInputError: out of reach, or a mechanism without Renyi divergences.
@@ -204,7 +204,7 @@ class Selection:
         made = cls((), runs, bound, held_out, delta, math.inf)
 
         def least(event: Any, whole: Any) -> float:
-            """Noise with which a part alone keeps the target, and all that is chosen with it."""
+            """Noise with which a part keeps the target alone, and with the parts chosen before."""
             noise = accounting.calibrate_noise_multiplier(
                 lambda sigma: made.best(event(sigma)),
                 epsilon,
@@ -240,7 +240,7 @@ class Selection:
     def noised(self, run: Calibrated) -> Calibrated:
         """A cell's run with the noise that was chosen for it.
 
-        Cells of one mechanism may differ in what is sampled from: another tokenizer makes another
+        Cells of one mechanism may differ in their population: another tokenizer makes another
         number of examples of the same texts.
 
         Raises:
@@ -276,16 +276,16 @@ class Selection:
     def shares(self, losses: np.ndarray, user_offsets: np.ndarray) -> list[int]:
         """Each person's part of a sum, in steps of the noise: half the bound at most."""
         offsets = np.asarray(user_offsets) - user_offsets[0]
-        found = []
+        shares = []
         for first, last in itertools.pairwise(offsets):
-            if first == last:  # who has no example moves nothing
-                found.append(0)
+            if first == last:  # a person without examples
+                shares.append(0)
                 continue
             mean = float(np.mean(losses[first:last], dtype=np.float64))
             part = 1.0 if math.isnan(mean) else min(max(2.0 * mean / self.bound - 1.0, -1.0), 1.0)
             # proof: selection-score-1
-            found.append(math.floor(part * self._steps))
-        return found
+            shares.append(math.floor(part * self._steps))
+        return shares
 
     @property
     def _steps(self) -> int:
@@ -296,7 +296,7 @@ class Selection:
 
     @property
     def event(self) -> Any:
-        """What the sweep does to somebody who is trained on, or held out, whoever that is."""
+        """The event of the sweep for any person, trained on or held out."""
         # proof: selection-event-1
         trained = self.best(OneOfDpEvent(tuple(cell.event() for cell in self.cells)))
         if self.score_noise == math.inf:  # not chosen yet
@@ -304,19 +304,19 @@ class Selection:
         return OneOfDpEvent((trained, self.best(dp_accounting.GaussianDpEvent(self.score_noise))))
 
     def best(self, event: Any) -> Any:
-        """Of so many runs that each do this to a person."""
+        """The event of choosing among so many runs of this event."""
         return dp_event.RepeatAndSelectDpEvent(event, self.runs.mean, self.runs.shape)
 
     @functools.cached_property
     def epsilon(self) -> float:
-        """Epsilon of the whole sweep, at its delta."""
+        """Epsilon of the whole sweep, at ``delta``."""
         return accounting.epsilon(self.event, self.delta, accountant="rdp")
 
     def guarantee(self, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
-        """What the whole sweep guarantees everybody, trained on or held out."""
-        own, own_caveats = self._of_cells
+        """What the whole sweep guarantees all people, trained on or held out."""
+        assumed, cell_caveats = self._of_cells
         law = "logarithmic" if self.runs.shape == 0 else f"of shape {self.runs.shape:g}"
-        told = [cell.sampling_description() for cell in self.cells]
+        sampling = [cell.sampling_description() for cell in self.cells]
         exact = all(cell.mechanism.noise.arithmetic == "exact" for cell in self.cells)
         steps = max(cell.steps for cell in self.cells)
         noise = accounting.noise_assumptions(
@@ -335,14 +335,9 @@ class Selection:
             accountant="Renyi divergences of a run, best of a random number of runs (Papernot and "
             "Steinke 2022, Theorem 2)",
             sampling=f"a random number of runs ({law}, mean {self.runs.mean:g}), each of a cell of "
-            f"the grid drawn uniformly; in a run: {', or '.join(dict.fromkeys(told))}",
-            assumptions=(*COMMON_ASSUMPTIONS, *own, *SELECTION_ASSUMPTIONS, *noise),
-            caveats=(
-                *own_caveats,
-                TIME_CAVEAT,
-                OUTSIDE_CAVEAT,
-                *caveats,
-            ),
+            f"the grid drawn uniformly; in a run: {', or '.join(dict.fromkeys(sampling))}",
+            assumptions=(*COMMON_ASSUMPTIONS, *assumed, *SELECTION_ASSUMPTIONS, *noise),
+            caveats=(*cell_caveats, TIME_CAVEAT, OUTSIDE_CAVEAT, *caveats),
             released="every intermediate model of the best run, its cell and its noisy score",
         )
 
@@ -353,11 +348,8 @@ class Selection:
         caveats: list[str] = []
         for cell in self.cells:
             made = cell.guarantee()
-            if (made.unit, made.adjacency, made.trust) != (
-                "user",
-                "add-or-remove one user",
-                "central",
-            ):
+            protects = (made.unit, made.adjacency, made.trust)
+            if protects != ("user", "add-or-remove one user", "central"):
                 raise BadInputError(
                     f"mechanism.kind={cell.mechanism.kind} protects otherwise than a private sweep "
                     f"does ({made.adjacency}): use mechanism.kind={RENYI_KINDS}"
@@ -371,15 +363,13 @@ class Selection:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON, with all that the event follows from."""
+
+        def row(cell: Calibrated) -> dict[str, Any]:
+            population = cell.population.to_json()
+            return {"mechanism": cell.to_section(), "population": population, "steps": cell.steps}
+
         return {
-            "cells": [
-                {
-                    "mechanism": cell.to_section(),
-                    "population": cell.population.to_json(),
-                    "steps": cell.steps,
-                }
-                for cell in self.cells
-            ],
+            "cells": [row(cell) for cell in self.cells],
             "expected_runs": self.runs.mean,
             "shape": self.runs.shape,
             "bound": self.bound,
@@ -412,13 +402,17 @@ class Selection:
         )
 
     def statement(self, caveats: tuple[str, ...] = ()) -> Statement:
-        """What guarantee.json of the sweep says."""
+        """What guarantee.json of the sweep states."""
         basis = {"system": "selection", **self.to_json()}
         return Statement.of(self.guarantee(caveats), basis, [[self.event]])
 
 
 def restate(basis: dict[str, Any]) -> Statement:
-    """What a sweep with this basis would state."""
+    """What a sweep with this basis would state.
+
+    Raises:
+      BadInputError: no sweep has it.
+    """
     made, given = Selection.from_json(basis).statement(), basis["cells"]
     if not any(is_earlier(cell["mechanism"]) for cell in given):
         return made

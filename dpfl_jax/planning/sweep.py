@@ -1,8 +1,8 @@
 """Sweeps: one run per cell of a grid, restartable, over any number of processes.
 
 A sweep is a folder. ``cells/`` holds a run directory per cell (an interrupted one is resumed),
-``results/`` one small file per finished cell, written at once, so that processes need not know of
-each other: process r of n takes every n-th cell. The table is made of whatever results there are.
+``results/`` one small file per finished cell, so that processes need not know of each other:
+process r of n takes every n-th cell. The table is made of the results that are there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 from rich.console import Console
+from scipy import stats
 
 from dpfl_jax.accounting import LedgerError
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.data import load_dataset
-from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.errors import BadInputError, StoppedError, at_least
 from dpfl_jax.files import check_links, within
-from dpfl_jax.mechanisms.candidates import at_budget
+from dpfl_jax.planning.candidates import at_budget
+from dpfl_jax.run.console import StepProgress
 from dpfl_jax.run.directory import finished_report, write_atomically
+from dpfl_jax.run.pipeline import keep_programs, run_experiment
+from dpfl_jax.training.central_run import prepare
 
 # Short names of the axes of a compute-budget study; any other key of a configuration works too.
 ALIASES = {
@@ -37,21 +43,21 @@ ALIASES = {
     "learning_rate": "optimizer.learning_rate",
     "steps": "train.steps",
 }
-# These make a mechanism together.
+# Together these determine the mechanism.
 SIZES = ("kind", "budget", "group_size", "cohort_size")
 
 
-# A cell is compared with other cells; what a run is shown beside would double its work.
-_ALONE = ("eval.baseline=false", "eval.prompt=null")
+# A cell is compared with other cells: a baseline for each would double the work.
+_NO_BASELINE = ("eval.baseline=false", "eval.prompt=null")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class SweepCell:
     """One run: a value for each axis, and a repetition.
 
     Attributes:
       values: by axis, as given.
-      repeat: number of the repetition, from 0; each has a key of its own.
+      repeat: number of the repetition, from 0; each has another key.
     """
 
     values: Mapping[str, Any]
@@ -89,7 +95,7 @@ class Sweep:
       axes: values by axis: a key of the configuration, an alias (``ALIASES``), ``group_size`` or
         ``cohort_size`` (units a step: users or examples).
       overrides: of the base configuration, for all cells.
-      repeats: runs of each cell, each with a secret key of its own for sampling and noise.
+      repeats: runs of each cell, each with another secret key for sampling and noise.
       tuned: axes whose best value is taken at every combination of the others.
       keep_runs: whether checkpoints of finished cells are kept.
       allow_code: whether the configuration may name code (``load_config``).
@@ -109,8 +115,7 @@ class Sweep:
             raise BadInputError("a sweep needs at least one axis, with at least one value each")
         if {"cohort_size", "budget"} <= set(self.axes):
             raise BadInputError("cohort_size and budget set the same number: keep one of the axes")
-        if self.repeats < 1:
-            raise BadInputError(f"the number of repeats is {self.repeats}: give at least 1")
+        at_least("the number of repeats", self.repeats, 1)
         for axis in self.tuned:
             if axis not in self.axes:
                 raise BadInputError(f"{axis!r} is to be tuned but is no axis of the sweep")
@@ -122,7 +127,7 @@ class Sweep:
         Raises:
           BadInputError: it is of a federation, or wrong, or repeats one seed.
         """
-        config = load_config(self.config, [*self.overrides, *_ALONE], self.allow_code)
+        config = load_config(self.config, [*self.overrides, *_NO_BASELINE], self.allow_code)
         if config.variant != "central":
             raise BadInputError("sweeps are of central runs: this configuration is of a federation")
         if self.repeats > 1 and (config.seed is not None or "seed" in self.axes):
@@ -132,26 +137,26 @@ class Sweep:
             )
         return config
 
-    def cells(self) -> list[Cell]:
-        """All cells, in a fixed order that mixes cheap and dear ones over processes."""
+    def cells(self) -> list[SweepCell]:
+        """All cells, in a fixed order that spreads cheap and costly ones over processes."""
         grid = itertools.product(*self.axes.values())
-        found = [
-            Cell(dict(zip(self.axes, values)), repeat)
+        cells = [
+            SweepCell(dict(zip(self.axes, values)), repeat)
             for values in grid
             for repeat in range(self.repeats)
         ]
-        return sorted(found, key=self.digest)
+        return sorted(cells, key=self.digest)
 
-    def cell_config(self, cell: Cell) -> RunConfig:
+    def cell_config(self, cell: SweepCell) -> RunConfig:
         """The configuration of a cell.
 
         Raises:
           BadInputError: an axis that is no key, or a value that does not fit.
         """
-        overrides = [*self.overrides, *_ALONE, *cell.overrides(self.base)]
+        overrides = [*self.overrides, *_NO_BASELINE, *cell.overrides(self.base)]
         return load_config(self.config, overrides, self.allow_code)
 
-    def digest(self, cell: Cell) -> str:
+    def digest(self, cell: SweepCell) -> str:
         """Names a cell's files: the same for the same configuration, whatever the grid."""
         content = json.dumps([config_fingerprint(self.base), dict(cell.values), cell.repeat])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -167,17 +172,14 @@ class Sweep:
 
         Raises:
           LedgerError: the ledger refuses the next cell; those that are finished stay, and so does
-            the refused one's folder: with a larger ``privacy.budget`` the same call goes on.
-          StoppedError: interrupted; the same call goes on.
+            the refused one's folder: with a larger ``privacy.budget`` the same call resumes.
+          StoppedError: interrupted; the same call resumes.
         """
-        from dpfl_jax.run.programs import keep_programs
-        from dpfl_jax.run.progress import StepProgress
-
         if not 0 <= rank < of:
             raise BadInputError(f"rank {rank} of {of} processes: ranks go from 0 to {of - 1}")
         mine = [cell for i, cell in enumerate(self.cells()) if i % of == rank]
         left = [cell for cell in mine if not self._result(cell).exists()]
-        for cell in left:  # what is wrong with an axis is said before the first run
+        for cell in left:  # errors in an axis are raised before the first run
             self.cell_config(cell)
         load = functools.lru_cache(maxsize=1)(load_dataset)
         keep_programs()  # cells share most of them
@@ -199,7 +201,7 @@ class Sweep:
                 except LedgerError as error:
                     raise LedgerError(
                         f"the cell {shown} was not run, the finished ones stay: {error}; narrow "
-                        "the grid, or raise privacy.budget, and the same command goes on"
+                        "the grid, or raise privacy.budget, and the same command resumes"
                     ) from error
                 self._result(cell).parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self._result(cell), json.dumps(row))
@@ -207,18 +209,15 @@ class Sweep:
                 bar.update(number, f"{shown}: {loss}")
         return len(left)
 
-    def run_cell(self, cell: Cell, load: Any) -> dict[str, Any]:
+    def run_cell(self, cell: SweepCell, load: Any) -> dict[str, Any]:
         """Trains one cell; returns its row of the table."""
-        from dpfl_jax.run.pipeline import run_experiment
-        from dpfl_jax.training.central_run import prepare
-
         config = self.cell_config(cell)
         path = within(self.directory, f"cells/{self.digest(cell)}")
         check_links(path)
         row: dict[str, Any] = {**cell.values, "repeat": cell.repeat, "seed": config.seed}
         started = time.perf_counter()
         try:
-            # Finished, but killed before its result was written: not run, nor charged, again.
+            # Killed after it finished, before its result was written: not run or charged again.
             report = finished_report(path)
             if report is None:
                 quiet = Console(quiet=True)
@@ -228,7 +227,7 @@ class Sweep:
         except BadInputError as error:
             return {**row, "status": "infeasible", "reason": str(error), "loss": None}
         if report["status"] != "finished":
-            raise StoppedError("the sweep was stopped; the same command goes on from there")
+            raise StoppedError("the sweep was stopped; the same command resumes it")
         if not self.keep_runs:
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
         final, initial = report["eval"].get("final"), report["eval"].get("initial")
@@ -252,7 +251,7 @@ class Sweep:
             "run": str(path),
         }
 
-    def _result(self, cell: Cell) -> pathlib.Path:
+    def _result(self, cell: SweepCell) -> pathlib.Path:
         return within(self.directory, f"results/{self.digest(cell)}.json")
 
     # ---- results ---------------------------------------------------------------------------
@@ -274,9 +273,6 @@ class Sweep:
 
     def write_tables(self) -> list[pathlib.Path]:
         """Writes ``table.parquet``, ``table.jsonl`` and ``best.jsonl``; returns their paths."""
-        import pyarrow
-        import pyarrow.parquet
-
         self.directory.mkdir(parents=True, exist_ok=True)
         check_links(self.directory)
         rows, files = self.table(), []
@@ -304,12 +300,12 @@ def best_rows(
     fixed = [axis for axis in axes if axis not in tuned]
     chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
     for values, group in groups.items():
-        found = [row["loss"] for row in group]
+        losses = [row["loss"] for row in group]
         point = dict(zip(axes, values))
         key = tuple(point[axis] for axis in fixed)
-        if key in chosen and chosen[key]["loss"] <= np.mean(found):
+        if key in chosen and chosen[key]["loss"] <= np.mean(losses):
             continue
-        low, high = _interval(found)
+        low, high = _interval(losses)
         edge = [
             axis
             for axis in tuned
@@ -317,10 +313,10 @@ def best_rows(
         ]
         chosen[key] = {
             **point,
-            "loss": float(np.mean(found)),
+            "loss": float(np.mean(losses)),
             "low": low,
             "high": high,
-            "repeats": len(found),
+            "repeats": len(losses),
             "edge": edge,
             "seed": group[0]["seed"],
             "caveats": list(dict.fromkeys(text for row in group for text in row["caveats"])),
@@ -331,55 +327,5 @@ def best_rows(
 def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     if len(values) < 2:
         return None, None
-    from scipy import stats
-
     half = stats.t.ppf(0.95, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
     return float(np.mean(values) - half), float(np.mean(values) + half)
-
-
-def draw(best: Sequence[Mapping[str, Any]], axes: Sequence[str], file: pathlib.Path) -> None:
-    """Draws the best loss over the axes that are not tuned.
-
-    Two axes ``group_size`` and ``cohort_size`` make a heat map; else the first numeric axis is x,
-    with a line (and a band, where there are repeats) for every combination of the others.
-    """
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6.5, 4.5))
-    plane = ("group_size", "cohort_size")
-    if set(axes) == set(plane):
-        groups, cohorts = (sorted({row[axis] for row in best}) for axis in plane)
-        image = np.full((len(groups), len(cohorts)), np.nan)
-        for row in best:
-            place = groups.index(row["group_size"]), cohorts.index(row["cohort_size"])
-            image[place] = row["loss"]
-            box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
-            ax.text(*place[::-1], f"{row['loss']:.3f}", ha="center", va="center", size=7, bbox=box)
-        shown = ax.imshow(image, origin="lower", cmap="viridis_r", aspect="auto")
-        ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
-        ax.set_yticks(range(len(groups)), [str(g) for g in groups])
-        ax.set(xlabel="cohort size M", ylabel="group size G")
-        figure.colorbar(shown, label="held-out loss")
-    elif best:
-        numeric = [a for a in axes if isinstance(best[0][a], int | float)]
-        x_axis = next((a for a in numeric if len({row[a] for row in best}) > 1), axes[0])
-        others = [a for a in axes if a != x_axis]
-        for key in sorted({tuple(row[a] for a in others) for row in best}, key=str):
-            part = [row for row in best if tuple(row[a] for a in others) == key]
-            part.sort(key=lambda row: row[x_axis])
-            x = [row[x_axis] for row in part]
-            label = ", ".join(f"{a} {v}" for a, v in zip(others, key)) or None
-            (line,) = ax.plot(x, [row["loss"] for row in part], "o-", label=label)
-            if all(row["low"] is not None for row in part):
-                low, high = ([row[k] for row in part] for k in ("low", "high"))
-                ax.fill_between(x, low, high, alpha=0.2, color=line.get_color())
-        if x_axis in numeric and min(row[x_axis] for row in best) > 0:
-            ax.set_xscale("log")
-        ax.set(xlabel=x_axis, ylabel="held-out loss")
-        if others:
-            ax.legend(fontsize=7)
-    if any(row["seed"] is not None for row in best):
-        ax.set_title("sampling and noise from public seeds", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)

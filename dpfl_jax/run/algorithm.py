@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax.audit.run_audit import RunAudit
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.choice import Best
+from dpfl_jax.run.checkpoint import Best
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import TrainState, hardware
 from dpfl_jax.run.terms import Terms
@@ -31,7 +31,7 @@ class StepOutput:
       stats: for ``Algorithm.row``.
       examples: processed, by all processes together.
       tokens: real ones among those that this process read.
-      places: for tokens, real or not, that they were computed on in.
+      padded_tokens: the same with padding.
       read: part of all tokens that this process read, as (its columns, all columns): columns that
         several processes hold are counted by each.
     """
@@ -39,7 +39,7 @@ class StepOutput:
     stats: Any
     examples: int
     tokens: int = 0
-    places: int = 0
+    padded_tokens: int = 0
     read: tuple[int, int] = (1, 1)
 
 
@@ -56,13 +56,13 @@ class RunResult:
       seconds: wall time of the steps taken in this process (without compilation).
       examples: processed in that time.
       tokens: real tokens processed in that time (0 if examples are not token sequences).
-      places: for tokens, real or not, that were computed on in that time.
+      padded_tokens: the same with padding.
       planned: steps that it would have taken.
-      clipping: how the norms of how many parameters were computed; None if the run is not private.
+      clipping: how gradients were clipped; None if the run is not private.
       best: the checkpoint with the lowest held-out loss, if that was kept.
-      seen: what is kept beside the model (``Algorithm.seen``). Private.
-      audit: what an attack on the run saw, if it had canaries and was not interrupted.
-      asked: steps that may have been released, also by a process that was killed.
+      private_state: see ``Algorithm.private_state``.
+      audit: what an attack on the run observed, if it had canaries and finished.
+      released: steps that may have been released, also by a process that was killed.
     """
 
     params: PyTree
@@ -76,9 +76,9 @@ class RunResult:
     planned: int
     clipping: dict[str, Any] | None = None
     best: Best | None = None
-    seen: Any = dataclasses.field(default=None, repr=False)
-    places: int = 0
-    asked: int = 0
+    private_state: Any = dataclasses.field(default=None, repr=False)
+    padded_tokens: int = 0
+    released: int = 0
     audit: RunAudit | None = None
 
     @property
@@ -88,7 +88,7 @@ class RunResult:
         A step that was released before the run was killed stays released, whether or not the run
         took it again.
         """
-        return self.planned if self.interrupted is None else max(self.steps, self.asked, 1)
+        return self.planned if self.interrupted is None else max(self.steps, self.released, 1)
 
     @property
     def last(self) -> dict[str, Any] | None:
@@ -113,11 +113,11 @@ class Steps(abc.ABC):
         return {}
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
-        """Looks, before the first step, whether what is compiled is what is accounted for.
+        """Checks, before the first step, that what is compiled is what is accounted for.
 
         Args:
           state: the steps begin with.
-          say: is told what is being done.
+          say: called with each part of the check.
 
         Raises:
           clipping.SelfCheckError: it is not.
@@ -125,7 +125,7 @@ class Steps(abc.ABC):
         del state, say
 
     def clipping(self) -> dict[str, Any] | None:
-        """How the norms of how many parameters are computed (``clipping.Explanation``), as JSON."""
+        """How gradients are clipped (``clipping.Explanation.to_json``); None without privacy."""
         return None
 
     @abc.abstractmethod
@@ -146,7 +146,7 @@ class Algorithm(abc.ABC):
       delta: of its guarantee.
       private: whether it has one.
       mesh: what it is computed on.
-      can_reshard_on_resume: whether a run may go on as another computation, drawing anew.
+      can_reshard_on_resume: whether a run may resume on other hardware, with fresh draws.
       layout_fingerprint: what changes no more than rounding; runs that differ in it alone draw
         independently.
       memory_hint: what the user changes if memory does not suffice.
@@ -182,8 +182,8 @@ class Algorithm(abc.ABC):
     def params(self, state: TrainState) -> PyTree:
         """What is released of a state: the model."""
 
-    def seen(self, state: TrainState) -> Any:
-        """What is kept of a state beside the model: for an audit, or for ``private/``; or None."""
+    def private_state(self, state: TrainState) -> Any:
+        """What an audit, or a file in ``private/``, needs of a state besides the model; or None."""
         del state
         return None
 
@@ -192,7 +192,7 @@ class Algorithm(abc.ABC):
         del directory, result
 
     def audited(self, result: RunResult) -> RunAudit | None:
-        """What an attack on a run that has ended saw; None if nobody attacked it."""
+        """What an attack on a finished run observed; None if the run had no canaries."""
         del result
         return None
 

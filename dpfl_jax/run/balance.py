@@ -1,4 +1,4 @@
-"""Noise beside signal before anything is trained, and what helps where noise swamps signal."""
+"""Noise over signal, before anything is trained, and which settings would lower it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Balance:
 
     def to_json(self) -> dict[str, float]:
         """Plain numbers."""
-        found = {self.called: self.noise / self.signal, "run": self.ratio}
-        return {f"over_a_{name}": float(f"{value:.4g}") for name, value in found.items()}
+        result = {self.called: self.noise / self.signal, "run": self.ratio}
+        return {f"over_a_{name}": float(f"{value:.4g}") for name, value in result.items()}
 
     def __str__(self) -> str:
         return (
-            f"noise on a {self.called}'s averaged update is about "
-            f"{self.noise / self.signal:.3g} times the largest that the update itself can be, and "
-            f"over {self.rounds} {self.called}s {self.ratio:.3g} times"
+            f"noise over signal (the largest possible update): about "
+            f"{self.noise / self.signal:.3g} in a {self.called}, {self.ratio:.3g} over all "
+            f"{self.rounds} {self.called}s"
         )
 
 
@@ -107,5 +107,5 @@ def knob(config: Any, key: str, values: Sequence[Any]) -> Knob:
 
 def doubled(start: float, most: float, times: int = 6) -> list[float]:
     """2, 4, ... times ``start``, up to ``most``, rounded to three digits."""
-    found = [float(f"{start * 2**k:.3g}") for k in range(1, times + 1)]
-    return [*dict.fromkeys(min(value, most) for value in found)]
+    result = [float(f"{start * 2**k:.3g}") for k in range(1, times + 1)]
+    return [*dict.fromkeys(min(value, most) for value in result)]

@@ -1,7 +1,8 @@
-"""Checkpoints of a run, by Orbax: parameters, optimiser state, step and what was spent.
+"""Checkpoints of a run, by Orbax, and which of them is best; when to stop early.
 
-They are copied to the host at once and written beside the next steps. One is there when it is
-complete; only then is an older one removed.
+They hold parameters, optimiser state, step and what was spent. They are copied to the host before
+the next step and written during it. One is there when it is complete; only then is an older one
+removed.
 
 The root key is not in them (it stays in the run's ``private/``), only its fingerprint: a
 checkpoint must not let others recompute the noise. With the key and the step, all sampler and noise
@@ -12,15 +13,17 @@ sums without noise, and are as secret as the key. Only their owner may read the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import glob
 import io
 import json
 import logging
+import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +34,7 @@ from etils import epath
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
-from dpfl_jax.run.content import content_digest
-from dpfl_jax.run.state import TrainState
+from dpfl_jax.run.state import TrainState, content_digest
 from dpfl_jax.run.terms import refuse_other
 
 # How long processes wait for each other's parts of one checkpoint.
@@ -50,7 +52,6 @@ class _Folder(type(epath.Path("/"))):  # type: ignore[misc]
     """A path whose name is no pattern: Orbax finds nothing below `study [copy]` (its issue 924)."""
 
     def glob(self, pattern: str) -> Iterator[_Folder]:
-        """As of ``pathlib``."""
         return map(self._new, glob.iglob(f"{glob.escape(str(self))}/{pattern}"))
 
 
@@ -58,7 +59,7 @@ class Checkpoints:
     """The checkpoints of one run; finished ones survive a kill at any moment.
 
     Attributes:
-      best: a step whose checkpoint is kept beside the newest ones.
+      best: a step whose checkpoint is kept, however old.
     """
 
     best: int | None = None
@@ -199,7 +200,6 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """One sentence for a full disk."""
         try:
             yield
         except (ValueError, OSError) as error:
@@ -207,7 +207,7 @@ class Checkpoints:
                 raise
             raise BadInputError(
                 f"no checkpoint can be written to {self.directory}, as the disk is full: free "
-                "space; the same command with the same run directory goes on from the one before"
+                "space; the same command with the same run directory resumes from the one before"
             ) from error
 
     def open_all(self) -> None:
@@ -314,3 +314,107 @@ def _read_on_host(directory: pathlib.Path, step: int, parts: Sequence[str] | Non
 def shapes_of(tree: Any) -> Any:
     """ShapeDtypeStructs of arrays, with their shardings."""
     return jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+
+
+# ---- the best checkpoint -------------------------------------------------------------------------
+# Both are functions of the rows of metrics, so that a resumed run decides as it would have.
+#
+# A number of steps that follows from the models is not one fixed beforehand: the epsilon of the
+# steps taken holds only for the latter (Rogers et al. 2016). That of all steps holds for any rule,
+# as what was published is a part of what all steps would publish.
+
+PyTree = Any
+BEST_CAVEAT = (
+    "the best checkpoint was chosen by held-out loss, without noise: the guarantee covers every "
+    "checkpoint for those who were trained on, but nobody who was held out"
+)
+
+
+def stopped_caveat(done: int, steps: int, word: str) -> str:
+    """Of a run that ``patience`` stopped."""
+    return (
+        f"the run stopped after {done} of {steps} {word} by held-out loss, without noise: nobody "
+        f"who was held out is covered; epsilon is that of all {steps}, since when to stop followed "
+        "from the models"
+    )
+
+
+def interrupted_caveat(done: int, released: int, steps: int, word: str) -> str:
+    """Of a run that a signal stopped; ``released``: steps that may have been released."""
+    more = ""
+    if released != done:
+        more = f", and what it released of up to {released} before it was resumed"
+    return (
+        f"the run was interrupted after {done} of {steps} {word}{more}: epsilon is that of "
+        f"{released} if the reason had nothing to do with what the run had shown, and otherwise "
+        f"that of all {steps}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The evaluation with the lowest held-out loss; step 0 is none.
+
+    Attributes:
+      step: steps taken before it.
+      loss: held-out loss there.
+      params: reads the parameters from the run's directory.
+    """
+
+    step: int
+    loss: float
+    params: Callable[[], PyTree] | None = None
+
+
+def exhausted(rows: Iterable[Mapping[str, Any]], patience: int | None) -> bool:
+    """Whether ``patience`` evaluations in a row have found no lower loss; never if it is None."""
+    rows = list(rows)
+    result = best_evaluation(rows)
+    if patience is None or result is None:
+        return False
+    return sum("eval" in row and row["step"] > result.step for row in rows) >= patience
+
+
+class KeepBest:
+    """Keeps the best checkpoint of a run, as well as its newest ones."""
+
+    def __init__(self, checkpoints: Checkpoints, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Resumes from what the run's directory holds."""
+        self._checkpoints, self._kept = checkpoints, set(checkpoints.steps())
+        self._best: Best | None = None
+        self.update(rows, 0)
+
+    def update(self, rows: Iterable[Mapping[str, Any]], done: int) -> bool:
+        """Looks at the evaluations so far; returns whether that after ``done`` steps is the best.
+
+        It must then be saved. An earlier one whose checkpoint was not kept, as nobody had asked for
+        it yet, is no choice.
+        """
+        self._best = best_evaluation(row for row in rows if row["step"] in {*self._kept, done})
+        if self._best is None:
+            return False
+        self._checkpoints.best = self._best.step
+        self._kept |= {self._best.step}
+        return self._best.step == done
+
+    def best(self, params: Callable[[Checkpoints, int], PyTree]) -> Best | None:
+        """What was kept; ``params`` reads a checkpoint's."""
+        result = self._best
+        if result is None:
+            return None
+
+        def read() -> PyTree:
+            kept = Checkpoints(self._checkpoints.directory, 1)
+            try:
+                return params(kept, result.step)
+            finally:
+                kept.close()
+
+        return dataclasses.replace(result, params=read)
+
+
+def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> Best | None:
+    """The best of the evaluations in ``rows``, the first of equal ones; None if there is none."""
+    losses = [(row["eval"]["loss"], row["step"]) for row in rows if "eval" in row and row["step"]]
+    loss, step = min((x for x in losses if math.isfinite(x[0])), default=(math.nan, 0))
+    return Best(step, loss) if step else None

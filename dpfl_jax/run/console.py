@@ -1,31 +1,154 @@
-"""A terminal that shows text as text: names, reports and messages come from anywhere."""
+"""What a run shows while it works: a bar in a terminal or notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
 from typing import Any
 
-from rich import console
+import rich.console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment
 from rich.text import Text
 
 from dpfl_jax.errors import plain
 
+# Off a terminal: seconds between lines of steps, and the longest silence.
+LINE_EVERY = 10.0
+SILENCE = 25.0
 
-class Console(console.Console):
-    """One of ``rich`` that reads no markup, and writes no control characters of what it shows."""
+
+class Console(rich.console.Console):
+    """Rich's console without markup or control characters: what is shown may come from anywhere."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """As of ``rich``; a warning is seen."""
-        found = super().render_str(text, **options)
+        result = super().render_str(text, **options)
         if text.startswith("warning:"):
-            found.stylize("bold yellow", 0, len("warning:"))
-        return found
+            result.stylize("bold yellow", 0, len("warning:"))
+        return result
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """As of ``rich``."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
+
+
+def draws(console: rich.console.Console) -> bool:
+    """Whether lines can be drawn over: in a terminal or a notebook."""
+    return console.is_terminal or console.is_jupyter
+
+
+def default_console() -> Console | None:
+    """A terminal or a notebook, if there is one."""
+    console = Console()
+    return console if draws(console) else None
+
+
+class RunConsole(Console):
+    """A console that a log file can follow: off a terminal every phase is a line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.begin("starting")
+        self._said = time.monotonic()
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self._said = time.monotonic()
+        super().print(*objects, **options)
+
+    def begin(self, doing: str) -> None:
+        """What is being done from now on, for whoever wonders why nothing is said."""
+        self._doing, self._since = doing, time.monotonic()
+
+    def status(self, status: Any, **options: Any) -> Any:
+        """As of ``rich``; off a terminal a line."""
+        self.begin(str(status))
+        if draws(self):
+            return super().status(status, **options)
+        self.print(f"{status} ...", highlight=False)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Within it, a line is written whenever nothing else was for ``SILENCE`` seconds."""
+        if draws(self) or self.quiet:
+            yield
+            return
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(SILENCE / 25):
+                if time.monotonic() - self._said > SILENCE:
+                    seconds = time.monotonic() - self._since
+                    self.print(f"still {self._doing} ({seconds:.0f} s)", highlight=False)
+
+        thread = threading.Thread(target=beat, daemon=True, name="progress")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+class StepProgress:
+    """Context manager around a bar with step, loss, fraction clipped, tokens/s and epsilon."""
+
+    def __init__(
+        self, console: rich.console.Console, label: str, total: int, completed: int = 0
+    ) -> None:
+        self._console, self._label, self._total = console, label, total
+        self._line = time.monotonic()
+        if isinstance(console, RunConsole):
+            console.begin(f"at {label} (compiling, or a long one)")
+        self._progress = None
+        if draws(console):
+            self._progress = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}", markup=False),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+                refresh_per_second=4,
+            )
+            self._task = self._progress.add_task(label, total=total, completed=completed, status="")
+
+    def __enter__(self) -> StepProgress:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, completed: int, status: str) -> None:
+        """Moves the bar; off a terminal writes a line now and then, and the last."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=completed, status=status)
+            return
+        now = time.monotonic()
+        if completed >= self._total or now - self._line >= LINE_EVERY:
+            self._line = now
+            line = f"{self._label} {completed}/{self._total} {status}".rstrip()
+            self._console.print(line, highlight=False, soft_wrap=True)

@@ -2,7 +2,7 @@
 
 ``private/`` holds the root key, from which all sampling and noise can be recomputed: it is needed
 to resume and must never be published with the rest. Nor must checkpoints of correlated noise
-(``mechanisms/noise_strategies.py``): they hold what is to be taken back, beside what it hides.
+(``mechanisms/noise_strategies.py``): they hold the noise that later steps cancel.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
 _KEY = "root_key.json"
-ASKED = "private/asked.json"  # the largest step that may have been released
+RELEASED_STEPS = "private/released_steps.json"  # the largest step that may have been released
 # What each record of a run with personal budgets spent: the silos' own (federation.personal).
 RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
 SPENT = "private/users.csv"  # what each user of a central run with budgets of their own has spent
-# What is told when a run ends or is interrupted.
+# Written when a run ends or is interrupted.
 REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, SPENT, *run_audit.FILES)
 
 
@@ -65,7 +65,7 @@ class RunDirectory:
       resumed: True if the directory existed before.
       run_id: unique to this run, also among runs that had the same path.
       facts: what the run was started with beyond its configuration.
-      asked: steps that may have been released when the directory was opened, whatever checkpoint
+      released: steps that may have been released when the directory was opened, whatever checkpoint
         the run resumes from; None if nothing says how many.
       writes: whether this process writes into it (of many processes, one does).
       listeners: called with each row of metrics, where it is written.
@@ -76,7 +76,7 @@ class RunDirectory:
     resumed: bool
     run_id: str
     facts: dict[str, Any]
-    asked: int | None
+    released: int | None
     writes: bool
     listeners: tuple[Callable[[Mapping[str, Any]], Any], ...] = ()
     _lock: IO[str] | None
@@ -134,7 +134,7 @@ class RunDirectory:
                     "another --run-dir"
                 )
             self.run_id, self.facts = str(self._content["run_id"]), self._content["facts"]
-            self.asked = self._read_asked()
+            self.released = self._read_released()
             if self.facts.get("data") != self._sealed(facts).get("data"):
                 self.close()
                 raise BadInputError(
@@ -150,7 +150,7 @@ class RunDirectory:
         else:
             self.root_key = key or RootKey.generate()
             self._write_key(private)
-            self.asked = 0
+            self.released = 0
             # Last: a directory without config.yaml is not yet a run.
             # People look for the name in a ledger; nothing secret, so no key's fingerprint.
             self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:16]}"
@@ -163,7 +163,7 @@ class RunDirectory:
             self._write_content()
 
     def note(self, name: str, value: Any) -> None:
-        """Keeps a further fact (plain JSON) for whoever goes on with the run.
+        """Keeps a further fact (plain JSON) for when the run is resumed.
 
         Of many processes all must call it with the same; the one that writes does so.
         """
@@ -173,22 +173,22 @@ class RunDirectory:
         if self.writes:
             self._write_content()
 
-    def ask(self, steps: int) -> None:
+    def record_released(self, steps: int) -> None:
         """Keeps that ``steps`` steps may be released: it is on the disk once this returns.
 
         Who deletes the file makes an interrupted run pay for all steps; who edits it has no key.
         """
         if self.writes:
-            content = {"steps": steps, "seal": self.root_key.keyed_digest("asked", str(steps))}
-            write_atomically(self.path / ASKED, json.dumps(content), mode=0o600)
+            content = {"steps": steps, "seal": self.root_key.keyed_digest("released", str(steps))}
+            write_atomically(self.path / RELEASED_STEPS, json.dumps(content), mode=0o600)
 
-    def _read_asked(self) -> int | None:
-        file = self.path / ASKED
+    def _read_released(self) -> int | None:
+        file = self.path / RELEASED_STEPS
         if not file.exists():
             return None
         found = _parsed(file)
         steps: Any = found.get("steps")
-        if found.get("seal") != self.root_key.keyed_digest("asked", str(steps)):
+        if found.get("seal") != self.root_key.keyed_digest("released", str(steps)):
             self.close()
             raise BadInputError(
                 f"{file} was changed after it was written, and it says how many steps an "
@@ -199,7 +199,7 @@ class RunDirectory:
     def computed_with(self, hardware: str, layout: Any = None) -> bool:
         """Notes what the run is computed with from now on; returns whether there was anything else.
 
-        Before the first step: a run that dies before its first checkpoint and goes on elsewhere
+        Before the first step: a run that dies before its first checkpoint and resumes elsewhere
         takes steps twice, too.
 
         Args:
@@ -222,7 +222,7 @@ class RunDirectory:
             "run_id": self.run_id,
             "resumed": self.resumed,
             "facts": self.facts,
-            "asked": self.asked,
+            "released": self.released,
             "root_key": self.root_key.fingerprint,
         }
 
@@ -246,7 +246,7 @@ class RunDirectory:
         self = cls.__new__(cls)
         self.path, self.writes, self._lock = pathlib.Path(introduction["path"]), False, None
         self.run_id, self.facts = introduction["run_id"], dict(introduction["facts"])
-        self.resumed, self.asked = introduction["resumed"], introduction["asked"]
+        self.resumed, self.released = introduction["resumed"], introduction["released"]
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -403,18 +403,17 @@ def finished_report(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _parsed(file: pathlib.Path) -> dict[str, Any]:
-    """What a YAML or JSON file of a run holds."""
     parse = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
-        found = parse(read_text(file))
+        result = parse(read_text(file))
     except (yaml.YAMLError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        result = None
+    if not isinstance(result, dict):
         raise BadInputError(
             f"{file} is damaged: it holds no table of names and values; bring it back, or choose "
             "another --run-dir"
         )
-    return found
+    return result
 
 
 def seal_of(content: Mapping[str, Any], key: RootKey) -> str:

@@ -18,30 +18,31 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting.guarantee import rounded_up
-from dpfl_jax.errors import BadInputError, too_little_memory
+from dpfl_jax.errors import BadInputError, at_least, too_little_memory
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, RunResult, StepOutput, Steps, evaluation_after
-from dpfl_jax.run.checkpoint import Checkpoints, shapes_of
-from dpfl_jax.run.choice import (
+from dpfl_jax.run.checkpoint import (
     BEST_CAVEAT,
     Best,
+    Checkpoints,
     KeepBest,
     exhausted,
     interrupted_caveat,
+    shapes_of,
     stopped_caveat,
 )
-from dpfl_jax.run.content import content_digest
+from dpfl_jax.run.console import RunConsole, StepProgress
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.interrupt import StopRequest
 from dpfl_jax.run.profile import Profile
-from dpfl_jax.run.progress import RunConsole, StepProgress
+from dpfl_jax.run.state import content_digest
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 
 PyTree = Any
 Evaluate = Callable[[PyTree], dict[str, Any]]
 _MILESTONES = 20
-_CHECKING = "checking the first step against plain gradients of single units"
+_CHECKING = "checking the first step against per-unit gradients"
 # A label that is no class, NaN among inputs, ...: trained on, they would cost the whole budget.
 _NO_LOSS = (
     "{} NaN or infinite, so the run stopped: look at the loss of single examples, and there for a "
@@ -53,7 +54,7 @@ _NO_LOSS = (
 NOTED_EVERY_S = 1.0
 
 MOVED_CAVEAT = (
-    "the run went on from a checkpoint, or from its start, on other hardware or with another "
+    "the run was resumed from a checkpoint, or from its start, on other hardware or with another "
     "execution: steps taken twice used the same noise on sums that may differ in rounding, so "
     "metrics written between there and the interruption must not have been published"
 )
@@ -61,7 +62,7 @@ MOVED_CAVEAT = (
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-    """How often a run looks up from its steps.
+    """How often a run logs, evaluates and saves a checkpoint.
 
     Attributes:
       checkpoint_every: steps between checkpoints.
@@ -87,13 +88,10 @@ class LoopConfig:
     profile: int = 0
 
     def __post_init__(self) -> None:
-        if self.patience is not None and self.patience < 1:
-            raise BadInputError(f"patience is {self.patience}, but it must be at least 1")
         if self.chooses and not self.eval_every:
             raise BadInputError("keep_best and patience look at evaluations: set eval_every")
-        for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
-            if getattr(self, name) < 1:
-                raise BadInputError(f"{name} is {getattr(self, name)}, but it must be at least 1")
+        for name in ("checkpoint_every", "keep_checkpoints", "log_every", "patience"):
+            at_least(name, getattr(self, name), 1)
 
     @property
     def chooses(self) -> bool:
@@ -163,8 +161,8 @@ def drive(
 ) -> RunResult:
     """Takes an algorithm's steps.
 
-    The run is held against what it began with and paid for, its checkpoint is read, the start is
-    evaluated, the first step is checked, and the steps are taken.
+    The run is compared with what it began with, and charged to the ledger; its checkpoint is
+    restored, the start evaluated, the first step checked; then the steps are taken.
 
     Args:
       algorithm: what is run.
@@ -240,13 +238,13 @@ class _Driven:
         if run_dir is not None:
             self.checkpoints = Checkpoints(run_dir.path / "checkpoints", loop.keep_checkpoints)
             self.resumed = self.checkpoints.resumed_step()
-        self.asked = _Asked(run_dir, algorithm.steps, self.resumed or 0)
-        self.done, self.ended, self.seen = 0, False, False
+        self.released = _ReleasedSteps(run_dir, algorithm.steps, self.resumed or 0)
+        self.done, self.ended, self.has_checked_losses = 0, False, False
 
     # ---- before the first step -------------------------------------------------------------
 
     def begin(self, key: RootKey | None) -> None:
-        """Holds the run against what it began with; its draws have a key of their own."""
+        """Compares the run with what it began with, and derives the key of its draws."""
         algorithm, run_dir = self.algorithm, self.run_dir
         self.root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
         if self.root.public and algorithm.private:
@@ -261,7 +259,7 @@ class _Driven:
             lambda: content_digest(self.state.params, self.root),
             algorithm.layout_fingerprint,
         )
-        self.asked.begin()
+        self.released.begin()
 
     def pay(self, charge: Callable[[str], Any] | None) -> None:
         """Charges a ledger, if there is one, for these draws."""
@@ -269,7 +267,7 @@ class _Driven:
             processes.on_primary(lambda: charge(self.key.fingerprint))
 
     def restore(self) -> None:
-        """Goes on from the newest checkpoint, and from the rows of metrics up to it."""
+        """Restores the newest checkpoint, and the rows of metrics up to it."""
         algorithm, run_dir = self.algorithm, self.run_dir
         if run_dir is None or self.checkpoints is None:
             return
@@ -278,13 +276,12 @@ class _Driven:
         if self.resumed is not None:
             self.state = self.checkpoints.restore(self.state, self.root, self.terms, self.resumed)
         self.done = int(self.state.step)
-        self.seen = self.done > 0
+        self.has_checked_losses = self.done > 0
         self.log.start_at(self.done)
         if self.loop.keep_best:
             self.choosing = KeepBest(self.checkpoints, self.log.rows)
 
     def evaluate(self) -> None:
-        """Evaluates the model as it is, unless the log has that already."""
         if self._evaluate is None or evaluation_after(self.log.rows, self.done) is not None:
             return
         found = self._evaluate(self.algorithm.params(self.state))
@@ -310,7 +307,9 @@ class _Driven:
                 shown = (self.console or Console(quiet=True)).status(_CHECKING)
                 what = "the check before the first step"
                 with shown as line, too_little_memory(what, algorithm.memory_hint):
-                    self.work.check(self.state, functools.partial(_say, self.console, line))
+                    self.work.check(
+                        self.state, functools.partial(_show_progress, self.console, line)
+                    )
             self.clipping = self.work.clipping()
             if self.clipping is not None:
                 _warn_of(self.clipping, self.console)
@@ -333,7 +332,7 @@ class _Driven:
         ):
             for after, inputs in () if self.ended else self.work.inputs():
                 trace.before()
-                self.asked.before(after)
+                self.released.before(after)
                 self.state, output = self.work.step(self.state, inputs)
                 trace.after(self.state)
                 before, self.done = self.done, after
@@ -342,7 +341,7 @@ class _Driven:
                     break
             if self.checkpoints is not None:
                 self.checkpoints.open_all()
-        self.asked.end()
+        self.released.end()
         self.ended |= self.done == algorithm.steps
         if self.ended:
             self.evaluate()
@@ -353,8 +352,10 @@ class _Driven:
         """Logs, evaluates and keeps what is due after the steps since ``before``."""
         done, loop = self.done, self.loop
         self.meter.count(output, done - before)
-        if not self.seen:
-            self.seen = _check_losses(self.algorithm.row(output.stats)["outside_guarantee"])
+        if not self.has_checked_losses:
+            self.has_checked_losses = _check_losses(
+                self.algorithm.row(output.stats)["outside_guarantee"]
+            )
         last = done == self.algorithm.steps
         logs = last or _due(loop.log_every, before, done)
         saves = last or _due(loop.checkpoint_every, before, done)
@@ -371,13 +372,13 @@ class _Driven:
             self.meter.restart()
             self.ended = exhausted(self.log.rows, loop.patience)
             if self.choosing is not None:
-                saves |= self.choosing.look(self.log.rows, done)
+                saves |= self.choosing.update(self.log.rows, done)
         if saves or self.stopping or self.ended:
             self._save()
 
     def _epsilon(self) -> float | None:
         # What a rule chooses or stops at is no number of steps that was fixed beforehand.
-        return self.spent(self.algorithm.steps if self.loop.chooses else self.asked.most)
+        return self.spent(self.algorithm.steps if self.loop.chooses else self.released.most)
 
     def _save(self) -> None:
         if self.checkpoints is None:
@@ -394,7 +395,7 @@ class _Driven:
     def result(self) -> RunResult:
         """What the run returns; what it keeps of single units is written under ``private/``."""
         algorithm, meter = self.algorithm, self.meter
-        found = RunResult(
+        result = RunResult(
             params=algorithm.params(self.state),
             steps=self.done,
             metrics=self.log.rows,
@@ -403,16 +404,16 @@ class _Driven:
             seconds=meter.seconds,
             examples=meter.examples,
             tokens=meter.tokens,
-            places=meter.places,
+            padded_tokens=meter.padded_tokens,
             planned=algorithm.steps,
             clipping=self.clipping,
             best=self._best(),
-            seen=algorithm.seen(self.state),
-            asked=self.asked.most,
+            private_state=algorithm.private_state(self.state),
+            released=self.released.most,
         )
         if self.run_dir is not None and self.run_dir.writes:
-            algorithm.write_private(self.run_dir, found)
-        return dataclasses.replace(found, audit=algorithm.audited(found))
+            algorithm.write_private(self.run_dir, result)
+        return dataclasses.replace(result, audit=algorithm.audited(result))
 
     def _caveats_of_the_end(self) -> Iterator[str]:
         done, steps, word = self.done, self.algorithm.steps, self.algorithm.word
@@ -422,7 +423,7 @@ class _Driven:
             yield (
                 stopped_caveat(done, steps, word)
                 if self.ended
-                else interrupted_caveat(done, self.asked.most, steps, word)
+                else interrupted_caveat(done, self.released.most, steps, word)
             )
         if self.choosing is not None:
             yield BEST_CAVEAT
@@ -430,10 +431,10 @@ class _Driven:
     def _best(self) -> Best | None:
         if self.choosing is None:
             return None
-        self.choosing.look(self.log.rows, self.done)
+        self.choosing.update(self.log.rows, self.done)
         like, root, terms = shapes_of(self.state), self.root, self.terms
         params = self.algorithm.params
-        return self.choosing.found(lambda kept, step: params(kept.restore(like, root, terms, step)))
+        return self.choosing.best(lambda kept, step: params(kept.restore(like, root, terms, step)))
 
 
 def _due(every: int, before: int, done: int) -> bool:
@@ -441,7 +442,7 @@ def _due(every: int, before: int, done: int) -> bool:
     return bool(every) and done // every > before // every
 
 
-class _Asked:
+class _ReleasedSteps:
     """How many steps may have been released; a kill forgets none of them.
 
     What a step shows (a row of metrics, a model, a silo's message) stays shown if the run is killed
@@ -456,7 +457,7 @@ class _Asked:
 
     def __init__(self, run_dir: RunDirectory | None, steps: int, done: int) -> None:
         self._run_dir, self._steps = run_dir, steps
-        known = done if run_dir is None else run_dir.asked
+        known = done if run_dir is None else run_dir.released
         self.most = steps if known is None else max(known, done)
         self._ahead, self._at, self._noted = 1, -math.inf, 0
 
@@ -481,7 +482,7 @@ class _Asked:
     def _note(self, steps: int) -> None:
         self._noted = steps
         if self._run_dir is not None:
-            self._run_dir.ask(steps)
+            self._run_dir.record_released(steps)
 
 
 class Spent:
@@ -511,8 +512,7 @@ def _warn_of(clipping: dict[str, Any], console: Console | None) -> None:
         warnings.warn(clipping["warning"], stacklevel=6)
 
 
-def _say(console: Console | None, line: Any, part: str) -> None:
-    """Shows which part of the check is being done."""
+def _show_progress(console: Console | None, line: Any, part: str) -> None:
     if line is not None:
         line.update(f"{_CHECKING}: {part}")
     elif isinstance(console, RunConsole):
@@ -551,7 +551,7 @@ class _Meter:
     """Examples and tokens per second, compilation, evaluation and checkpoints left out."""
 
     def __init__(self) -> None:
-        self.seconds, self.examples, self.tokens, self.places = 0.0, 0, 0, 0
+        self.seconds, self.examples, self.tokens, self.padded_tokens = 0.0, 0, 0, 0
         self._last: float | None = None
         self._pending = [0, 0, 0, 0]
         self._read = (1, 1)
@@ -564,7 +564,7 @@ class _Meter:
 
     def count(self, output: StepOutput, steps: int) -> None:
         """Counts the steps that were taken at once."""
-        for i, amount in enumerate((steps, output.examples, output.tokens, output.places)):
+        for i, amount in enumerate((steps, output.examples, output.tokens, output.padded_tokens)):
             self._pending[i] += amount
         self._read = output.read
 
@@ -597,7 +597,7 @@ class _Meter:
             self.seconds += elapsed
             self.examples += examples
             self.tokens += tokens
-            self.places += places
+            self.padded_tokens += places
             # Together they give the exact number of tokens drawn: as private as the data.
             row["outside_guarantee"]["seconds_per_step"] = round(elapsed / steps, 6)
             if tokens:
@@ -618,7 +618,7 @@ class _Log:
         return self._run_dir.path if self._run_dir is not None and self._run_dir.writes else None
 
     def start_at(self, step: int) -> None:
-        """Goes on from what the run's directory holds.
+        """Resumes from what the run's directory holds.
 
         Every process must decide alike what is still to be evaluated: process 0 tells them.
         """

@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-_AT_ONCE = contextvars.ContextVar("at_once", default=False)
+_DEFAULT = contextvars.ContextVar("default_signal_handling", default=False)
 
 
 @contextlib.contextmanager
-def at_once() -> Iterator[None]:
+def default_signal_handling() -> Iterator[None]:
     """Inside, signals act as they would without runs.
 
     For programs that go on after a run, and would take a part of it for the whole.
     """
-    token = _AT_ONCE.set(True)
+    token = _DEFAULT.set(True)
     try:
         yield
     finally:
-        _AT_ONCE.reset(token)
+        _DEFAULT.reset(token)
 
 
 class StopRequest:
@@ -40,7 +40,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         """Installs the handlers (only possible in the main thread; elsewhere does nothing)."""
-        if threading.current_thread() is threading.main_thread() and not _AT_ONCE.get():
+        if threading.current_thread() is threading.main_thread() and not _DEFAULT.get():
             for number in self.SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
         return self

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from dpfl_jax import accounting
@@ -21,11 +22,11 @@ from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import default_cache_dir
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm
 from dpfl_jax.run.balance import Balance, Knobs, advice
-from dpfl_jax.run.baseline import BASELINE_CAVEAT, compare_to_baseline, train_baseline
 from dpfl_jax.run.directory import FINISHED, RunDirectory
 from dpfl_jax.run.driver import Evaluate, LoopConfig, RunResult, drive
 from dpfl_jax.run.public_inputs import about
@@ -39,7 +40,7 @@ from dpfl_jax.task import Task
 _KINDS = {
     "central": "dpfl_jax.training.central_run",
     "silos": "dpfl_jax.federation.federated_run",
-    "isrl": "dpfl_jax.federation.isrl.runs.isrl_run",
+    "isrl": "dpfl_jax.federation.isrl.isrl_run",
 }
 
 
@@ -171,7 +172,7 @@ class Run(abc.ABC):
 
     @property
     def has_baseline(self) -> bool:
-        """Whether a run without privacy is shown beside this one, which has some."""
+        """Whether the same run without privacy is trained after this private one."""
         return self.private and self.config.eval.baseline
 
     def own_caveats(self) -> tuple[str, ...]:
@@ -197,7 +198,7 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def balance(self, config: Any = None) -> Balance | None:
-        """Noise beside signal, None where there is no such comparison.
+        """Noise over signal; None where they are not comparable.
 
         Args:
           config: instead of the run's own, on the same public numbers: its noise is calibrated.
@@ -211,7 +212,7 @@ class Run(abc.ABC):
         """What may be changed where noise swamps signal."""
 
     def advice(self) -> list[str]:
-        """Sentences to print before training: noise beside signal, and what would help."""
+        """Sentences to print before training: noise over signal, and what would lower it."""
         balance = self.balance() if self.private else None
         return [] if balance is None else advice(balance, self.knobs(), self.balance)
 
@@ -335,6 +336,16 @@ def dry_run(config: Any, console: Console) -> dict[str, Any]:
     }
 
 
+def keep_programs() -> None:
+    """Keeps compiled programs in the cache folder, unless JAX has another folder for them.
+
+    Not in the run's own folder, which somebody may have sent: programs are read from there and run.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 def open_directory(
     run_dir: str | os.PathLike[str],
     content: Mapping[str, Any],
@@ -357,7 +368,7 @@ def open_directory(
     return processes.on_all_hosts(lambda: mine or RunDirectory.join(introduction, facts))
 
 
-def leave_report(
+def save_report(
     directory: RunDirectory,
     name: str,
     result: RunResult,
@@ -389,7 +400,6 @@ def leave_report(
 
 
 def _content(config: Any) -> dict[str, Any]:
-    """What the run directory keeps of a configuration."""
     ledger = config.privacy.ledger
     if ledger is not None and not os.path.isabs(ledger):  # load_config makes it absolute
         raise BadInputError(
@@ -402,7 +412,6 @@ def _content(config: Any) -> dict[str, Any]:
 
 
 def _introduce(run: Run, directory: RunDirectory, console: Console) -> None:
-    """Says what is run, and what is assumed."""
     verb = "resuming" if directory.resumed else "starting"
     console.print(f"{verb} {run.config.name} in {directory.path}")
     for line in [*run.headline(), *run.warnings(), *run.advice()]:
@@ -413,7 +422,6 @@ def _introduce(run: Run, directory: RunDirectory, console: Console) -> None:
 
 
 def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, Any]:
-    """Takes the steps, and reports them."""
     bill, loop, evaluate = _Bill(run, directory, console), run.loop, run.evaluator()
     algorithm = run.algorithm(directory, console)
     result = drive(
@@ -439,7 +447,7 @@ def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, Any]:
     sections = run.report(directory, result, guarantee)
     if result.interrupted is None:
         bill.commit()
-    return leave_report(
+    return save_report(
         directory,
         run.config.name,
         result,
@@ -485,6 +493,59 @@ class _Bill:
         self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
     def commit(self) -> None:
-        """The run is finished."""
         if self._ledger is not None and self._paid:
             self._ledger.commit(self._paid)
+
+
+# ---- the baseline --------------------------------------------------------------------------------
+
+WITHOUT_PRIVACY = "the same without privacy, for comparison only"
+BASELINE_CAVEAT = (
+    "the run without privacy (eval.baseline) is for comparison only: its losses in "
+    "report.json, report.md and curves.png are NOT covered by this guarantee; set eval.baseline to "
+    "false where the data are private and the report is to be published"
+)
+
+Evaluations = list[dict[str, Any]]
+
+
+def train_baseline(
+    algorithm: Callable[[], Algorithm],
+    key: RootKey,
+    evaluate: Evaluate,
+    loop: LoopConfig,
+    console: Console,
+) -> Evaluations | None:
+    """Trains for comparison, and keeps no model.
+
+    Args:
+      algorithm: makes the one without privacy.
+      key: of its draws alone.
+      evaluate: as of the private run.
+      loop: likewise; it chooses no checkpoint, and is not profiled.
+      console: for people.
+
+    Returns:
+      Evaluations, each with its ``step``, the first and the last included; None if it did not end.
+    """
+    console.print("the same without privacy, for comparison", highlight=False)
+    loop = dataclasses.replace(loop, keep_best=False, patience=None, profile=0)
+    try:
+        result = drive(algorithm(), key=key, evaluate=evaluate, loop=loop, console=console)
+    except BadInputError as error:  # the private run is finished, and must be reported
+        console.print(f"warning: there is no comparison: {error}")
+        return None
+    if result.interrupted is not None:
+        return None
+    return [{"step": row["step"], **row["eval"]} for row in result.metrics if "eval" in row]
+
+
+def compare_to_baseline(
+    report: dict[str, Any],
+    found: Evaluations | None,
+    describe: Callable[[dict[str, Any]], Mapping[str, Any]],
+) -> None:
+    """Adds to a report what ``train_baseline`` found; ``describe`` adds to its last evaluation."""
+    if found is not None:
+        report["outside_guarantee"]["without_privacy"] = found
+        report.setdefault("baselines", {})[WITHOUT_PRIVACY] = describe(found[-1])

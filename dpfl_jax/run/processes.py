@@ -1,8 +1,8 @@
-"""One run in many processes: how they find, inform and outlive each other.
+"""One run in many processes: how they start, agree, and end if one of them is lost.
 
 Every process runs the same program. Process 0 alone writes the report, the metrics and the ledger;
-what only it can decide (is this run new?) it tells the others, and what may go wrong in one of them
-is told to all, so that a bad input ends every process with one sentence instead of leaving the rest
+what only it can decide (is this run new?) it tells the others, and what goes wrong in one of them
+is sent to all, so that a bad input ends every process with one sentence instead of leaving the rest
 waiting. The secret root key is never sent: it is read from the run directory, which all share.
 """
 
@@ -11,6 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -20,9 +24,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpfl_jax.config.base import ProcessesConfig
-from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.errors import BadInputError, StoppedError, one_of
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.watch import LastWords, Watch, say_and_leave, sentence
 
 T = TypeVar("T")
 
@@ -48,7 +51,7 @@ def start(section: ProcessesConfig) -> bool:
     """Joins the other processes, if there are any; must come before JAX's first use of a device.
 
     Args:
-      section: whether, and for how long, the others are looked for. Where they are is told by
+      section: whether, and for how long, to look for the others. Where they are is given by
         ``DPFL_COORDINATOR``, ``DPFL_NUM_PROCESSES`` and ``DPFL_PROCESS_ID``, or by the cluster.
 
     Returns:
@@ -64,8 +67,7 @@ def start(section: ProcessesConfig) -> bool:
     mode = section.mode
     if mode == "auto" and os.environ.get(MODE):
         mode = os.environ[MODE]  # type: ignore[assignment]
-        if mode not in ("auto", "detect", "one"):
-            raise BadInputError(f"{MODE} is {mode!r}, but it must be auto, detect or one")
+        one_of(MODE, mode, ("auto", "detect", "one"))
     if mode == "one" or (mode == "auto" and not known and not _many_are_announced()):
         if jax.process_count() > 1:  # the accelerators of a slice know of each other
             raise BadInputError(
@@ -131,7 +133,7 @@ def _many_are_announced() -> bool:
     return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
 
 
-# ---- telling each other --------------------------------------------------------------------
+# ---- telling each other --------------------------------------------------------------------------
 
 
 def gather(value: Any) -> list[Any]:
@@ -206,7 +208,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
                 )
 
 
-# ---- ending --------------------------------------------------------------------------------
+# ---- ending --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -215,7 +217,7 @@ def synchronized_shutdown(how: str, section: ProcessesConfig) -> Iterator[None]:
 
     An error that all have agreed on, or a stop that all have heard of, passes through. Anything
     else ends this process without waiting for the others, who would otherwise wait for it; they
-    hear of it (``watch``) and end too.
+    hear of it (``Watch``) and end too.
 
     Args:
       how: how to go on, for the sentence, e.g. ``--run-dir runs/mine``.
@@ -224,18 +226,18 @@ def synchronized_shutdown(how: str, section: ProcessesConfig) -> Iterator[None]:
     if not many():
         yield
         return
-    last = LastWords(how)
+    exit_message = ExitMessage(how)
 
     def leave(text: str, status: int) -> None:
-        last.unsaid()
-        say_and_leave(text, status)
+        exit_message.cancel()
+        print_and_exit(text, status)
 
-    watch = Watch(section.lost_after_s, lambda lost: leave(sentence(lost, how), 1))
+    watch = Watch(section.lost_after_s, lambda lost: leave(lost_message(lost, how), 1))
     try:
         yield
     except (AgreedError, StoppedError) as error:
         watch.stop()
-        last.unsaid()
+        exit_message.cancel()
         if not is_primary():
             raise SystemExit(2 if isinstance(error, AgreedError) else 1) from None
         raise
@@ -243,11 +245,11 @@ def synchronized_shutdown(how: str, section: ProcessesConfig) -> Iterator[None]:
         if isinstance(error, BadInputError):
             leave(f"error: {error} (process {jax.process_index()})", 2)
         if _is_about_others(error):
-            leave(sentence(None, how), 1)
+            leave(lost_message(None, how), 1)
         traceback.print_exc()
         leave(f"process {jax.process_index()} failed, and the others will stop too", 1)
     watch.stop()
-    last.unsaid()
+    exit_message.cancel()
 
 
 _ABOUT_OTHERS = (
@@ -272,3 +274,135 @@ def _is_about_others(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+# ---- noticing that another process is gone -------------------------------------------------------
+# A process that dies leaves the others waiting in a reduction for ever: nothing in the program can
+# notice. So a thread of each process writes every few seconds that it is alive, into the key-value
+# store of JAX's coordination service (which process 0 hosts), and reads what the others wrote.
+
+_FOLDER = "dpfl/alive/"
+_DONE = "done"
+
+
+class Heartbeats:
+    """Which processes are alive; the time is an argument, so that it can be tested."""
+
+    def __init__(self, processes: int, patience_s: float, now: float) -> None:
+        self._patience = patience_s
+        self._beats = dict.fromkeys(range(processes), "")
+        self._changed = dict.fromkeys(range(processes), now)
+
+    def update(self, said: Mapping[int, str], now: float) -> None:
+        """Records the current value of each process."""
+        for process, words in said.items():
+            if self._beats[process] != words:
+                self._beats[process], self._changed[process] = words, now
+
+    def lost(self, now: float) -> int | None:
+        """The first process whose value has not changed for too long, if there is one."""
+        for process, words in self._beats.items():
+            if words != _DONE and now - self._changed[process] > self._patience:
+                return process
+        return None
+
+
+class Watch:
+    """A thread that watches the other processes until ``stop``."""
+
+    def __init__(self, patience_s: float, on_loss: Callable[[int], Any]) -> None:
+        """Starts watching.
+
+        Args:
+          patience_s: silence after which a process counts as lost.
+          on_loss: called in the thread, with the number of the process.
+        """
+        # Not public, but what Orbax builds on too; JAX offers nothing else that does not block.
+        from jax._src.distributed import global_state
+
+        self._client: Any = global_state.client
+        self._me, self._on_loss = jax.process_index(), on_loss
+        self._every = min(5.0, patience_s / 5)
+        self._heartbeats = Heartbeats(jax.process_count(), patience_s, time.monotonic())
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="dpfl-watch")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Lets the others know that this process ends by itself, and stops watching."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        count = 0
+        while True:
+            ended = self._ended.wait(self._every)
+            count += 1
+            try:
+                words = _DONE if ended else str(count)
+                self._client.key_value_set(f"{_FOLDER}{self._me}", words, allow_overwrite=True)
+                found = self._client.key_value_dir_get(_FOLDER)
+            except Exception:
+                # Process 0 answers no more: if it is not back soon, it is lost.
+                found = []
+            if ended:
+                return
+            now = time.monotonic()
+            self._heartbeats.update(
+                {int(key.rsplit("/", 1)[1]): words for key, words in found}, now
+            )
+            lost = self._heartbeats.lost(now)
+            if lost is not None:
+                self._on_loss(lost)
+
+
+class ExitMessage:
+    """Prints one sentence if this process is ended from outside.
+
+    JAX's runtime aborts a process with a stack trace when process 0 is lost, or when it finds
+    before ``Watch`` that another one is; so a shell waits for each process and prints for it.
+    """
+
+    _SCRIPT = 'read word; [ "$word" = bye ] || printf "%s\\n" "$0" >&2'
+
+    def __init__(self, how: str) -> None:
+        """Starts the shell.
+
+        Args:
+          how: the option by which the run resumes.
+        """
+        text = (
+            f"dpfl: process {jax.process_index()} of {jax.process_count()} was ended from outside "
+            f"(it was killed, or another process was lost); the same command with {how} resumes "
+            "from the last checkpoint, with any number of processes, and counts nothing twice"
+        )
+        self._shell = subprocess.Popen(
+            ["sh", "-c", self._SCRIPT, text], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def cancel(self) -> None:
+        """Prints nothing: this process ends by itself."""
+        with contextlib.suppress(OSError, ValueError):
+            self._shell.communicate(b"bye\n", timeout=5)
+
+
+def lost_message(lost: int | None, how: str) -> str:
+    """The sentence on a lost process.
+
+    Args:
+      lost: number of the process, or None if it is not known.
+      how: the option by which the run resumes.
+    """
+    which = "another process" if lost is None else f"process {lost}"
+    return (
+        f"{which} of this run was lost, so process {jax.process_index()} of {jax.process_count()} "
+        f"stops too; the same command with {how} resumes from the last checkpoint, with any number "
+        "of processes, and counts nothing twice"
+    )
+
+
+def print_and_exit(text: str, status: int) -> None:
+    """Ends the process at once: the usual way out waits for processes that may be gone."""
+    sys.stdout.flush()
+    print(f"\ndpfl: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(status)

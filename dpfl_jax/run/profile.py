@@ -22,7 +22,6 @@ class Profile:
         self._running, self._compiled = False, False
 
     def __enter__(self) -> Profile:
-        """Starts with the second turn."""
         return self
 
     def __exit__(

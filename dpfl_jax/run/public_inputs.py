@@ -28,7 +28,7 @@ _BOUNDS = {
     "clip_norm": "clip norm: {:g}",
     "group_size": "group size: {} examples of a user",
     "sets_per_user": "group size: {} sets of owners of a user",
-    "max_items_per_subject": "group size: {} records of a subject in a silo",
+    "max_records_per_subject": "group size: {} records of a subject in a silo",
 }
 
 
@@ -84,12 +84,12 @@ def public_inputs(
       more: further entries.
       remote: the data are elsewhere, and with them what reads them.
     """
-    found = [*more, *of_the_mechanism(bounds, counts)]
+    result = [*more, *of_the_mechanism(bounds, counts)]
     if config is None:
         start = "first parameters, and what loss and data were made with: as the caller gave them"
-        return (start, *found)
+        return (start, *result)
     first = _of_the_model(config, checkpoint)
-    return (*first, *_of_the_data(config.data, task, remote), *found)
+    return (*first, *_of_the_data(config.data, task, remote), *result)
 
 
 def of_the_mechanism(
@@ -97,8 +97,8 @@ def of_the_mechanism(
 ) -> tuple[str, ...]:
     """The entries that follow from the mechanism and what it counts; see ``public_inputs``."""
     given = ((bounds or {}).get(name) for name in _BOUNDS)
-    found = [words.format(b) for b, words in zip(given, _BOUNDS.values()) if b is not None]
-    return tuple(found) if counts is None else (f"counts: {counts}", *found)
+    result = [words.format(b) for b, words in zip(given, _BOUNDS.values()) if b is not None]
+    return tuple(result) if counts is None else (f"counts: {counts}", *result)
 
 
 def _of_the_model(config: Any, checkpoint: str | None) -> Iterator[str]:

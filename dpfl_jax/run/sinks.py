@@ -36,7 +36,6 @@ class Sink:
         self._send, self.close, self._all = send, close, not_private
 
     def __call__(self, row: Mapping[str, Any]) -> None:
-        """Sends a row, if anything of it may be."""
         outside = row.get("outside_guarantee", {}) | {
             f"held_out_{name}": value for name, value in row.get("eval", {}).items()
         }

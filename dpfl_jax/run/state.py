@@ -1,16 +1,19 @@
-"""The state of a training run that lives on devices."""
+"""The state of a training run that lives on devices, and a digest of what it holds."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.mesh import (
     parameter_shardings,
@@ -19,6 +22,7 @@ from dpfl_jax.mesh import (
     splits_parameters,
     state_shardings,
 )
+from dpfl_jax.randomness import RootKey
 
 PyTree = Any
 # Flags of XLA that change no number.
@@ -109,3 +113,76 @@ def shardings_of(
         step=replicated(mesh),  # type: ignore[arg-type]
         noise=state_shardings(params, noise, mesh, whole),
     )
+
+
+# ---- a digest of parameters ----------------------------------------------------------------------
+# It depends on their values alone, wherever the parts of them lie. A seal is computed under a
+# secret key: of sums that anybody can compute, other parameters with the same ones are found in
+# seconds (Wagner 2002, "A Generalized Birthday Problem").
+
+_PUBLIC = np.frombuffer(hashlib.sha256(b"dpfl_jax content").digest(), np.uint32)
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+
+
+def content_digest(params: PyTree, key: RootKey | None = None) -> str:
+    """Tells two sets of parameters apart, without any of them being whole anywhere.
+
+    Each device mixes the bits of its own part with their places; the sums (of integers, which have
+    no rounding) are the same for every layout and number of processes. All processes must call it.
+
+    Args:
+      params: pytree of arrays.
+      key: who does not have it can make up no parameters with a given digest. None: anybody can.
+
+    Returns:
+      32 hexadecimal digits.
+    """
+    result = hashlib.sha256()
+    words = _PUBLIC if key is None else key.words("content")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        sums = [int(x) for x in np.asarray(_summed(leaf, words))]
+        name = jax.tree_util.keystr(path)
+        result.update(json.dumps([name, list(leaf.shape), str(leaf.dtype), sums]).encode())
+    return result.hexdigest()[:32]
+
+
+def _summed(leaf: Any, key: np.ndarray) -> jax.Array:
+    place = getattr(leaf, "sharding", None)
+    whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
+    return jax.jit(content_words, out_shardings=whole)(leaf, key)
+
+
+def content_words(leaf: jax.Array, key: jax.Array | np.ndarray = _PUBLIC) -> jax.Array:
+    """uint32 [4]: sums of the bits of an array, mixed with their places and a key, uint32 [8]."""
+    if leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    elif jax.dtypes.itemsize_bits(leaf.dtype) < 8:
+        leaf = leaf.astype(jnp.float32)  # exact
+    bits = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize]).astype(jnp.uint32)
+    position = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, size in enumerate(bits.shape):  # eight bytes are two words
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
+            jnp.uint32, bits.shape, axis
+        )
+    # What a change of some bits adds to a sum depends on secret words of their place.
+    sums = [
+        jnp.sum(_mix(_mix(bits ^ _mix(_mix(position ^ a) + b)) ^ b), dtype=jnp.uint32)
+        for a, b in zip(key[:4], key[4:], strict=True)
+    ]
+    return jnp.stack(sums)
+
+
+def mixed(words: jax.Array, more: jax.Array) -> jax.Array:
+    """uint32 [4] that depends on both, in this order."""
+    return _mix(_mix(words) + more + jnp.uint32(0x9E3779B9))
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3 (Appleby, public domain): a bijection of 32 bits."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -2,8 +2,8 @@
 
 Two runs that shared a key would add the same noise to different sums, and the difference of what
 they release would be somebody's gradient. So draws come from the root key *and* the terms: only a
-run that is the same in all of them draws the same again. And a run that goes on is held against the
-terms that it began with: other ones would spend what its guarantee does not say.
+run that is the same in all of them draws the same again. And a resumed run is compared with the
+terms that it began with: with others it would spend what its guarantee does not say.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dpfl_jax.clipping.isolation import refuse_opaque
 from dpfl_jax.clipping.jaxprs import every_program
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.state import content_digest
 
 # Terms of which only a digest is kept: named last, as they differ wherever another one does.
 _UNSPOKEN = {
@@ -57,7 +57,7 @@ class Terms:
     secret: Mapping[str, str | Callable[[RootKey], str]]
 
     def sealed(self, root: RootKey) -> dict[str, Any]:
-        """The terms as plain JSON that tells nobody without the key what is secret."""
+        """The terms as plain JSON, in which what is secret is a digest under the key."""
         made = {name: v(root) if callable(v) else v for name, v in self.secret.items()}
         secret = {name: root.keyed_digest(name, value) for name, value in made.items()}
         return json.loads(json.dumps({**self.stated, **secret}, sort_keys=True))
@@ -81,7 +81,7 @@ def begin(
     start: Callable[[], str],
     layout: Any = None,
 ) -> tuple[RootKey, dict[str, Any]]:
-    """Holds a run against what it began with; returns the key of its draws, and its sealed terms.
+    """Compares a run with what it began with; returns the key of its draws, and its sealed terms.
 
     Args:
       terms: of this run.
@@ -93,7 +93,7 @@ def begin(
       done: step of the checkpoint to go on from; None if there is none.
       start: digest of the parameters before the first step.
       layout: what changes no more than rounding (strategy, devices): two runs with one key that
-        differ in it alone draw independently, too. A run that goes on keeps its first one's.
+        differ in it alone draw independently, too. A resumed run keeps its first one's.
 
     Raises:
       BadInputError: the run began with other terms (the sentence names the first that differs), or
@@ -118,7 +118,9 @@ def begin(
         started = known.get("start") != first
         traced = not root.public and known["terms"] != sealed  # a public key draws the same
         other = known.get("streams", streams) != streams
-        if (started or traced or other) and (run_dir.asked is None or run_dir.asked > (done or 0)):
+        if (started or traced or other) and (
+            run_dir.released is None or run_dir.released > (done or 0)
+        ):
             _refuse_to_draw_anew(run_dir, done or 0, started, streams if other else None)
     if run_dir is not None:
         run_dir.note("terms", sealed)
@@ -132,7 +134,7 @@ def begin(
 
 
 def random_streams() -> str:
-    """What random numbers follow from beside their keys: NumPy's sampling, JAX's in the loss."""
+    """What random numbers depend on besides their keys: NumPy's version, JAX's threefry flag."""
     partitionable = jax.config.jax_threefry_partitionable
     return f"numpy {np.__version__} with jax_threefry_partitionable={partitionable}"
 
@@ -150,9 +152,9 @@ def _refuse_to_draw_anew(
     elif not params:
         used = " or ".join(run_dir.facts.get("hardware", ["what it began with"]))
         cause = f"the loss or the optimiser traces to another computation here: go on with {used}"
-    asked = "an unknown number of" if run_dir.asked is None else f"up to {run_dir.asked}"
+    most = "an unknown number of" if run_dir.released is None else f"up to {run_dir.released}"
     raise BadInputError(
-        f"the run in {run_dir.path} goes on after {done} steps, was killed after {asked} steps, "
+        f"the run in {run_dir.path} resumes after {done} steps, was killed after {most} steps, "
         "and what it released between would be released a second time, by other steps, and counted "
         f"once, since {cause}, or start another run in another run directory (what two runs spend "
         "adds up)"
@@ -217,12 +219,12 @@ def computation_digest(function: Callable[..., Any], *args: Any) -> str:
       *args: pytrees of arrays or ShapeDtypeStructs, of which only shapes and dtypes count.
     """
     text, constants = traced_parts(function, *args)
-    found = hashlib.sha256(text.encode())
+    result = hashlib.sha256(text.encode())
     for constant in constants:
         if isinstance(constant, jax.core.Tracer):  # under a transformation: it has no value yet
             constant = repr(constant.aval)
-        found.update(value_digest(constant).encode())
-    return found.hexdigest()
+        result.update(value_digest(constant).encode())
+    return result.hexdigest()
 
 
 def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[Any]]:

@@ -129,7 +129,7 @@ class SamplingScheme(abc.ABC):
         """
 
     @property
-    def sampling_prob(self) -> float:
+    def draw_prob(self) -> float:
         """Probability that a unit takes part in a step in which it may."""
         return self.rate
 
@@ -173,32 +173,32 @@ class SamplingScheme(abc.ABC):
 class _Poisson(SamplingScheme, abc.ABC):
     """Schemes that toss a coin for each unit."""
 
-    prob: float | None = None
+    sampling_prob: float | None = None
 
     def __post_init__(self) -> None:
-        probability("the sampling probability", self.prob, zero=False)
-        if self.prob is not None:
-            object.__setattr__(self, "prob", float(self.prob))
+        probability("the sampling probability", self.sampling_prob, zero=False)
+        if self.sampling_prob is not None:
+            object.__setattr__(self, "sampling_prob", float(self.sampling_prob))
 
     @property
     def rate(self) -> float:
-        return self.sampling_prob
+        return self.draw_prob
 
     @property
-    def sampling_prob(self) -> float:
-        return _known(self.prob, self)
+    def draw_prob(self) -> float:
+        return _known(self.sampling_prob, self)
 
     def of_size(self: SelfPoisson, size: float, population: int, what: str) -> SelfPoisson:
-        if self.prob is not None:
+        if self.sampling_prob is not None:
             return self
-        return dataclasses.replace(self, prob=_rate(size, population, what))
+        return dataclasses.replace(self, sampling_prob=_rate(size, population, what))
 
     def describe(self, counted: str, unit: str, contribution: str = "") -> str:
-        text = f"Poisson over {counted}, probability {self.sampling_prob:.6g} each"
+        text = f"Poisson over {counted}, probability {self.draw_prob:.6g} each"
         return f"{text}, {contribution} of a sampled {unit} per step" if contribution else text
 
     def _drawn(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        return poisson_indices(key.numpy("sampling", step), population, self.sampling_prob)
+        return poisson_indices(key.numpy("sampling", step), population, self.draw_prob)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Poisson(_Poisson):
     """Each unit independently with the same probability (add-or-remove adjacency).
 
     Attributes:
-      prob: of each unit; None: not given yet (``of_size``).
+      sampling_prob: of each unit; None: not given yet (``of_size``).
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -228,7 +228,7 @@ class PoissonWithDropout(_Poisson):
     """Poisson, of those alone who have not left yet.
 
     Attributes:
-      prob: of each unit.
+      sampling_prob: of each unit.
       until: int64 [population], the first step that each takes no part in.
 
     Examples:
@@ -256,7 +256,7 @@ class TruncatedPoisson(_Poisson):
     """Poisson, of whose draws no more than ``cap`` units are kept, at random (add-or-remove).
 
     Attributes:
-      prob: of each unit; None: not given yet.
+      sampling_prob: of each unit; None: not given yet.
       cap: most units of a draw; None: 4 standard deviations above the expected size (``of_size``).
 
     Examples:
@@ -316,7 +316,7 @@ class CyclicPoisson(_Poisson):
     has its turn.
 
     Attributes:
-      prob: of each unit of the group whose turn it is; None: not given yet.
+      sampling_prob: of each unit of the group whose turn it is; None: not given yet.
       period: b, number of groups. One group is ``Poisson``, draw by draw.
 
     Examples:
@@ -335,7 +335,7 @@ class CyclicPoisson(_Poisson):
 
     @property
     def rate(self) -> float:
-        return self.sampling_prob / self.period  # the group of the unit is not known
+        return self.draw_prob / self.period  # the group of the unit is not known
 
     def of_size(self, size: float, population: int, what: str) -> CyclicPoisson:
         # A draw is from the group whose turn it is.
@@ -367,7 +367,7 @@ class CyclicPoisson(_Poisson):
         # proof: cyclic-2
         members = np.flatnonzero(self.group_of(key, population) == step % self.period)
         rng = key.numpy("sampling", step)
-        return members[poisson_indices(rng, len(members), self.sampling_prob)]
+        return members[poisson_indices(rng, len(members), self.draw_prob)]
 
 
 def _check_period(period: int | None) -> None:
@@ -398,7 +398,7 @@ class _OncePerPeriod(SamplingScheme, abc.ABC):
         _check_period(self.period)
 
     @property
-    def steps(self) -> int:
+    def known_period(self) -> int:
         """The period.
 
         Raises:
@@ -408,7 +408,7 @@ class _OncePerPeriod(SamplingScheme, abc.ABC):
 
     @property
     def rate(self) -> float:
-        return 1.0 / self.steps
+        return 1.0 / self.known_period
 
     def of_size(self: SelfPeriodic, size: float, population: int, what: str) -> SelfPeriodic:
         if self.period is not None:
@@ -441,14 +441,14 @@ class RandomAllocation(_OncePerPeriod):
 
     def describe(self, counted: str, unit: str, contribution: str = "") -> str:
         text = (
-            f"each of {counted} in exactly one of every {self.steps} steps, drawn uniformly and "
-            "independently"
+            f"each of {counted} in exactly one of every {self.known_period} steps, drawn uniformly "
+            "and independently"
         )
         return f"{text}, {contribution} of a {unit} who takes part" if contribution else text
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        stretch, turn = divmod(step, self.steps)
-        units, steps = _stretch(key, stretch, population, self.steps)
+        stretch, turn = divmod(step, self.known_period)
+        units, steps = _stretch(key, stretch, population, self.known_period)
         # proof: allocation-2
         return units[slice(*np.searchsorted(steps, [turn, turn + 1]))]
 
@@ -476,11 +476,12 @@ class Cyclic(_OncePerPeriod):
 
     @property
     def separation(self) -> int:
-        return self.steps
+        return self.known_period
 
     def describe(self, counted: str, unit: str, contribution: str = "") -> str:
+        period = self.known_period
         text = (
-            f"each of {counted} at every {self.steps}-th step, from one of the first {self.steps} "
+            f"each of {counted} at every {period}-th step, from one of the first {period} "
             "on that is drawn uniformly and independently (no amplification by sampling is counted "
             "on)"
         )
@@ -488,7 +489,7 @@ class Cyclic(_OncePerPeriod):
 
     def turn_of(self, key: RootKey, population: int) -> np.ndarray:
         """int64 [population], the first step of each unit under the key of a run."""
-        units, steps = _stretch(key, 0, population, self.steps)
+        units, steps = _stretch(key, 0, population, self.known_period)
         turns = np.empty_like(steps)
         turns[units] = steps
         return turns
@@ -496,7 +497,9 @@ class Cyclic(_OncePerPeriod):
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         # The first stretch of random allocation, again and again.
         # proof: turns-1
-        return RandomAllocation(self.steps).indices(key, step % self.steps, population)
+        return RandomAllocation(self.known_period).indices(
+            key, step % self.known_period, population
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A run with canaries in it: users who are nobody, in or out by coins, for an audit to find.
+"""Canaries in a run: artificial users, included or not by coin flips, for an audit to detect.
 
 The guarantee for people does not change, whoever of the canaries is in: their coins, designs and
 draws come from keys of their own, so that for people they are constants; each person is drawn as
@@ -6,9 +6,9 @@ without them, with the same key; and divisor, clip norm and noise stay. A person
 part in the coordinates that canaries are seen in, so that it is no longer than before, and they are
 noised with all others (docs/theory/README.md).
 
-A designed gradient lies in a coordinate of its own, beside the model, and is as long as clipping
-allows. It moves nothing else: with such canaries alone the model is what it would have been. Of
-made-up users with texts each says one word, drawn for it: the model learns from them.
+A designed gradient lies in a coordinate of its own, which is no parameter of the model, and is as
+long as clipping allows. It moves nothing else: with such canaries alone the model is what it would
+have been. Of made-up users with texts each says one word, drawn for it: the model learns from them.
 """
 
 from __future__ import annotations
@@ -94,26 +94,26 @@ class JointSampler:
 
     @property
     def expected_size(self) -> float:
-        """Expected number of people and canaries in a draw."""
+        """Expected number of users and canaries in a draw."""
         return self.people.expected_size + self.canaries.expected_size
 
     @property
     def group_size(self) -> int | None:
-        """The group size, which is the same for people and canaries."""
+        """Rows of each user and canary; None: each unit is one row."""
         return self.people.group_size
 
     def size_bound(self, tail: float = 1e-15) -> int:
-        """A number that people and canaries together exceed with probability ``tail``."""
+        """As of ``Sampler``: users and canaries together."""
         return self.people.size_bound(tail / 2) + self.canaries.size_bound(tail / 2)
 
     def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
-        """Bounds of both samplers added up, for each bucket."""
+        """As of ``Sampler``: users and canaries together."""
         parts = (self.people, self.canaries)
         bounds = [part.bucket_bounds(sizes, tail / 2) for part in parts]  # type: ignore[attr-defined]
         return tuple(map(sum, zip(*bounds, strict=True)))
 
     def draw(self, step: int) -> Draw:
-        """The draw of both, people before canaries."""
+        """Users first, then canaries."""
         people, more = self.people.draw(step), self.canaries.draw(step)
         positions = np.where(more.positions < 0, -1, more.positions + self.first)
         return Draw(
@@ -153,7 +153,7 @@ class CanaryPlan(Plan):
 
 
 class WithCanaries(Central):
-    """A run, and canaries in it."""
+    """A run with canaries in it."""
 
     def __init__(self, run: Central, audit: AuditConfig, key: RootKey) -> None:
         """Draws canaries.
@@ -161,7 +161,7 @@ class WithCanaries(Central):
         Args:
           run: the same without them.
           audit: how many.
-          key: of coins and texts alone; a run that goes on must have the same. Of one root key all
+          key: of coins and texts alone; a resumed run must have the same. Of one root key all
             runs have the same coins, whatever people's data are: a published audit tells them.
 
         Raises:
@@ -197,13 +197,13 @@ class WithCanaries(Central):
             | {"data": rows},
             people=run.plan,
         )
-        params, optimizer = around(run.given, run.optimizer, audit, run.steps)
+        params, optimizer = with_canary_coordinates(run.given, run.optimizer, audit, run.steps)
         trainable = _trainable(run.trainable)
         length = LONG * run.mechanism.clip_norm
         super().__init__(_loss(run.loss_fn, length), params, plan, optimizer, trainable)
 
     def terms(self) -> Terms:
-        """People's; and, as they are in the sum that noise is added to, made-up users' texts."""
+        """Those of the run without canaries, and a digest of the made-up users' texts."""
         terms = self.people.terms()
         if not len(self.texts_inside):  # designed gradients are in no sum of the model's
             return terms
@@ -213,7 +213,7 @@ class WithCanaries(Central):
     def params(self, state: TrainState) -> PyTree:
         return super().params(state)["model"]
 
-    def seen(self, state: TrainState) -> np.ndarray:
+    def private_state(self, state: TrainState) -> np.ndarray:
         """Float32 [canaries, steps]: what was released along each direction, over the noise."""
         seen = np.asarray(state.opt_state["seen"]).T[: len(self.inside)]
         divisor = self.mechanism.participation.divisor
@@ -228,7 +228,7 @@ class WithCanaries(Central):
     def audited(self, result: RunResult) -> RunAudit | None:
         if result.interrupted is not None:
             return None
-        seen = result.seen.astype(np.float32)
+        seen = result.private_state.astype(np.float32)
         seen[:, result.steps :] = np.nan  # nothing was released
         seen = cells.audit_statistic(self.plan.calibrated.matrix, seen, self.inside, self._drawn)
         return RunAudit(
@@ -248,13 +248,13 @@ class WithCanaries(Central):
         """What canaries cost: JSON values."""
         drawn, learnt = int(self.inside.sum()), int(self.texts_inside.sum())
         users = self.plan.population.num_users
-        told = [
+        sentences = [
             f"{drawn} of {len(self.inside)} canaries with designed gradients were in: "
             f"{drawn / (users + drawn + learnt):.1%} of the users of a step, in computing; the "
             "model is the same without them"
         ] * bool(len(self.inside))
-        told += [
-            f"{learnt} of {len(self.texts_inside)} made-up users with texts were in, beside "
+        sentences += [
+            f"{learnt} of {len(self.texts_inside)} made-up users with texts were in, with "
             f"{users} people: {learnt / (users + learnt):.1%} of what the model learns is theirs"
         ] * bool(len(self.texts_inside))
         return {
@@ -265,7 +265,7 @@ class WithCanaries(Central):
             "users": users,
             "share_of_computing": (drawn + learnt) / (users + drawn + learnt),
             "share_of_what_is_learnt": learnt / (users + learnt),
-            "told": told,
+            "sentences": sentences,
         }
 
     def _gains(self, params: PyTree) -> np.ndarray:
@@ -296,7 +296,6 @@ class _Texts:
     user_offsets: np.ndarray
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows."""
         return {name: array[positions] for name, array in self.arrays.items()}
 
 
@@ -346,18 +345,18 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
     mechanism = calibrated.mechanism
     if not mechanism.private or not hasattr(mechanism.participation, "scheme"):
         raise BadInputError(
-            f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
+            f"canaries are sampled like users, which mechanism.kind={mechanism.kind} cannot: it "
             "has no sampling scheme; remove the section audit, or use els or uls"
         )
-    if mechanism.takes_local_steps:
+    if mechanism.clips_user_updates:
         raise BadInputError(
-            "canaries have designed gradients, but users who take local steps "
-            "(mechanism.local_learning_rate) have none: remove the section audit; dpfl audit "
+            "canaries have designed gradients, but user updates "
+            "(mechanism.user_learning_rate) have none: remove the section audit; dpfl audit "
             "--simulate attacks the mechanism"
         )
     if mechanism.budget is not None:
         raise BadInputError(
-            "canaries are drawn beside people, who leave when budgets of their own are spent "
+            "canaries are sampled like users, who leave when budgets of their own are spent "
             f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"
         )
     if shared_store(data) is not None:
@@ -384,13 +383,13 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
         raise BadInputError("audit.texts is for language models of plain texts: set audit.texts=0")
 
 
-def around(
+def with_canary_coordinates(
     params: PyTree, optimizer: Any, audit: AuditConfig, steps: int
 ) -> tuple[PyTree, optax.GradientTransformation]:
     """What a run with canaries trains, and its optimiser.
 
     What is released about canaries is kept in the optimiser's state, and with it in checkpoints: a
-    run that goes on knows it. It moves nothing.
+    resumed run knows it. It moves nothing.
 
     Args:
       params: the model's.
@@ -434,7 +433,6 @@ def _loss(model_loss: Callable[..., jax.Array], length: float) -> Callable[..., 
 
 
 def _trainable(choice: Any) -> Any:
-    """Canaries' coordinates beside what is trained of the model."""
     if choice is None:
         return None
     if callable(choice):

@@ -15,14 +15,18 @@ from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.mechanisms import Mechanism, NoNoise, non_private
-from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import in_pieces
+from dpfl_jax.mechanisms.plan.batches import (
+    check_packed_loss,
+    draw_digest,
+    step_arguments,
+    units_of,
+)
+from dpfl_jax.mechanisms.plan.sums import in_pieces
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
-from dpfl_jax.run.content import content_digest
-from dpfl_jax.run.state import TrainState, init_state
+from dpfl_jax.run.state import TrainState, content_digest, init_state
 from dpfl_jax.run.terms import Terms, secret_of_code, training_digest
 from dpfl_jax.training.modules import check_one_example
 from dpfl_jax.training.optimizers import check_optimizer
@@ -53,7 +57,7 @@ class Central(Algorithm):
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
         self.can_reshard_on_resume = not plan.calibrated.is_stateful
-        self.random, self.shipped = plan.random(loss_fn), plan.shipped(loss_fn)
+        self.random, self.shipped = plan.key_argument_of(loss_fn), plan.shipped_loss(loss_fn)
         if plan.execution.packing:
             check_packed_loss(loss_fn, plan.data, params)
         self.traced = with_any_key(loss_fn, key_argument(loss_fn))
@@ -109,13 +113,13 @@ class Central(Algorithm):
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
         """As the plan says, of the key of this run alone."""
-        return self.plan.about(self.plan.calibrated.guarantee(steps, caveats))
+        return self.plan.with_public_inputs(self.plan.calibrated.guarantee(steps, caveats))
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         return CentralSteps(self, key, start)
 
     def without_privacy(self) -> Central:
-        """The same without noise, from where this starts; of local steps, updates are clipped."""
+        """The same without noise, from where this starts; user updates are clipped."""
         plan = self.plan
         execution = plan.execution.model_copy(
             update={"examples_at_once": None, "split_users": False}
@@ -123,10 +127,10 @@ class Central(Algorithm):
         offsets = plan.data.user_offsets
         budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
         mechanism: Mechanism = non_private(batch_size=budget)
-        if plan.mechanism.takes_local_steps:
+        if plan.mechanism.clips_user_updates:
             # Its optimiser is the server's, which is given updates. It clips, too.
             mechanism = dataclasses.replace(plan.mechanism, noise=NoNoise(), budget=None)
-        population = mechanism.participation.count(plan.data)
+        population = mechanism.participation.population_of(plan.data)
         calibrated = mechanism.calibrate(population, plan.steps, delta=plan.delta)
         plain = Plan(calibrated, plan.data, execution, plan.mesh)
         return Central(self.loss_fn, self.given, plain, self.optimizer, self.trainable)

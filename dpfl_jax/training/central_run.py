@@ -1,6 +1,6 @@
-"""Central training from a configuration: data, model, pre-training, mechanism, and the words.
+"""Central training from a configuration: data, model, pre-training, mechanism and report.
 
-Noise beside signal (``run.balance``): a step moves along (clipped sum + noise) / M. A clipped sum
+Noise over signal (``run.balance``): a step moves along (clipped sum + noise) / M. A clipped sum
 of M units has norm M C at most, its noise standard deviation sigma C in each of d coordinates; over
 T steps, in units of the learning rate:
 
@@ -39,23 +39,30 @@ from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.algorithm import RunResult
 from dpfl_jax.run.balance import Balance, Knob, doubled, knob
-from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate
 from dpfl_jax.run.pipeline import Charge, Run
 from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.run.report import PACKING_CAVEAT
+from dpfl_jax.run.state import content_digest
 from dpfl_jax.task import Task
 from dpfl_jax.training.canaries import WithCanaries, check_fit
 from dpfl_jax.training.central import Central
-from dpfl_jax.training.evaluate import Evaluator, check_prompt, samples, summarize
+from dpfl_jax.training.evaluate import (
+    Evaluator,
+    check_prompt,
+    check_users,
+    personalize,
+    samples,
+    summarize,
+)
 from dpfl_jax.training.fitting import algorithm_of
 from dpfl_jax.training.optimizers import make_optimizer
-from dpfl_jax.training.personalize import check_users, personalize
-from dpfl_jax.training.pretrain import Pretrained, begin_from
 from dpfl_jax.training.start import (
+    Pretrained,
     build_model,
     build_transformer,
+    check_pretrained,
     check_trainable,
     data_section,
     starting_params,
@@ -150,7 +157,7 @@ class CentralRun(Run):
         self.params, self.pretrained = starting_params(config, self.data, model, self.mesh, console)
         if self.pretrained is not None:
             needed = self.trained_parameters < model.num_params
-            begin_from(self.pretrained, directory, needed=needed)
+            check_pretrained(self.pretrained, directory, needed=needed)
         plan = Plan(self.calibrated, self.train, config.execution, self.mesh)
         trainable = trained_by_name(config.model, model)
         made = algorithm_of(model.loss, self.params, plan, self.optimizer, trainable)
@@ -266,13 +273,13 @@ class CentralRun(Run):
 
     def own_caveats(self) -> tuple[str, ...]:
         config = self.config
-        found = (
+        result = (
             (config.model.checkpoint is not None, BASE_CAVEAT),
             (config.pretrain is not None, CORPUS_CAVEAT),
             (config.privacy.delta is None, _OWN_DELTA_CAVEAT),
             (config.execution.packing, PACKING_CAVEAT),
         )
-        return tuple(caveat for applies, caveat in found if applies)
+        return tuple(caveat for applies, caveat in result if applies)
 
     @functools.cached_property
     def trained_parameters(self) -> int:
@@ -303,7 +310,7 @@ class CentralRun(Run):
         """What another mechanism would sample from."""
         if self.data is None:
             return _declared_population(self.config, other)
-        return other.participation.count(other.bounded(self.train))
+        return other.participation.population_of(other.bounded(self.train))
 
     @property
     def bounding(self) -> Bounding | None:
@@ -314,7 +321,7 @@ class CentralRun(Run):
     def model_facts(self) -> dict[str, Any]:
         """What a report says of the model."""
         section = self.config.model
-        name: dict[str, Any] = dict(section.told)
+        name: dict[str, Any] = dict(section.identity)
         if section.checkpoint is not None:
             name["checkpoint"] = section.checkpoint
         elif section.is_transformer:
@@ -345,10 +352,10 @@ class CentralRun(Run):
         """That users do not look like people, or columns are far from order 1."""
         if not self.private or self.data is None:
             return []
-        found = [scale_warning(self.train)]
+        result = [scale_warning(self.train)]
         if self.config.data.max_examples_per_user != 1:
-            found.insert(0, not_people(self.train, "user"))
-        return [f"warning: {text}" for text in found if text is not None]
+            result.insert(0, not_people(self.train, "user"))
+        return [f"warning: {text}" for text in result if text is not None]
 
     def describe(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Losses of language models, in nats per token, have perplexities."""
@@ -385,7 +392,7 @@ class CentralRun(Run):
             else pretraining.steps * pretraining.batch_size * config.data.seq_len,
             # The reference of pairs is evaluated, too.
             "training_flops": (8.0 if is_dpo else 6.0) * self.model.num_params * computed,
-            "sampling_prob": self.calibrated.scheme.sampling_prob,
+            "sampling_prob": self.calibrated.scheme.draw_prob,
             "noise_multiplier": self.calibrated.noise_multiplier,
             "noise_on_mean": self.calibrated.noise_stddev / mechanism.participation.divisor,
         }
@@ -457,7 +464,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     data, model = read_data(config, console, load)
     data = dataclasses.replace(data, train=mechanism.bounded(data.train))
-    population = mechanism.participation.count(data.train)
+    population = mechanism.participation.population_of(data.train)
     with console.status("calibrating noise"):
         calibrated = calibrate(config, population, optimizer)
     held_out: Store | None = grouped_by_owner_set(getattr(data, config.eval.split))
@@ -531,11 +538,11 @@ def declared(config: RunConfig) -> CentralRun:
 def _declared_population(config: RunConfig, mechanism: Mechanism) -> Population:
     section = config.population
     assert section is not None
-    found = mechanism.participation.declared_population(
+    result = mechanism.participation.declared_population(
         section.num_users, section.num_examples, section.limited_examples
     )
-    mechanism.participation.check_population(found)
-    return found
+    mechanism.participation.check_population(result)
+    return result
 
 
 def calibrate(

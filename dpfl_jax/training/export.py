@@ -1,4 +1,4 @@
-"""From a finished run to a directory for others: weights, what they belong to, guarantee."""
+"""The model of a finished run: read from its directory, and exported with its guarantee."""
 
 from __future__ import annotations
 
@@ -11,23 +11,34 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from dpfl_jax import __version__
 from dpfl_jax.accounting import digests
-from dpfl_jax.accounting.statement import NAME
-from dpfl_jax.errors import BadInputError
-from dpfl_jax.models import LanguageModel, build_by_name
-from dpfl_jax.models.checkpoint import save_adapter, save_checkpoint
+from dpfl_jax.accounting.statement import NAME, Statement, read, read_report
+from dpfl_jax.config import RunConfig, validate_config
+from dpfl_jax.config.load import read_sections
+from dpfl_jax.data import load_tokenizer
+from dpfl_jax.data.tokenizers import Tokenizer
+from dpfl_jax.errors import BadInputError, positive
+from dpfl_jax.mesh import make_mesh, parameter_shardings
+from dpfl_jax.models import LanguageModel, build_by_name, not_reference
+from dpfl_jax.models.checkpoint import fingerprint, save_adapter, save_checkpoint
 from dpfl_jax.models.checkpoint.families import family_of
-from dpfl_jax.models.params import flat_paths, is_adapter
-from dpfl_jax.run.content import content_digest
-from dpfl_jax.run.directory import write_atomically
+from dpfl_jax.models.params import flat_paths, is_adapter, merge, nested, without_adapters
+from dpfl_jax.run.checkpoint import Checkpoints, load_params, released
+from dpfl_jax.run.directory import finished_report, write_atomically
+from dpfl_jax.run.state import content_digest
 from dpfl_jax.task import Task
 from dpfl_jax.training.exported import filled, save_named
-from dpfl_jax.training.modules import functional
-from dpfl_jax.training.own_model import built
-from dpfl_jax.training.start import trained_by_name
-from dpfl_jax.training.trained import FinishedRun, load_trained, read_run
+from dpfl_jax.training.modules import built, functional
+from dpfl_jax.training.start import (
+    base_from_checkpoint,
+    build_transformer,
+    data_section,
+    trained_by_name,
+    with_adapters,
+)
 
 PyTree = Any
 
@@ -78,8 +89,7 @@ def export(
       >>> sorted(written)
       ['guarantee', 'layout', 'out', 'parameters', 'privacy', 'step']
     """
-    if max_file_bytes < 1:
-        raise BadInputError("the size of a weights file must be above 0")
+    positive("max_file_bytes", max_file_bytes)
     directory = pathlib.Path(run)
     kept = read_run(directory, which)
     with _whole_or_nothing(pathlib.Path(out)):
@@ -103,7 +113,7 @@ def export(
         facts = dict(report.get("model", {}))
         if base is not None:
             facts["checkpoint"] = pathlib.Path(base).name  # where it lay is nobody's business
-        told = {
+        facts_of_run = {
             "run": report["name"],
             "steps": report["steps"],
             "exported_step": kept.step,
@@ -111,7 +121,7 @@ def export(
             "model": facts,
             "dpfl_jax": __version__,
         }
-        write_atomically(target / "run.json", json.dumps(told, indent=2) + "\n")
+        write_atomically(target / "run.json", json.dumps(facts_of_run, indent=2) + "\n")
         stated = kept.stated.tied(exported=digests.of_export(target, NAME))
         write_atomically(target / NAME, stated.dumps())
     return {
@@ -171,18 +181,18 @@ def _other(
     """A run of any system, but for central ones of language models."""
     params, config = kept.released, kept.config
     structure: dict[str, Any] = {}
-    told = kept.report.get("task")
+    task_section = kept.report.get("task")
     if config is not None and config.variant == "isrl":  # one matrix
         scaled = {"scale": None, "target": None, "names": None, **kept.report.get("inputs", {})}
         linear = {**scaled, "max_norm": config.data.max_norm}
-        structure = {"loss": config.model.loss, "task": told, "linear": linear}
+        structure = {"loss": config.model.loss, "task": task_section, "linear": linear}
     elif config is None:  # of `fit`
-        structure = {"loss": kept.report.get("loss"), "task": told}
+        structure = {"loss": kept.report.get("loss"), "task": task_section}
     else:
         section, task = config.model, Task.from_json(kept.report["task"])
         key = jax.random.key(config.init_seed)
         loss = "classification" if task.kind == "classes" else task.kind
-        structure = {"task": told, "options": section.options, "loss": loss}
+        structure = {"task": task_section, "options": section.options, "loss": loss}
         if section.module is not None:
             structure["module"] = section.module
             digest = kept.report["model"].get("base", {}).get("digest")
@@ -213,3 +223,167 @@ def _built(
             "that was not trained: bring its code back"
         )
     return params
+
+
+# ---- the model of a finished run -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """What a run ended with, or its best checkpoint.
+
+    Attributes:
+      config: of the run.
+      model: without adapters, if they were merged.
+      params: likewise.
+      tokenizer: of its data.
+      report: content of report.json.
+      step: of the checkpoint.
+    """
+
+    config: RunConfig
+    model: LanguageModel
+    params: PyTree
+    tokenizer: Tokenizer
+    report: dict[str, Any]
+    step: int
+
+
+def load_trained(
+    run: str | os.PathLike[str],
+    dtype: str | None = None,
+    which: Literal["last", "best"] = "last",
+    merged: bool = True,
+) -> TrainedModel:
+    """Reads the language model that a finished run left.
+
+    Args:
+      run: run directory.
+      dtype: of projections that adapters are merged into; default the frozen parameters'.
+      which: checkpoint, the last or the one with the lowest held-out loss.
+      merged: whether adapters are merged into their projections.
+
+    Raises:
+      BadInputError: no finished run of a language model, or its base is not there any more.
+    """
+    directory = pathlib.Path(run)
+    kept = read_run(directory, which)
+    config, report, step = kept.config, kept.report, kept.step
+    if config is None or config.variant != "central":
+        raise BadInputError(
+            f"the run in {directory} is no central run of a language model: `dpfl export` writes "
+            "any run's parameters"
+        )
+    path = config.model.checkpoint
+    if path is not None and fingerprint(path) != kept.facts.get("checkpoint"):
+        raise BadInputError(
+            f"the checkpoint {path} is not the one that the run in {directory} began with"
+        )
+    tokenizer = load_tokenizer(data_section(config).tokenizer)
+    model = build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)
+    chosen = flat_paths(kept.released)
+    if set(chosen) < set(flat_paths(jax.eval_shape(model.init, jax.random.key(0)))):
+        chosen = {**flat_paths(_base(config, report, model)), **chosen}
+    chosen = {name: jnp.asarray(x) for name, x in chosen.items() if not_reference(name)}
+    if not merged:
+        return TrainedModel(config, model, nested(chosen), tokenizer, report, step)
+    params = merge(nested(chosen), model.config.lora, dtype or config.model.frozen_dtype)
+    plain = LanguageModel(dataclasses.replace(model.config, lora=None))
+    return TrainedModel(config, plain, params, tokenizer, report, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedRun:
+    """What the directory of a finished run says, of any system.
+
+    Attributes:
+      config: None of a run by ``fit``, which has none.
+      facts: what it was started with beyond it.
+      report: content of report.json.
+      step: of the checkpoint.
+      stated: content of guarantee.json.
+      released: parameters, on the host; None where one was not trained.
+    """
+
+    config: Any
+    facts: dict[str, Any]
+    report: dict[str, Any]
+    step: int
+    stated: Statement
+    released: PyTree
+
+
+def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -> FinishedRun:
+    """Reads what a finished run says of itself; arguments as of ``load_trained``.
+
+    Raises:
+      BadInputError: it is none, is not finished, or has no such checkpoint.
+    """
+    if not (directory / "config.yaml").is_file():
+        raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
+    report = finished_report(directory)
+    if report is None:
+        raise BadInputError(
+            f"the run in {directory} is not finished: go on with `dpfl train` and its --run-dir"
+        )
+    stated = read(directory / NAME)
+    _, unlike = read_report(directory, stated)
+    if unlike:
+        raise BadInputError(f"{unlike}: bring it back")
+    _refuse_changed(directory, stated, digests.CONFIG)
+    known = read_sections(directory / "config.yaml")
+    section = known["config"]
+    config = validate_config(section, str(directory / "config.yaml")) if "data" in section else None
+    step = report["steps"] if which == "last" else report["best_step"]
+    if step is None:
+        raise BadInputError(
+            f"the run in {directory} kept no best checkpoint: train with train.keep_best=true and "
+            "train.eval_every, or take the last"
+        )
+    checkpoints = Checkpoints(directory / "checkpoints", 1)
+    kept = checkpoints.steps()
+    checkpoints.close()
+    if step not in kept:
+        raise BadInputError(
+            f"the checkpoints in {directory} are of steps {kept}, but its report tells of "
+            f"{step} steps: the guarantee would not be that of this model; bring it back"
+        )
+    _refuse_changed(directory, stated, digests.checkpoint(step))
+    params = released(checkpoints.directory, step)
+    if section.get("audit") is not None:  # with the coordinates of canaries
+        params = params["model"]
+    return FinishedRun(config, known["facts"], report, step, stated, params)
+
+
+def _refuse_changed(directory: pathlib.Path, stated: Statement, name: str) -> None:
+    """Raises BadInputError unless a file of a run is the one that its guarantee was written for."""
+    if stated.digests is None:  # of a release that had none
+        return
+    if changed := digests.compare(directory, stated.digests.run, [name]).changed:
+        raise BadInputError(f"{changed[0]}: bring it back")
+
+
+def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:
+    """All parameters as they were before the private phase; adapters, too."""
+    key, mesh = jax.random.key(config.init_seed), make_mesh(devices=jax.devices()[:1])
+    if config.model.checkpoint is not None:
+        return with_adapters(base_from_checkpoint(config, model, mesh), model, key, mesh)
+    if config.pretrain is None:
+        return model.init(key)
+    shapes = without_adapters(jax.eval_shape(model.init, key))
+    like = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        parameter_shardings(shapes, mesh),
+    )
+    path = pathlib.Path(report["pretrain"]["path"])
+    if not path.exists():
+        raise BadInputError(f"the pre-trained checkpoint {path} of this run is not there any more")
+    base = load_params(path, like)
+    known = report["model"].get("base")
+    if known is not None and content_digest(base) != known["digest"]:
+        raise BadInputError(
+            f"the pre-trained checkpoint {path} is not the one that this run began with: bring it "
+            "back"
+        )
+    return with_adapters(base, model, key, mesh)

@@ -1,7 +1,8 @@
-"""Steps of which each user takes part in those alone that their own budget pays for.
+"""Training in which each user takes part only in the steps that their own budget pays for.
 
-The steps between two looks at everybody's gradients are a *stretch*. What users had spent before
-it, and their bounds in it, decide who takes part in all of its steps: that is what a state keeps.
+The steps between two computations of all users' gradient norms are a *stretch*. What users had
+spent before it, and their bounds in it, decide who takes part in all of its steps: that is what a
+state keeps.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from dpfl_jax.accounting.renyi_filter import LEVELS, RenyiFilter, bounds, levels
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import csv_text
-from dpfl_jax.mechanisms.batches import units_of
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import unit_norms
+from dpfl_jax.mechanisms.plan.batches import units_of
+from dpfl_jax.mechanisms.plan.sums import unit_norms
 from dpfl_jax.mesh import place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import RunResult, StepOutput
@@ -32,8 +33,8 @@ from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.sampling import Draw, ExampleSampler, UserSampler, choose_within_users
 from dpfl_jax.training.central import Central, CentralSteps
 
-# Of a part of a look, whoever the people are: another shape may round in another way.
-_LOOK_ROWS = 4
+# Rows of a batch of which norms are computed, whatever the data: another shape may round apart.
+_NORM_ROWS = 4
 COLUMNS = ("user", "bound", "share_of_budget", "epsilon_spent")
 
 
@@ -51,18 +52,18 @@ class Spending:
 
     @classmethod
     def none(cls, users: int) -> Spending:
-        """The state before the first step: nobody has spent anything."""
+        """Nothing spent, before the first step."""
         return cls(np.zeros(users, np.int64), np.zeros(users, np.uint8))
 
     def encrypt(self, key: RootKey, stretch: int) -> np.ndarray:
-        """uint32 [n, 3], which tells nothing to who has not the key."""
+        """uint32 [n, 3], unreadable without the key."""
         spent = np.ascontiguousarray(self.spent).view(np.uint32).reshape(-1, 2)
         words = np.column_stack([spent, self.levels.astype(np.uint32)])
         return words ^ _pad(key, stretch, words.shape)
 
     @classmethod
     def decrypt(cls, encrypted: Any, key: RootKey, stretch: int) -> Spending:
-        """The inverse of ``encrypt``, with the same key and stretch."""
+        """Inverse of ``encrypt``."""
         words = np.asarray(encrypted) ^ _pad(key, stretch, encrypted.shape)
         spent = np.ascontiguousarray(words[:, :2]).view(np.int64).reshape(-1)
         return cls(spent, words[:, 2].astype(np.uint8))
@@ -83,18 +84,18 @@ def rounding_digest() -> str:
         y, z = x @ w, jax.nn.gelu(x)
         return y, y.T @ z, x[:1] @ w, jax.nn.softmax(y), jnp.log1p(x * x).sum(1), z / jnp.cosh(x)
 
-    found = jax.jit(some)(x.astype(np.float32), w.astype(np.float32))
-    return value_digest([np.asarray(part).tobytes().hex() for part in found])
+    result = jax.jit(some)(x.astype(np.float32), w.astype(np.float32))
+    return value_digest([np.asarray(part).tobytes().hex() for part in result])
 
 
 def check_filtered(plan: Plan) -> None:
-    """Raises BadInputError where steps are computed in a way that looks cannot be."""
+    """Raises BadInputError where norms of all users cannot be computed as the steps are."""
     mechanism, how = plan.mechanism, plan.execution
     kind = mechanism.kind
     if splits_parameters(plan.mesh):
         raise BadInputError(
-            f"mechanism.kind={kind} looks at everybody's gradients on devices that hold all "
-            "parameters: use execution.mesh with data alone"
+            f"mechanism.kind={kind} computes norms of all users' gradients on devices that hold "
+            "all parameters: use execution.mesh with data alone"
         )
     if mechanism.participation.unit_examples is None and "bound" in plan.example:
         raise BadInputError(
@@ -127,7 +128,7 @@ class Filtered(Central):
         self.bounds = bounds(mechanism.clip_norm)
         self.users, self.every = self.plan.population.num_users, mechanism.budget.refresh
         offsets = np.asarray(self.data.user_offsets)
-        self.parts: np.ndarray = mechanism.participation.units_of_users(offsets)
+        self.parts: np.ndarray = mechanism.participation.unit_counts(offsets)
 
     def terms(self) -> Terms:
         """As every run's; and what bounds are computed with, whose rounding could move a level."""
@@ -138,12 +139,12 @@ class Filtered(Central):
         return dataclasses.replace(terms, secret=secret)
 
     def init(self) -> TrainState:
-        """As every run's, before the first look."""
+        """The first state, in which nobody has spent anything."""
         return dataclasses.replace(super().init(), units=self.placed(self.nothing_spent))
 
     @property
     def nothing_spent(self) -> np.ndarray:
-        """What a state holds before the first look: uint32 [users, 3]."""
+        """What a state holds before the first norms are computed: uint32 [users, 3]."""
         return np.zeros((self.users, 3), np.uint32)
 
     def placed(self, encrypted: np.ndarray) -> Any:
@@ -159,7 +160,7 @@ class Filtered(Central):
         spent = self.filter.after(held.spent, held.levels, steps, self.parts)
         return dataclasses.replace(held, spent=spent)
 
-    def seen(self, state: TrainState) -> Spending:
+    def private_state(self, state: TrainState) -> Spending:
         """What every user has spent after the last step that was taken, and their bounds in it."""
         if not (step := int(state.step)):
             return Spending.none(self.users)
@@ -168,9 +169,9 @@ class Filtered(Central):
 
     def write_private(self, directory: RunDirectory, result: RunResult) -> None:
         """Writes what every user has spent (owner only)."""
-        spending, users = result.seen, np.arange(self.users)
+        spending, users = result.private_state, np.arange(self.users)
         # Steps that a killed process released and nobody took again: their bounds are lost.
-        spent = self.filter.at_most(spending.spent, max(result.asked - result.steps, 0))
+        spent = self.filter.at_most(spending.spent, max(result.released - result.steps, 0))
         names = getattr(self.data, "user_ids", lambda users: users)(users)
         columns = (
             self.bounds[spending.levels].tolist(),
@@ -182,7 +183,7 @@ class Filtered(Central):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Everybody:
+class _AllUnits:
     """All units in turns, ``width`` at a time: users with examples of their own as a step draws."""
 
     sampler: UserSampler | ExampleSampler
@@ -208,7 +209,7 @@ def _owners(sampler: UserSampler | ExampleSampler, user_offsets: np.ndarray) -> 
 
 
 class FilteredSteps(CentralSteps):
-    """Batches of those who can pay, each with a bound of their own."""
+    """Batches of the users whose budget is not spent, each with a bound of their own."""
 
     run: Filtered
     sampler: UserSampler | ExampleSampler
@@ -230,12 +231,12 @@ class FilteredSteps(CentralSteps):
         self.norms_of_batch = norms_of
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
-        """As every run; and this is the state that steps go on from."""
+        """As for every run; keeps the state that the steps begin with."""
         super().check(state, say)
         self.params, self.encrypted = state.params, state.units
 
     def inputs(self) -> Iterator[tuple[int, StepBatch]]:
-        """Batches of one stretch after the other; none is read before its look is taken."""
+        """Batches of one stretch after the other; none is read before its norms are computed."""
         run, at = self.run, self.start
         while at < run.steps:
             stretch, into = divmod(at, run.every)
@@ -274,15 +275,15 @@ class FilteredSteps(CentralSteps):
         return dataclasses.replace(spending, levels=levels)
 
     def compute_norms(self, stretch: int) -> np.ndarray:
-        """Float32 [users]: of everybody's gradient, the largest of what may be drawn of them."""
+        """Float32 [users]: the largest gradient norm of what may be drawn of each user."""
         key, pipeline = self.key.child("look-at-everybody", stretch), self.pipeline
-        width = pipeline.row * _LOOK_ROWS
-        everybody, units = _Everybody(self.sampler, width, key), len(self.owners)
+        width = pipeline.row * _NORM_ROWS
+        all_units, units = _AllUnits(self.sampler, width, key), len(self.owners)
         reader = dataclasses.replace(
             pipeline,
-            sampler=everybody,
+            sampler=all_units,
             # proof: individual-bound-3
-            capacities=(_LOOK_ROWS,),
+            capacities=(_NORM_ROWS,),
             loss_key=None if pipeline.loss_key is None else key,
             per_unit=np.arange(units, dtype=np.int32),
         )

@@ -23,10 +23,10 @@ from dpfl_jax.models import LanguageModel
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import RunResult
+from dpfl_jax.run.console import default_console
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, LoopConfig, drive
-from dpfl_jax.run.pipeline import leave_report, open_directory
-from dpfl_jax.run.progress import default_console
+from dpfl_jax.run.pipeline import open_directory, save_report
 from dpfl_jax.run.public_inputs import not_people
 from dpfl_jax.run.report import PACKING_CAVEAT, PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT
 from dpfl_jax.training.canaries import WithCanaries
@@ -122,7 +122,7 @@ def fit(
         or a tree of bools that is a prefix of the parameters; default all. Only these have
         gradients, norms, noise, optimiser state and checkpoints.
       validation: held-out users, evaluated before, during and after.
-      run_dir: where to log, to checkpoint and to report; an unfinished run there goes on.
+      run_dir: where to log, to checkpoint and to report; an unfinished run there is resumed.
       key: root key of sampling and noise; default a fresh secret one (or the run directory's). Of
         a secret one, runs that differ in anything (data, mechanism, steps, delta, loss, optimiser,
         first parameters, execution, devices) draw independently; the same run draws the same again.
@@ -246,7 +246,7 @@ def _leave_report(directory: RunDirectory, plan: Plan, result: FitResult, loss_f
     outside = {}
     if plan.bounding is not None:
         outside["contribution_bounding"] = plan.bounding.to_json()
-    leave_report(
+    save_report(
         directory,
         directory.path.name,
         result,
@@ -310,7 +310,6 @@ def _warn(console: Console | None, *found: str | None) -> None:
 
 
 def _known(data: Any, validation: Any) -> bool:
-    """Whether somebody in validation is trained on, too, as far as stores name people."""
     stores = (grouped_by_owner_set(data), grouped_by_owner_set(validation))
     named = all(hasattr(s, "user_ids") and hasattr(s, "num_users") for s in stores)
     return named and not owner_ids(data).isdisjoint(owner_ids(validation))

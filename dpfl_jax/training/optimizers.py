@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
@@ -11,64 +10,28 @@ import numpy as np
 import optax
 
 from dpfl_jax.config.schema import OptimizerConfig
-from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.errors import BadInputError, expect, nearest
 
 
-def learning_rate_schedule(
-    learning_rate: float, schedule: str, warmup_steps: int, steps: int
-) -> optax.Schedule:
-    """Linear warm-up, then constant, linear to 0 or cosine to 0, ``steps`` in all.
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """``optax.<name>(learning_rate=<schedule over steps>, **options)`` of a config section.
 
     Raises:
-      BadInputError: warm-up longer than the run, or an unknown schedule.
+      BadInputError: no such optimiser, an option it does not take, or too long a warm-up.
     """
-    if warmup_steps >= steps and warmup_steps > 0:
-        raise BadInputError(
-            f"warmup_steps is {warmup_steps}, but this phase has only {steps} steps: lower it"
-        )
-    decay_steps = max(steps - warmup_steps, 1)
-    shapes = {
-        "constant": optax.constant_schedule(learning_rate),
-        "linear": optax.linear_schedule(learning_rate, 0.0, decay_steps),
-        "cosine": optax.cosine_decay_schedule(learning_rate, decay_steps),
-    }
-    if schedule not in shapes:
-        raise BadInputError(f"the schedule {schedule!r} is not one of {', '.join(shapes)}")
-    if warmup_steps == 0:
-        return shapes[schedule]
-    warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-    return optax.join_schedules([warmup, shapes[schedule]], [warmup_steps])
-
-
-def build_optimizer(
-    name: str,
-    learning_rate: float,
-    steps: int,
-    schedule: str = "constant",
-    warmup_steps: int = 0,
-    options: dict[str, Any] | None = None,
-) -> optax.GradientTransformation:
-    """Builds ``optax.<name>(learning_rate=<schedule>, **options)``.
-
-    Raises:
-      BadInputError: no such optimiser, or an option it does not take.
-    """
+    name, options = config.name, dict(config.options)
     factory = getattr(optax, name, None)
     takes = _parameters(factory)
     if "learning_rate" not in takes:
         known = [n for n in dir(optax) if "learning_rate" in _parameters(getattr(optax, n))]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise BadInputError(f"optax has no optimiser called {name!r}: {hint}")
-    options = options or {}
+        raise BadInputError(f"optax has no optimiser called {name!r}: {nearest(name, known)}")
     for option in options:
         if option not in takes:
             raise BadInputError(
                 f"optax.{name} takes no option {option!r}; it takes {', '.join(takes)}"
             )
-    rate = learning_rate_schedule(learning_rate, schedule, warmup_steps, steps)
     try:
-        made = factory(learning_rate=rate, **options)  # type: ignore[misc]
+        made = factory(learning_rate=_schedule(config, steps), **options)  # type: ignore[misc]
         # Some options fail at the first update alone.
         _update_shape(made, jax.ShapeDtypeStruct((1,), np.float32))
     except TypeError as error:
@@ -76,6 +39,24 @@ def build_optimizer(
             f"optax.{name} cannot be used with these options ({error}): {_ALONE}"
         ) from None
     return made
+
+
+def _schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up, then constant, linear to 0 or cosine to 0, ``steps`` in all."""
+    rate, warmup = config.learning_rate, config.warmup_steps
+    if warmup >= steps and warmup > 0:
+        raise BadInputError(
+            f"warmup_steps is {warmup}, but this phase has only {steps} steps: lower it"
+        )
+    decay_steps = max(steps - warmup, 1)
+    schedule = {
+        "constant": optax.constant_schedule(rate),
+        "linear": optax.linear_schedule(rate, 0.0, decay_steps),
+        "cosine": optax.cosine_decay_schedule(rate, decay_steps),
+    }[config.schedule]
+    if warmup == 0:
+        return schedule
+    return optax.join_schedules([optax.linear_schedule(0.0, rate, warmup), schedule], [warmup])
 
 
 _ALONE = "it must update parameters from their gradients alone, as losses are private"
@@ -110,15 +91,3 @@ def _parameters(factory: Any) -> list[str]:
         return list(inspect.signature(factory).parameters)
     except (TypeError, ValueError):
         return []
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
-    """The Optax optimiser of a config section."""
-    return build_optimizer(
-        config.name,
-        config.learning_rate,
-        steps,
-        config.schedule,
-        config.warmup_steps,
-        dict(config.options),
-    )

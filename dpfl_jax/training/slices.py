@@ -1,4 +1,4 @@
-"""The real train step, compiled for devices that are not there: memory, operations, messages."""
+"""The real train step, compiled for devices that are not there: memory, FLOPs, collectives."""
 
 from __future__ import annotations
 
@@ -8,15 +8,110 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.training.collectives import Collective, collectives
 
 MOST_UNITS = 256  # of a microbatch: no more are tried
 # Memory of one device, in GiB. A v3 chip has two devices, which JAX shows apart.
 HBM = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}
+
+
+_KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+_BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+_LINE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
+_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_CALLED = re.compile(
+    r"(?:(?:body|condition|calls|to_apply)=%?|branch_computations=\{)((?<=\{)[\w.\-, %]+|[\w.\-]+)"
+)
+_ENDS = 'custom_call_target="AsyncCollectiveDone"'
+
+Lines = dict[str, list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of collective in a module.
+
+    Attributes:
+      kind: e.g. ``all-reduce``.
+      in_loop: whether it runs in every iteration of a loop.
+      count: instructions (one may carry many arrays).
+      bytes: of all arrays of those instructions, per device.
+    """
+
+    kind: str
+    in_loop: bool
+    count: int
+    bytes: int
+
+
+def collectives(
+    hlo: str, times: Callable[[Lines], Mapping[str, int]] | None = None
+) -> list[Collective]:
+    """Collectives of a module by kind and place.
+
+    Args:
+      hlo: its text.
+      times: how often each computation runs, from the lines of all; default each counts once.
+    """
+    bodies: Lines = {}
+    current = ""
+    for line in hlo.splitlines():
+        opened = _COMPUTATION.match(line)
+        if opened:
+            current = opened.group(1)
+        bodies.setdefault(current, []).append(line)
+    looped = _reached_from_loops(bodies)
+    turns = {} if times is None else times(bodies)
+    result: dict[tuple[str, bool], list[int]] = {}
+    for name, lines in bodies.items():
+        # An asynchronous one is written where it starts, continues and ends: it counts where it
+        # starts.
+        if name.startswith("async_collective_fusion") or any(_ENDS in line for line in lines):
+            continue
+        for match in filter(None, map(_LINE.search, lines)):
+            size = _size(match["shape"])
+            if match["start"] and match["kind"] != "all-reduce":
+                size //= 2  # the shape holds operands and results
+            result.setdefault((match["kind"], name in looped), []).append(size * turns.get(name, 1))
+    return [Collective(*key, len(sizes), sum(sizes)) for key, sizes in sorted(result.items())]
+
+
+def callees(line: str) -> list[str]:
+    """The computations that an instruction calls."""
+    return [name.strip(" %") for group in _CALLED.findall(line) for name in group.split(",")]
+
+
+def _size(shape: str) -> int:
+    total = 0
+    for kind, dims in _SHAPE.findall(shape):
+        count = math.prod(int(dim) for dim in dims.split(",") if dim)
+        total += count * _BYTES.get(kind, 4 if kind not in ("token",) else 0)
+    return total
+
+
+def _reached_from_loops(bodies: Lines) -> set[str]:
+    calls = {name: {c for line in lines for c in callees(line)} for name, lines in bodies.items()}
+    loops = [line for lines in bodies.values() for line in lines if " while(" in line]
+    todo, seen = {name for line in loops for name in callees(line)}, set[str]()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        todo |= calls.get(name, set()) - seen
+    return seen
+
+
+# ---- the step ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +225,14 @@ def slice_mesh(topology: str, axes: dict[str, Any]) -> Any:
     from jax.experimental import topologies
 
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        result = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInputError(
             f"compile: no TPU compiler for {topology} ({first}): pip install libtpu, "
             "and give a shape that exists"
         ) from error
-    return make_mesh(**axes, devices=list(found.devices))
+    return make_mesh(**axes, devices=list(result.devices))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +265,7 @@ class Step:
         return counted / self.mesh.size if splits_parameters(self.mesh) else counted
 
     def compile(self, units: Units) -> Compiled:
-        """Compiles the step for a slice that need not be there."""
+        """Compiles the step for units of these shapes."""
         import jax
 
         step, arguments = self._lowerable(units)
@@ -278,8 +373,8 @@ def largest_that_fits(
     def fits(size: int) -> bool:
         if size not in tried:
             tried[size] = peak(size)
-        found = tried[size]
-        return found is not None and found <= limit
+        result = tried[size]
+        return result is not None and result <= limit
 
     size, most = start, MOST_UNITS
     if fits(size):
@@ -431,9 +526,9 @@ def gradient_cost(config: Any, vocab: int | None) -> dict[str, float]:
     """``flops_per_gradient`` of the configuration's own step, and its model's ``parameters``."""
     from dpfl_jax.mesh import make_mesh
 
-    found = measure(config, vocabulary(config, vocab), "cpu:1", make_mesh(), count_only=True)
-    flops = found["flops"] / (found["microbatch_size"] * (found["group_size"] or 1))
-    return {"flops_per_gradient": flops, "parameters": found["parameters"]}
+    result = measure(config, vocabulary(config, vocab), "cpu:1", make_mesh(), count_only=True)
+    flops = result["flops"] / (result["microbatch_size"] * (result["group_size"] or 1))
+    return {"flops_per_gradient": flops, "parameters": result["parameters"]}
 
 
 def vocabulary(config: Any, given: int | None) -> int:
@@ -451,7 +546,7 @@ def _explain(
 ) -> str:
     import jax
 
-    from dpfl_jax.mechanisms.sums import in_pieces
+    from dpfl_jax.mechanisms.plan.sums import in_pieces
 
     pieces = in_pieces(mechanism, mesh, **cut)
     bounded = mechanism.clipped_grad(model.loss, **options, **pieces)

@@ -1,4 +1,4 @@
-"""Where the private phase starts, and which of the parameters it changes.
+"""Where the private phase starts (with pre-training), and which parameters it changes.
 
 The model is that of a checkpoint in the Hugging Face layout, or one of the named sizes; what is not
 trained comes from the checkpoint, from pre-training on the public corpus, or from the initial key.
@@ -6,21 +6,32 @@ trained comes from the checkpoint, from pre-training on the public corpus, or fr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import fnmatch
+import hashlib
+import json
 import pathlib
-from collections.abc import Callable
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.data import DataConfig, Dataset
+from dpfl_jax.data.pipeline import local_columns, ship_columns
+from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mesh import parameter_shardings, splits_parameters
+from dpfl_jax.files import default_cache_dir
+from dpfl_jax.mesh import parameter_shardings, place, splits_parameters, unit_axes, unit_parts
 from dpfl_jax.models import (
     LanguageModel,
     PreferenceModel,
@@ -31,9 +42,14 @@ from dpfl_jax.models import (
 )
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
 from dpfl_jax.models.params import flat_paths, is_adapter, nested
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import processes
+from dpfl_jax.run.checkpoint import load_params, save_params
+from dpfl_jax.run.console import StepProgress
+from dpfl_jax.run.directory import RunDirectory, open_plain
+from dpfl_jax.run.state import content_digest, shardings_of
+from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
-from dpfl_jax.training.own_model import OwnModel
-from dpfl_jax.training.pretrain import Pretrained, pretrain
 
 PyTree = Any
 # A checkpoint says what the function is; these say how it is computed.
@@ -48,7 +64,7 @@ def build_model(config: RunConfig, data: Dataset) -> Any:
     """
     section, task = config.model, data.task
     if section.module is not None:
-        return OwnModel.of(section, task, data.train, config.init_seed)
+        return UserModel.of(section, task, data.train, config.init_seed)
     pairs = task.kind == "preferences"
     if section.dpo is not None and not pairs:
         raise BadInputError(
@@ -96,20 +112,20 @@ def build_transformer(config: RunConfig, vocab_size: int, bos_id: int | None) ->
         if name not in _COMPUTED:
             raise BadInputError(
                 f"model.overrides.{name} is fixed by the checkpoint: only {', '.join(_COMPUTED)} "
-                "can be set beside model.checkpoint"
+                "can be set with model.checkpoint"
             )
-    found = read_config(section.checkpoint)
-    if vocab_size > found.vocab_size:
+    result = read_config(section.checkpoint)
+    if vocab_size > result.vocab_size:
         raise BadInputError(
             f"the data's tokeniser has {vocab_size} ids, but the checkpoint {section.checkpoint} "
-            f"only {found.vocab_size}: set data.tokenizer=checkpoint to use its own"
+            f"only {result.vocab_size}: set data.tokenizer=checkpoint to use its own"
         )
-    if config.data.seq_len > found.max_seq_len:
+    if config.data.seq_len > result.max_seq_len:
         raise BadInputError(
             f"data.seq_len is {config.data.seq_len}, but the checkpoint {section.checkpoint} takes "
-            f"at most {found.max_seq_len} tokens"
+            f"at most {result.max_seq_len} tokens"
         )
-    return LanguageModel(dataclasses.replace(found, bos_id=bos_id, **section.overrides, **more))
+    return LanguageModel(dataclasses.replace(result, bos_id=bos_id, **section.overrides, **more))
 
 
 def data_section(config: RunConfig) -> DataConfig:
@@ -258,3 +274,173 @@ def with_adapters(base: PyTree, model: LanguageModel, key: jax.Array, mesh: Mesh
     wanted = {k: places[k] for k in jax.eval_shape(adapters, key)}
     fresh = jax.jit(adapters, out_shardings=wanted)(key)
     return nested({**flat_paths(base), **fresh})
+
+
+# ---- pre-training --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A pre-trained checkpoint.
+
+    Attributes:
+      params: the parameters.
+      path: where they are kept.
+      cached: True if they were found there, not trained now.
+    """
+
+    params: PyTree
+    path: pathlib.Path
+    cached: bool
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What identifies it: ``name`` (model, corpus and settings) and ``digest`` (of values)."""
+        return {"name": self.path.name, "digest": content_digest(self.params)}
+
+
+def pretrain(
+    *,
+    loss_fn: Callable[..., jax.Array],
+    params: PyTree,
+    public: Readable,
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    batch_size: int,
+    seed: int,
+    identity: dict[str, Any],
+    mesh: Mesh,
+    cache_dir: pathlib.Path | None = None,
+    console: Console | None = None,
+) -> Pretrained:
+    """Trains on ``public``, or returns the cached result of the same training.
+
+    Args:
+      loss_fn: ``(params, example) -> scalar`` for one example.
+      params: initial parameters.
+      public: store of public examples; users do not matter here.
+      optimizer: any Optax transformation.
+      steps: optimiser steps.
+      batch_size: examples per step, rounded up to a multiple of the devices.
+      seed: seed of the shuffle (public).
+      identity: plain JSON that identifies model, corpus and settings: the cache's key.
+      mesh: from ``mesh.make_mesh``.
+      cache_dir: default ``default_cache_dir()``.
+      console: where the progress bar goes.
+
+    Raises:
+      BadInputError: the public corpus is empty.
+    """
+    identity = {**identity, "steps": steps, "batch_size": batch_size, "seed": seed, "format": 1}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    path = (cache_dir or default_cache_dir()) / "pretrained" / digest
+    params = place(params, parameter_shardings(params, mesh))
+    with _alone(path):
+        if processes.broadcast(path.exists()):
+            try:
+                return Pretrained(load_params(path, params), path, cached=True)
+            except (ValueError, OSError, KeyError):
+                if processes.many():
+                    raise BadInputError(
+                        f"the pre-trained checkpoint {path} cannot be read by every process: put "
+                        "pretrain.cache_dir on storage that all share, or remove it if damaged"
+                    ) from None
+                shutil.rmtree(path, ignore_errors=True)  # a damaged cache entry is made again
+        first, stop = int(public.user_offsets[0]), int(public.user_offsets[-1])
+        if stop <= first:
+            raise BadInputError(
+                "the public corpus is empty: remove the pretrain section, or add data"
+            )
+
+        parts = unit_parts(mesh)
+        rows = -(-batch_size // parts) * parts
+        sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
+        mine = local_columns(sharding, rows, axis=0)
+
+        def mean_loss(params: PyTree, batch: PyTree) -> jax.Array:
+            return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
+
+        @jax.jit
+        def step(
+            params: PyTree, opt_state: PyTree, batch: PyTree
+        ) -> tuple[PyTree, PyTree, jax.Array]:
+            loss, gradient = jax.value_and_grad(mean_loss)(params, batch)
+            updates, opt_state = optimizer.update(gradient, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        opt_state = jax.jit(
+            optimizer.init, out_shardings=shardings_of(params, optimizer, mesh).opt_state
+        )(params)
+        key = RootKey.from_seed(seed)
+        started, tokens = time.perf_counter(), 0
+        with StepProgress(console or Console(quiet=True), "pre-training (public)", steps) as bar:
+            for i in range(steps):
+                positions = _shuffled(key, first, stop, rows, i)
+                batch = public.read(positions[mine])
+                tokens += int(batch["mask"].sum()) if "mask" in batch else 0
+                batch = ship_columns(batch, mine, rows, 0, sharding)
+                params, opt_state, loss = step(params, opt_state, batch)
+                rate = tokens * rows / len(mine) / (time.perf_counter() - started)
+                bar.update(i + 1, f"loss {float(loss):.3f}  {rate:,.0f} tok/s")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_params(path, params)
+        if processes.is_primary():
+            (path / "identity.json").write_text(json.dumps(identity, indent=2, sort_keys=True))
+        return Pretrained(params, path, cached=False)
+
+
+@contextlib.contextmanager
+def _alone(path: pathlib.Path) -> Iterator[None]:
+    """One training of a base at a time: another program waits, and then finds it.
+
+    The processes of one run train it together, and so do not wait for each other.
+    """
+    if processes.many():
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_plain(path.with_suffix(".lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def check_pretrained(pretrained: Pretrained, directory: RunDirectory, needed: bool) -> None:
+    """Notes what was trained before on public data; a resumed run must find the same.
+
+    Args:
+      pretrained: the base.
+      directory: of the run.
+      needed: whether a part of it stays as it is for the whole run.
+
+    Raises:
+      BadInputError: the run began with another one. One of the same settings that was made again
+        may differ in rounding: enough to take steps twice with one noise on different sums, unless
+        all parameters are in a checkpoint of the run.
+    """
+    found = pretrained.facts
+
+    def check() -> None:
+        known = directory.facts.get("base", found)
+        kept = any(p.name.isdigit() for p in (directory.path / "checkpoints").glob("*"))
+        if known["name"] != found["name"] or (known != found and (needed or not kept)):
+            raise BadInputError(
+                f"the pre-trained checkpoint {pretrained.path} is not the one that the run in "
+                f"{directory.path} began with ({known['name']}): bring back the public corpus and "
+                "the checkpoint, or start another run"
+            )
+
+    processes.on_primary(check)
+    if "base" not in directory.facts:
+        directory.note("base", found)
+
+
+def _shuffled(key: RootKey, first: int, stop: int, rows: int, step: int) -> np.ndarray:
+    """Positions of one batch: epochs of a fresh permutation each, without replay."""
+    size = stop - first
+    wanted = np.arange(step * rows, (step + 1) * rows)
+    positions = np.empty(rows, np.int64)
+    for epoch in np.unique(wanted // size):
+        inside = wanted // size == epoch
+        order = key.numpy("pretrain-shuffle", int(epoch)).permutation(size)
+        positions[inside] = first + order[wanted[inside] % size]
+    return positions

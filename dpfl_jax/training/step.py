@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.mechanisms import Calibrated
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import parameter_shardings
 from dpfl_jax.noise import NoiseState, compiler_options
 from dpfl_jax.run.state import TrainState, shardings_of

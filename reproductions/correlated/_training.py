@@ -11,15 +11,16 @@ from rich.console import Console
 
 from dpfl_jax.config import load_config
 from dpfl_jax.config.execution import Execution
+from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.mechanisms import Mechanism, allocation, bandmf, blt, uls
 from dpfl_jax.mesh import make_mesh
-from dpfl_jax.planning import Option, Planner, Sensitivities, Users
+from dpfl_jax.planning import Option, Planner, Sensitivities, UserStatistics
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import LoopConfig
 from dpfl_jax.training import fit
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
-from dpfl_jax.training.optimizers import build_optimizer
+from dpfl_jax.training.optimizers import make_optimizer
 from dpfl_jax.training.start import starting_params
 from reproductions._plots import panel
 from reproductions._seeds import of
@@ -77,7 +78,7 @@ def compared(settings: Settings, name: str, file: pathlib.Path, cohort: int, gro
                         model.loss,
                         params,
                         plan,
-                        build_optimizer(optimizer, rate, steps),
+                        make_optimizer(OptimizerConfig(name=optimizer, learning_rate=rate), steps),
                         loop=LoopConfig(log_every=1000),
                         key=RootKey.from_seed(of(seed)),
                     )
@@ -121,7 +122,7 @@ def compared(settings: Settings, name: str, file: pathlib.Path, cohort: int, gro
 def _options(users: int, epsilon: float, steps: int, group: int, cohort: int) -> list[Option]:
     """All, calibrated; bands as the planner chooses them. ULS is the first."""
     known = Sensitivities.assumed(0.0, [group])
-    planner = Planner(Users(users), known, epsilon=epsilon, delta=DELTA, steps=steps)
+    planner = Planner(UserStatistics(users), known, epsilon=epsilon, delta=DELTA, steps=steps)
     found = [planner.try_option(kind, group, cohort) for kind in MECHANISMS]
     return [option for option in found if option is not None]
 

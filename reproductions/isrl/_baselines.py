@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpfl_jax.federation.isrl.algorithms import Oracle
 from dpfl_jax.federation.isrl.message import (
     Loss,
     MessageSpec,
@@ -16,11 +17,10 @@ from dpfl_jax.federation.isrl.message import (
     loss_name,
     make_oracle,
 )
-from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, silo_noise
-from dpfl_jax.federation.isrl.schedule import own_keys, words_of
+from dpfl_jax.federation.isrl.schedule import derived_keys, words_of
 from dpfl_jax.noise import GaussianNoise
-from dpfl_jax.run.content import mixed
+from dpfl_jax.run.state import mixed
 
 
 def central_noise(
@@ -79,7 +79,7 @@ def make_central_oracle(
     words = words_of("central", repr(spec), data, batch, clip_norm, noise_multiplier)
 
     def oracle(w: jax.Array, row: Any) -> jax.Array:
-        own = own_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data), w)))
+        own = derived_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data), w)))
         key = jax.random.wrap_key_data(own[:2], impl="threefry2x32")
         answered = jnp.maximum(row["present"].sum(), 1)
         scale = noise_multiplier * largest / (answered * batch.min())

@@ -12,11 +12,11 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.algorithms import Oracle
 from dpfl_jax.federation.isrl.message import Loss, SiloData, loss_name
-from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.privacy import Budget
-from dpfl_jax.federation.isrl.schedule import own_keys, words_of
-from dpfl_jax.run.content import mixed
+from dpfl_jax.federation.isrl.schedule import derived_keys, words_of
+from dpfl_jax.run.state import mixed
 from reproductions.isrl._published import Arm, Published, message_of
 
 
@@ -51,7 +51,7 @@ def make_local_oracle(
 
     def sent(w: jax.Array, examples: Any, size: Any, clip: Any, std: Any, keys: Any) -> jax.Array:
         def step(v: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            pair = own_keys(keys, jnp.zeros(4, jnp.uint32) + t.astype(jnp.uint32))
+            pair = derived_keys(keys, jnp.zeros(4, jnp.uint32) + t.astype(jnp.uint32))
             gradient = message(v, examples, size, rank, turn, one, clip, std, pair)
             return v - step_size * gradient, gradient
 
@@ -60,7 +60,7 @@ def make_local_oracle(
     every = jax.vmap(sent, in_axes=(None, 0, 0, 0, 0, 0))
 
     def oracle(w: jax.Array, row: Any) -> jax.Array:
-        keys = jax.vmap(own_keys)(row["keys"], mixed(words, words_of(loss_name(loss, w, data))))
+        keys = jax.vmap(derived_keys)(row["keys"], mixed(words, words_of(loss_name(loss, w, data))))
         sums = every(w, data.examples, data.sizes, clip_norms, stddev, keys)
         answered = row["present"].sum()
         total = jnp.tensordot(row["present"] * 1.0, sums, axes=1, precision="highest")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.federation.isrl import privacy
+from dpfl_jax.federation.isrl.algorithms import Oracle
 from dpfl_jax.federation.isrl.message import (
     Loss,
     Message,
@@ -29,7 +30,6 @@ from dpfl_jax.federation.isrl.message import (
     mean_message,
     of_all_silos,
 )
-from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise
 from dpfl_jax.noise import Noise
 from dpfl_jax.noise.chacha import uniform

@@ -23,10 +23,10 @@ from scipy import stats
 
 from dpfl_jax.accounting import IDEALISED_FLOAT, Guarantee
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.algorithms import Oracle
 from dpfl_jax.federation.isrl.message import loss_name
-from dpfl_jax.federation.isrl.method import Oracle
-from dpfl_jax.federation.isrl.schedule import Schedule, own_keys, words_of
-from dpfl_jax.run.content import mixed
+from dpfl_jax.federation.isrl.schedule import Schedule, derived_keys, words_of
+from dpfl_jax.run.state import mixed
 
 _ORDERS = np.concatenate([np.linspace(1.2, 8, 18), np.geomspace(9, 2000, 30)])
 _MOST_TRIALS = 2**24
@@ -270,7 +270,7 @@ def make_vector_oracle(
             w, data.examples
         )
         flat = gradients.reshape(-1, gradients.shape[-1])
-        own = own_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data))))
+        own = derived_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data))))
         key = jax.random.wrap_key_data(own[:2], impl="threefry2x32")
         return protocol.sum(flat, mask.reshape(-1), reports, key) / reports
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl import MessageSpec, SiloData, iterate, make_oracle, minibatch_sgd
+from dpfl_jax.federation.isrl.algorithms import ball, last_weights
 from dpfl_jax.federation.isrl.message import Sampling
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from reproductions._seeds import of
 
 

@@ -21,7 +21,7 @@ from dpfl_jax.federation.isrl import (
     iterate,
     minibatch_sgd,
 )
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
+from dpfl_jax.federation.isrl.algorithms import ball, last_weights
 from dpfl_jax.noise import GaussianNoise
 from reproductions._seeds import of
 from reproductions.isrl._local_sgd import make_local_oracle

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl import accelerated, iterate, multi_stage, stages, step_weights
-from dpfl_jax.federation.isrl.minibatch_sgd import ball
+from dpfl_jax.federation.isrl.algorithms import ball
 from reproductions._plots import columns, panel
 from reproductions._seeds import of
 from reproductions.isrl.rates import slope

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl import Budget, Problem, accelerated, iterate, step_weights
-from dpfl_jax.federation.isrl.minibatch_sgd import ball
+from dpfl_jax.federation.isrl.algorithms import ball
 from dpfl_jax.federation.isrl.privacy import silo_noise
 from dpfl_jax.federation.isrl.theory import variance_sco
 from reproductions._plots import columns, panel

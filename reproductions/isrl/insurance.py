@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
-from dpfl_jax.federation.isrl.runs.silos import padded
+from dpfl_jax.federation.isrl.silos import padded
 from reproductions._plots import band, columns, panel, ticks
 from reproductions._seeds import of
 from reproductions.isrl._bundled import NOTE, bundled

@@ -17,7 +17,7 @@ from dpfl_jax.federation.isrl import (
     make_oracle,
     minibatch_sgd,
 )
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
+from dpfl_jax.federation.isrl.algorithms import ball, last_weights
 from dpfl_jax.federation.isrl.privacy import silo_noise
 from reproductions._plots import columns, panel
 from reproductions._seeds import of

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.config import RunConfig
-from dpfl_jax.federation.isrl.runs.isrl_run import prepare
-from dpfl_jax.federation.isrl.runs.messages import make_evaluation
-from dpfl_jax.federation.isrl.smoothing import plain, smoothed
+from dpfl_jax.federation.isrl.isrl_run import prepare
+from dpfl_jax.federation.isrl.losses import exact, smoothed
+from dpfl_jax.federation.isrl.rounds import make_evaluation
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import drive
 from reproductions._plots import band, columns, panel
@@ -33,7 +33,7 @@ def gaps(kind: str, beta: float, draws: int) -> tuple[float, float, float]:
     w = jnp.asarray(rng.normal(size=(draws, 5)) * 2, jnp.float32)
     y = jnp.asarray(np.sign(rng.normal(size=draws)), jnp.float32)
     batch = {"x": x, "y": y}
-    below, above = smoothed(kind, beta), plain(kind)
+    below, above = smoothed(kind, beta), exact(kind)
     gap = jax.vmap(above)(w, batch) - jax.vmap(below)(w, batch)
     lipschitz = jnp.linalg.norm(x, axis=1)
     share = gap / (lipschitz**2 / (2 * beta))

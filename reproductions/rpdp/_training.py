@@ -19,8 +19,8 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.engine import make_release
-from dpfl_jax.federation.federated import Federated, FederatedSteps
+from dpfl_jax.federation.engine import OptimizerServer, make_release
+from dpfl_jax.federation.federated import FederatedAlgorithm, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
     SiloDraw,
@@ -30,12 +30,16 @@ from dpfl_jax.federation.mechanisms import (
     local_item,
     rpdp,
 )
-from dpfl_jax.federation.personal.budgets import BudgetDistribution, mean_over
-from dpfl_jax.federation.personal.personalise import with_setting
-from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
-from dpfl_jax.federation.personal.records import Personal
+from dpfl_jax.federation.personal import (
+    BudgetTable,
+    RateAssignment,
+    RatePolicy,
+    assign,
+    public_batch,
+    with_setting,
+)
+from dpfl_jax.federation.personal_budgets import BudgetDistribution, mean_over
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson
@@ -73,7 +77,7 @@ class _RealizedBatch(_Buffers):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NotKept(Personal):
+class NotKept(BudgetTable):
     """Budgets that the run does not keep: what is accounted is not what is released.
 
     Attributes:
@@ -105,8 +109,8 @@ class Made:
     """
 
     federation: Federation
-    assignment: Assignment | None = None
-    personal: Personal | None = None
+    assignment: RateAssignment | None = None
+    personal: BudgetTable | None = None
     realized_batch: bool = False
 
 
@@ -177,7 +181,7 @@ class Bench:
         self,
         setting: TwoStage,
         law: BudgetDistribution,
-        policy: Policy,
+        policy: RatePolicy,
         seed: int,
         realized_batch: bool = False,
     ) -> Made:
@@ -190,7 +194,7 @@ class Bench:
         setting: TwoStage,
         budgets: np.ndarray,
         public: np.ndarray,
-        policy: Policy,
+        policy: RatePolicy,
         realized_batch: bool = False,
     ) -> Made:
         """The federation of a policy, for given budgets and their public quantiles."""
@@ -202,7 +206,7 @@ class Bench:
         self,
         setting: TwoStage,
         budgets: np.ndarray,
-        assignment: Assignment,
+        assignment: RateAssignment,
         share: float,
         realized_batch: bool = False,
         unsound: tuple[str, ...] = (),
@@ -228,7 +232,7 @@ class Bench:
             unsound = (*unsound, f"steps, rounds and participation are {runs}, not {accounted}")
         if realized_batch:
             unsound = (READ_OFF, *unsound)
-        personal = Personal(setting, budgets, assignment, silos, names)
+        personal = BudgetTable(setting, budgets, assignment, silos, names)
         if unsound:
             personal = NotKept(setting, budgets, assignment, silos, names, unsound=unsound)
         return Made(made, assignment, personal, realized_batch)
@@ -253,7 +257,7 @@ class Bench:
         )
         setting = TwoStage(float(sigma), self.local_steps, self.rounds, self.participation, delta)
         n = self.data.num_records
-        same = Assignment("minimum", np.full(n, rate), np.full(n, self.rounds), 0, {})
+        same = RateAssignment("minimum", np.full(n, rate), np.full(n, self.rounds), 0, {})
         federation = self._federation(rpdp())
         expected = [max(1.0, rate * silo.num_records) for silo in self.data.silos]
         made = with_setting(federation, setting, expected)
@@ -277,7 +281,7 @@ class Bench:
                 self._mesh,
                 keep_state=True,
             )
-        run = Federated(
+        run = FederatedAlgorithm(
             loss_fn=lambda p, record: self.model.loss(p, record),  # no keys: nothing drops out
             params=params,
             data=data,

@@ -10,10 +10,10 @@ import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.data import DataConfig
+from dpfl_jax.federation import personal_budgets as laws
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
-from dpfl_jax.federation.personal import budgets as laws
-from dpfl_jax.federation.personal.policies import Policy
-from dpfl_jax.federation.subjects import load_subjects
+from dpfl_jax.federation.partition import load_subjects
+from dpfl_jax.federation.personal import RatePolicy
 from dpfl_jax.models import MLP, LogisticRegression
 from reproductions._plots import band, panel
 from reproductions._seeds import of
@@ -35,7 +35,7 @@ LAWS: dict[str, laws.BudgetDistribution] = {
     "Pareto": laws.BoundedPareto(),
     "Pareto (code)": laws.BoundedPareto(4.0, "lomax"),
 }
-POLICIES: tuple[Policy, ...] = ("certified", "curve_fit", "uniform", "dropout", "minimum")
+POLICIES: tuple[RatePolicy, ...] = ("certified", "curve_fit", "uniform", "dropout", "minimum")
 # Appendix A: budgets by class (Boenisch et al. 2023), digits 0 to 9.
 BY_CLASS = (0.5, 0.75, 2.0, 2.6, 4.1, 2.1, 2.05, 3.0, 3.1, 6.1)
 
@@ -84,7 +84,7 @@ def _by_law(sigma: float, quick: bool) -> list[Cell]:
     weights = (1.0,) * data.num_silos
     bench = Bench(LogisticRegression(30), data, test, ("adam", 0.02), TAU, ROUNDS, 1.0, weights)
 
-    def cell(at: TwoStage, name: str, law: laws.BudgetDistribution, policy: Policy) -> Cell:
+    def cell(at: TwoStage, name: str, law: laws.BudgetDistribution, policy: RatePolicy) -> Cell:
         make = functools.partial(bench.personal, at, law, policy)
         return Cell(bench, policy, name, make, {"mean_budget": float(laws.mean_over(law).mean())})
 

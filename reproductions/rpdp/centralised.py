@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage
+from dpfl_jax.federation import personal_budgets as laws
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
-from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.models import LogisticRegression
 from reproductions._plots import panel
 from reproductions._seeds import of

@@ -11,9 +11,9 @@ import numpy as np
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.data.sets.arrays import HEART_SCALE, HOSPITALS, read_heart_disease
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation import personal_budgets as laws
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
-from dpfl_jax.federation.personal import budgets as laws
-from dpfl_jax.federation.personal.policies import Policy
+from dpfl_jax.federation.personal import RatePolicy
 from dpfl_jax.models import LogisticRegression
 from reproductions._plots import band, panel
 from reproductions.registry import Claim, Outcome, Settings
@@ -32,7 +32,7 @@ LAWS: dict[str, laws.BudgetDistribution] = {
     "Pareto": laws.BoundedPareto(),
     "MixGauss": laws.BoundedMixGauss(),
 }
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, RatePolicy] = {
     "curve fit (paper)": "curve_fit",
     "certified": "certified",
     "dropout": "dropout",
@@ -41,7 +41,7 @@ POLICIES: dict[str, Policy] = {
 # As the paper has them: the noised sum is divided by the size of the secret batch, and rates are
 # certified by Renyi accounting. None is private; these compare with the other implementation.
 _REALIZED = ", realized batch"
-AS_PAPER: dict[str, Policy] = {
+AS_PAPER: dict[str, RatePolicy] = {
     "curve fit": "curve_fit",
     "Renyi-certified": "bisection",
     "dropout": "dropout",

@@ -16,9 +16,9 @@ import numpy as np
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.data.sets.arrays import read_idx
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation import personal_budgets as laws
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
-from dpfl_jax.federation.personal import budgets as laws
-from dpfl_jax.federation.personal.policies import Policy
+from dpfl_jax.federation.personal import RatePolicy
 from dpfl_jax.models import SmallCNN
 from reproductions._plots import band, panel
 from reproductions._seeds import of
@@ -34,7 +34,7 @@ SOURCE = "Liu et al. 2024, section 7.2, figure 8 (MNIST, IID and non-IID)"
 OPTIONS = ("seeds", "minutes")
 SPLITS = ("IID", "non-IID")
 SILOS, DELTA, CAP, PARTICIPATION = 10, 1e-4, 10.0, 0.8
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, RatePolicy] = {
     "certified": "certified",
     "curve fit (paper)": "curve_fit",
     "dropout": "dropout",

@@ -27,9 +27,9 @@ import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage, fitted_rates
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation import personal_budgets as laws
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.personal import budgets as laws
-from dpfl_jax.federation.personal.policies import Assignment
+from dpfl_jax.federation.personal import RateAssignment
 from dpfl_jax.models import LogisticRegression, SmallCNN
 from reproductions._plots import panel
 from reproductions._seeds import of
@@ -179,7 +179,7 @@ def as_published(
     found = rates(method, budgets, laws.mean_over(law), setting)
     share = mean_rate(method, law, setting)
     stay = np.full(len(budgets), setting.rounds)
-    assignment = Assignment(f"{method}, as published", found, stay, 0, {})
+    assignment = RateAssignment(f"{method}, as published", found, stay, 0, {})
     return bench.assigned(setting, budgets, assignment, share, unsound=UNSOUND)
 
 

@@ -30,7 +30,7 @@ from dpfl_jax.accounting.closed_forms import subject
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon, subject_epsilon
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.federation.federated import Federated, FederatedSteps
+from dpfl_jax.federation.federated import FederatedAlgorithm, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
     SiloDraw,
@@ -130,7 +130,7 @@ class DistinctSubjects(RoundBuilder):
         return stddev, float(max(len(np.unique(self.data.subjects[draw.positions])), 1))
 
 
-class Rounds(Federated):
+class Rounds(FederatedAlgorithm):
     """Rounds whose noise and divisors are another builder's than the accounted ones."""
 
     def __init__(self, builder: Callable[..., RoundBuilder], **options: Any) -> None:
@@ -231,7 +231,7 @@ def _paper(
     mechanism: Any, prob: float, recipe: Recipe, steps: int, epsilon: float, delta: float
 ) -> tuple[float, ...]:
     """One silo's noise multiplier by the paper; for LocalGroupDP one of each Z."""
-    cap = mechanism.participation.max_items_per_subject
+    cap = mechanism.participation.max_records_per_subject
     if mechanism.kind == "local_group":
         largest = min(cap, int(stats.binom.isf(1e-12, cap, prob)) + 1) if prob < 1 else cap
         return tuple(
@@ -280,7 +280,7 @@ def _at_usual(federation: Federation, tables: tuple[tuple[float, ...], ...]) -> 
 
 def usual_group(plan: SiloPlan, draws: int = 100) -> int:
     """Most frequent Z in simulated batches of a silo whose subjects all have K records."""
-    cap, records = plan.mechanism.participation.max_items_per_subject, plan.facts.num_records
+    cap, records = plan.mechanism.participation.max_records_per_subject, plan.facts.num_records
     offsets = np.arange(0, max(records // cap, 1) * cap + 1, cap)
     silo = Silo(0, 0, offsets.astype(np.int64))
     prob = plan.mechanism.participation.sampling_prob_of(plan.facts)

@@ -17,10 +17,11 @@ from dpfl_jax.config import RunConfig
 from dpfl_jax.config.schema import PrivacyConfig
 from dpfl_jax.data import DataConfig
 from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.engine import OptimizerServer
 from dpfl_jax.federation.federated_run import build_federation, spread
+from dpfl_jax.federation.mechanisms import SiloFacts
+from dpfl_jax.federation.partition import SubjectData, load_subjects
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.federation.server import OptimizerServer
-from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
@@ -150,11 +151,11 @@ def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int
             "max_users": round(subjects / 0.8),
         }
         raw["federation"]["silos"] = 16
-        raw["mechanism"] |= {"batch_size": 256, "max_items_per_subject": 16}
+        raw["mechanism"] |= {"batch_size": 256, "max_records_per_subject": 16}
         return raw, "MNIST; 16 silos; writers are synthetic: 145 images of mixed labels each"
     raw["data"] = {"source": "digits", "records_per_user": 15}
     raw["federation"]["silos"] = 4
-    raw["mechanism"] |= {"batch_size": 64, "max_items_per_subject": 6}
+    raw["mechanism"] |= {"batch_size": 64, "max_records_per_subject": 6}
     return raw, (
         "DPFL_DATA_DIR holds no mnist: scikit-learn's 1,797 digits stand in, 4 silos, synthetic "
         "writers of 15 images; orders of accuracies may differ at this size"
@@ -163,7 +164,7 @@ def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int
 
 def confined(raw: dict[str, Any]) -> dict[str, Any]:
     """As many records of as many kinds, but people of K records each, all in one silo (H = 1)."""
-    cap, data = raw["mechanism"]["max_items_per_subject"], dict(raw["data"])
+    cap, data = raw["mechanism"]["max_records_per_subject"], dict(raw["data"])
     if "max_users" in data:
         data["max_users"] = data["max_users"] * data["records_per_user"] // cap
     data["records_per_user"] = cap
@@ -185,7 +186,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
         }
     )
     data = _spread(data_part.model_dump_json())
-    federation = build_federation(config, data)
+    federation = build_federation(config, [SiloFacts.of(silo) for silo in data.silos])
     settings.console.print(f"[dim]{run.label}: calibrating[/dim]")
     delta = config.privacy.delta or 1e-5
     epsilon = config.privacy.epsilon or math.inf

@@ -52,7 +52,7 @@ def run(settings: Settings) -> Outcome:
     """Computes the table and draws it."""
     claims: list[Claim] = []
     rows: list[dict[str, Any]] = []
-    hi, group = events.hi_grad_avg_dp, events.local_group_dp
+    hi, group = events.poisson_of_averaged, events.poisson_of_several
     used = subject.rounds_printed(ROUNDS, SILOS)
     with settings.console.status("accounting"):
         for local in (62, 10):

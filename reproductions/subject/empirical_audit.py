@@ -120,10 +120,10 @@ def run(settings: Settings) -> Outcome:
         lambda s: events.poisson(s, Q, STEPS), EPSILON, DELTA
     )
     hi = accounting.calibrate_noise_multiplier(
-        lambda s: events.hi_grad_avg_dp(s, Q, CAP, STEPS), EPSILON, DELTA
+        lambda s: events.poisson_of_averaged(s, Q, CAP, STEPS), EPSILON, DELTA
     )
     group = accounting.calibrate_noise_multiplier(
-        lambda s: events.local_group_dp(s, Q, CAP, STEPS), EPSILON, DELTA
+        lambda s: events.poisson_of_several(s, Q, CAP, STEPS), EPSILON, DELTA
     )
     table = np.array(
         [subject.noise_by_group(EPSILON, DELTA, z, Q, STEPS) for z in range(1, CAP + 1)]
@@ -132,19 +132,19 @@ def run(settings: Settings) -> Outcome:
         (
             "sound HiGradAvgDP",
             True,
-            accounting.epsilon(events.hi_grad_avg_dp(hi, Q, CAP, STEPS), DELTA),
+            accounting.epsilon(events.poisson_of_averaged(hi, Q, CAP, STEPS), DELTA),
             constant_noise(hi, True, trials),
         ),
         (
             "sound LocalGroupDP",
             True,
-            accounting.epsilon(events.local_group_dp(group, Q, CAP, STEPS), DELTA),
+            accounting.epsilon(events.poisson_of_several(group, Q, CAP, STEPS), DELTA),
             constant_noise(group, False, trials),
         ),
         (
             "paper_b (HiGradAvgDP, noise of one record)",
             False,
-            accounting.epsilon(events.hi_grad_avg_dp(item, Q, CAP, STEPS), DELTA),
+            accounting.epsilon(events.poisson_of_averaged(item, Q, CAP, STEPS), DELTA),
             constant_noise(item, True, trials),
         ),
         (

@@ -51,7 +51,7 @@ def run(settings: Settings) -> Outcome:
             "local_optimizer": {"name": "adam", "learning_rate": 0.01},
         },
         "model": {"kind": "lstm", "options": {"hidden": hidden, "num_layers": 1}},
-        "mechanism": {"batch_size": 300 if settings.quick else 100, "max_items_per_subject": 60},
+        "mechanism": {"batch_size": 300 if settings.quick else 100, "max_records_per_subject": 60},
         "privacy": {"epsilon": 4.0, "delta": 1e-5},
         "execution": {"microbatch_size": 64},
         "eval": {},

@@ -25,10 +25,10 @@ def run(settings: Settings) -> Outcome:
     rows: list[dict[str, Any]] = []
     for alpha in alphas:
         # A subject's records gather in one silo: the cap must let them in.
-        cap = raw["mechanism"]["max_items_per_subject"] if alpha == 1 else _most(raw)
+        cap = raw["mechanism"]["max_records_per_subject"] if alpha == 1 else _most(raw)
         own = raw | {
             "federation": raw["federation"] | {"partition": "power", "alpha": alpha},
-            "mechanism": raw["mechanism"] | {"max_items_per_subject": cap},
+            "mechanism": raw["mechanism"] | {"max_records_per_subject": cap},
         }
         for item in COMPARED:
             trained = train(settings, own, item, seeds)

@@ -23,7 +23,7 @@ from dpfl_jax.planning import (
     Option,
     Planner,
     Sensitivities,
-    Users,
+    UserStatistics,
     estimate_sensitivities,
     median_group_size,
 )
@@ -122,7 +122,7 @@ def planner(quick: bool, epsilon: float) -> Planner:
     data, _, _, made = start(quick)
     sizes = np.diff(data.train.user_offsets)
     return Planner(
-        Users(len(sizes), sizes=sizes),
+        UserStatistics(len(sizes), sizes=sizes),
         sensitivities(quick),
         epsilon=epsilon,
         delta=float(sizes.sum()) ** -1.1,

@@ -16,7 +16,13 @@ from rich.console import Console
 
 from dpfl_jax.config import load_config
 from dpfl_jax.mesh import make_mesh
-from dpfl_jax.planning import Option, Planner, Users, estimate_sensitivities, median_group_size
+from dpfl_jax.planning import (
+    Option,
+    Planner,
+    UserStatistics,
+    estimate_sensitivities,
+    median_group_size,
+)
 from dpfl_jax.planning.proxy import Trial, run_trials
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.start import starting_params
@@ -127,7 +133,7 @@ def _losses(
     params, _ = starting_params(config, data, model, make_mesh(), quiet)
     norms = estimate_sensitivities(model.loss, params, data.train, GROUPS)
     planner = Planner(
-        Users(len(sizes), sizes=sizes),
+        UserStatistics(len(sizes), sizes=sizes),
         norms,
         epsilon=EPSILON,
         delta=DELTA,

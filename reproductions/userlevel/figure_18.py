@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.config.execution import Execution
+from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import LoopConfig
 from dpfl_jax.training import fit
-from dpfl_jax.training.optimizers import build_optimizer
-from dpfl_jax.training.personalize import personalize
+from dpfl_jax.training.evaluate import personalize
+from dpfl_jax.training.optimizers import make_optimizer
 from reproductions._plots import band, panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, between, less
@@ -52,7 +53,9 @@ def run(settings: Settings) -> Outcome:
         )
         for seed in range(settings.seeds or 3):
             with settings.console.status(f"fine-tuning with {name}, seed {seed}"):
-                optimizer = build_optimizer("adam", small.RATE, config.train.steps)
+                optimizer = make_optimizer(
+                    OptimizerConfig(learning_rate=small.RATE), config.train.steps
+                )
                 tuned = fit(
                     model.loss,
                     params,

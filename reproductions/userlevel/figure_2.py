@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpfl_jax.planning import Planner, Sensitivities, Users
+from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
 from reproductions._plots import panel, ticks
 from reproductions.registry import Claim, Outcome, Settings
 
@@ -23,7 +23,7 @@ BUDGETS = {
 def planner(epsilon: float, decay: float) -> Planner:
     """Users alike, with K examples each."""
     groups = [2**k for k in range(6)]
-    users = Users(USERS, limited={g: USERS * g for g in groups})
+    users = UserStatistics(USERS, limited={g: USERS * g for g in groups})
     return Planner(
         users, Sensitivities.assumed(decay, groups), epsilon=epsilon, delta=DELTA, steps=STEPS
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.planning import Option, Planner, Users
+from dpfl_jax.planning import Option, Planner, UserStatistics
 from reproductions._plots import band, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
@@ -29,7 +29,7 @@ def run(settings: Settings) -> Outcome:
     delta = float(sizes.sum()) ** -1.1
     options: dict[tuple[str, int, int], Option] = {}
     for factor in factors:
-        users = Users(factor * len(sizes), limited={median: factor * left})
+        users = UserStatistics(factor * len(sizes), limited={median: factor * left})
         planner = Planner(
             users,
             small.sensitivities(settings.quick),

@@ -10,10 +10,12 @@ import pytest
 
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, cells, delta, epsilon, events
 from dpfl_jax.accounting.cells import (
-    Contribution,
+    AveragedUnits,
     Everyone,
     NoisedSums,
     OnePass,
+    Sensitivity,
+    SeveralUnits,
     StrategyMatrix,
     TwoStagePoisson,
     cell_of,
@@ -22,23 +24,29 @@ from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import Cyclic, CyclicPoisson, Poisson, RandomAllocation, TruncatedPoisson
 
+WORDS = {
+    None: "one unit",
+    SeveralUnits: "several units",
+    AveragedUnits: "averaged units",
+    Sensitivity: "sensitivity",
+}
 THEORY = pathlib.Path(__file__).parents[2] / "docs" / "theory"
 
 
 def test_the_first_page_shows_every_cell_with_its_page_and_function():
     rows = re.findall(
-        r"^\| (\w+) \| (\w+) \| (one unit|several units) \| (add or remove|replace one) \| "
-        r"\[(\w+)\]\(\5\.md\) \| `(\w+)` \|$",
+        r"^\| (\w+) \| (\w+) \| (one unit|several units|averaged units|sensitivity) \| "
+        r"(add or remove|replace one) \| \[(\w+)\]\(\5\.md\) \| `(\w+)` \|$",
         (THEORY / "README.md").read_text(),
         re.MULTILINE,
     )
     assert rows == [
-        (scheme.__name__, noise, "several units" if several else "one unit", adjacency,
+        (scheme.__name__, noise, WORDS[contribution], adjacency,
          cell.proof, cell.event.__name__)
         for table, adjacency in (
             (cells.TABLE, "add or remove"), (cells._REPLACE_TABLE, "replace one"),
         )
-        for (scheme, noise, several), cell in table.items()
+        for (scheme, noise, contribution), cell in table.items()
         if scheme.__module__.startswith("dpfl_jax.")  # tests add cells of their own
     ]  # fmt: skip
     assert all((THEORY / f"{page}.md").is_file() for *_, page, _ in rows)
@@ -50,12 +58,12 @@ def test_the_first_page_shows_every_cell_with_its_page_and_function():
         (Everyone(), "independent", None, ADD_OR_REMOVE, "take Poisson with independent"),
         (OnePass(), "independent", None, ADD_OR_REMOVE, "nothing is proven of OnePass"),
         (Poisson(0.1), "banded", None, REPLACE, "under replace-one adjacency: take Poisson"),
-        (Poisson(0.1), "independent", Contribution(2), REPLACE, "several .* one of them"),
-        (TwoStagePoisson(0.1, 1.0, 2), "toeplitz", None, ADD_OR_REMOVE, ": take TwoStagePoisson"),
+        (Poisson(0.1), "independent", SeveralUnits(2), REPLACE, "several .* one of them"),
+        (TwoStagePoisson(0.1, 1.0, 2), "full", None, ADD_OR_REMOVE, ": take TwoStagePoisson"),
         (RandomAllocation(4), "banded", None, ADD_OR_REMOVE, ": take RandomAllocation with ind"),
-        (Cyclic(4), "banded", None, ADD_OR_REMOVE, ": take Cyclic with toeplitz noise$"),
-        (Cyclic(4), "independent", Contribution(2), ADD_OR_REMOVE, ": take Poisson with ind"),
-        (Cyclic(4), "toeplitz", Contribution(2), ADD_OR_REMOVE, "toeplitz .* it has one of them$"),
+        (Cyclic(4), "banded", None, ADD_OR_REMOVE, ": take Cyclic with full noise$"),
+        (Cyclic(4), "independent", SeveralUnits(2), ADD_OR_REMOVE, ": take Poisson with ind"),
+        (Cyclic(4), "full", SeveralUnits(2), ADD_OR_REMOVE, "full .* it has one of them$"),
     ],
 )
 def test_an_empty_cell_is_refused_in_a_sentence(scheme, kind, of, relation, words):
@@ -68,10 +76,10 @@ def test_whatever_is_refused_a_cell_that_is_proven_is_named():
     schemes = (*plain, Cyclic(4), CyclicPoisson(0.1, period=4), TwoStagePoisson(0.1, 1.0, 2))
     told = []
     for scheme, kind, units, relation in itertools.product(
-        schemes, ("independent", "banded", "toeplitz"), (None, 1, 3), (ADD_OR_REMOVE, REPLACE)
+        schemes, ("independent", "banded", "full"), (None, 1, 3), (ADD_OR_REMOVE, REPLACE)
     ):
         try:
-            cell_of(scheme, StrategyMatrix(kind=kind), units and Contribution(units), relation)
+            cell_of(scheme, StrategyMatrix(kind=kind), units and SeveralUnits(units), relation)
         except BadInputError as error:
             told.append((str(error), units == 3, relation))
     assert len(told) > 50
@@ -79,7 +87,8 @@ def test_whatever_is_refused_a_cell_that_is_proven_is_named():
         near = re.search(r": take (\w+) with (\w+) noise( where it has one of them)?$", sentence)
         table = cells.TABLE if relation is ADD_OR_REMOVE else cells._REPLACE_TABLE
         known = {(scheme.__name__, noise, more) for scheme, noise, more in table}
-        assert (near[1], near[2], several and near[3] is None) in known, sentence
+        more = SeveralUnits if several and near[3] is None else None
+        assert (near[1], near[2], more) in known, sentence
 
 
 # ---- what the identity is, too -------------------------------------------------------------------
@@ -100,7 +109,7 @@ def test_turns_with_independent_noise_cost_as_many_gaussians():
 @pytest.mark.parametrize("scheme", [Cyclic(2), CyclicPoisson(0.4, period=2)])
 def test_turns_with_independent_noise_by_monte_carlo(scheme):
     """Five steps: who has the first turn attains what is stated, who has any no more."""
-    sigma, prob = 1.3, getattr(scheme, "prob", 1.0)
+    sigma, prob = 1.3, getattr(scheme, "sampling_prob", 1.0)
     y = np.random.default_rng(0).normal(size=(400_000, 5))
     likelihood = 1 - prob + prob * np.exp(y / sigma - 0.5 / sigma**2)
     first, second = likelihood[:, ::2].prod(axis=1), likelihood[:, 1::2].prod(axis=1)
@@ -119,7 +128,7 @@ def test_turns_with_independent_noise_by_monte_carlo(scheme):
 @pytest.mark.parametrize(
     ("scheme", "matrix"),
     [
-        (Cyclic(4), StrategyMatrix((1.0, 0.5, 0.25), "toeplitz")),
+        (Cyclic(4), StrategyMatrix((1.0, 0.5, 0.25), "full")),
         (CyclicPoisson(0.2, period=4), StrategyMatrix((1.0, 0.5), "banded")),
         *(
             (s, StrategyMatrix())
@@ -128,14 +137,14 @@ def test_turns_with_independent_noise_by_monte_carlo(scheme):
     ],
 )
 def test_a_privacy_unit_of_one_drawn_unit_is_what_is_drawn(scheme, matrix):
-    one, drawn = (NoisedSums(scheme, 2.0, 9, 90, matrix, of) for of in (Contribution(1), None))
+    one, drawn = (NoisedSums(scheme, 2.0, 9, 90, matrix, of) for of in (SeveralUnits(1), None))
     assert one.event() == drawn.event()
 
 
 @pytest.mark.parametrize("units", [1, 2, 5])
-def test_everyone_moves_the_sum_by_all_its_units(units):
+def test_everyone_moves_the_sum_by_its_sensitivity(units):
     """Against dp_accounting's own Gaussian of that sensitivity, at every step."""
-    sums = NoisedSums(Everyone(), 7.0, 12, 1, contribution=Contribution(units))
+    sums = NoisedSums(Everyone(), 7.0, 12, 1, contribution=Sensitivity(units))
     plain = dp_accounting.pld.PLDAccountant()
     plain.compose(dp_accounting.GaussianDpEvent(7.0 / units), 12)
     assert epsilon(sums.event(), 1e-5) == pytest.approx(plain.get_epsilon(1e-5), rel=1e-4)

@@ -11,6 +11,7 @@ from dpfl_jax.accounting import events
 from dpfl_jax.accounting.closed_forms import subject
 
 DELTA = 1e-5
+averaged, several = events.poisson_of_averaged, events.poisson_of_several
 # A FEMNIST-like silo: 31,719 records, batch 512, at most 9 records a subject, 62 local steps.
 Q, K, T = 512 / 31719, 9, 62
 
@@ -35,7 +36,7 @@ def test_golden_noise(setting, golden):
     records, batch, k, t, r, silos, epsilon = setting
     q = batch / records
     found = []
-    for make in (events.hi_grad_avg_dp, events.local_group_dp):
+    for make in (averaged, several):
         for copies in (1, silos):
             silo = lambda s, make=make: make(s, q, k, t * r)  # noqa: E731
             found.append(
@@ -45,7 +46,7 @@ def test_golden_noise(setting, golden):
 
 
 def test_recomputed_golden_value_is_dp_accountings_own():
-    event = events.horizontal([events.hi_grad_avg_dp(23.03, 512 / 25375, 8, 50 * 25)] * 16)
+    event = events.horizontal([averaged(23.03, 512 / 25375, 8, 50 * 25)] * 16)
     accountant = PLDAccountant(value_discretization_interval=1e-4)
     accountant.compose(event)
     assert accountant.get_epsilon(DELTA) == pytest.approx(4.0, rel=1e-3)
@@ -54,10 +55,7 @@ def test_recomputed_golden_value_is_dp_accountings_own():
 
 def test_one_record_per_subject_is_the_record_level_value():
     q = 64 / 2000
-    values = [
-        noise(lambda s, make=make: make(s, q, 1, 200), 4)
-        for make in (events.hi_grad_avg_dp, events.local_group_dp)
-    ]
+    values = [noise(lambda s, make=make: make(s, q, 1, 200), 4) for make in (averaged, several)]
     values.append(noise(lambda s: events.poisson(s, q, 200), 4))
     assert values == pytest.approx([0.879] * 3, rel=1e-3)
     assert max(values) - min(values) <= 1e-5
@@ -65,21 +63,11 @@ def test_one_record_per_subject_is_the_record_level_value():
 
 def test_sound_noise_of_the_large_setting():
     assert noise(lambda s: events.poisson(s, Q, T * 100), 4) == pytest.approx(1.553, rel=1e-3)
-    assert noise(lambda s: events.hi_grad_avg_dp(s, Q, K, T * 100), 4) == pytest.approx(
-        11.636, rel=1e-3
-    )
-    assert noise(lambda s: events.local_group_dp(s, Q, K, T * 100), 4) == pytest.approx(
-        12.412, rel=1e-3
-    )
-    assert noise(lambda s: events.hi_grad_avg_dp(s, Q, K, T * 100 * 16), 4) == pytest.approx(
-        46.41, rel=1e-3
-    )
-    assert noise(lambda s: events.hi_grad_avg_dp(s, Q, K, T * 25 * 16), 4) == pytest.approx(
-        23.22, rel=1e-3
-    )
-    assert noise(lambda s: events.local_group_dp(s, Q, K, T * 25 * 16), 4) == pytest.approx(
-        24.76, rel=1e-3
-    )
+    assert noise(lambda s: averaged(s, Q, K, T * 100), 4) == pytest.approx(11.636, rel=1e-3)
+    assert noise(lambda s: several(s, Q, K, T * 100), 4) == pytest.approx(12.412, rel=1e-3)
+    assert noise(lambda s: averaged(s, Q, K, T * 100 * 16), 4) == pytest.approx(46.41, rel=1e-3)
+    assert noise(lambda s: averaged(s, Q, K, T * 25 * 16), 4) == pytest.approx(23.22, rel=1e-3)
+    assert noise(lambda s: several(s, Q, K, T * 25 * 16), 4) == pytest.approx(24.76, rel=1e-3)
     assert noise(lambda s: events.user_ldp(s, T * 100), 4) == pytest.approx(170.26, rel=1e-3)
     assert noise(lambda s: events.user_ldp(s, T * 100, sensitivity=1.0), 4) == pytest.approx(
         85.13, rel=1e-3
@@ -89,13 +77,10 @@ def test_sound_noise_of_the_large_setting():
 def test_batch_caps_interpolate_between_the_two_mechanisms():
     # Grid of 1e-3 in the reference: good to about 0.2 %.
     found = [
-        noise(lambda s, c=cap: events.local_group_dp(s, Q, 100, T * 100, c), 4)
-        for cap in (1, 2, 3, 6, None)
+        noise(lambda s, c=cap: several(s, Q, 100, T * 100, c), 4) for cap in (1, 2, 3, 6, None)
     ]
     assert found == pytest.approx([68.42, 109.5, 128.2, 137.4, 137.45], rel=2e-3)
-    assert found[0] == pytest.approx(
-        noise(lambda s: events.hi_grad_avg_dp(s, Q, 100, T * 100), 4), rel=2e-5
-    )
+    assert found[0] == pytest.approx(noise(lambda s: averaged(s, Q, 100, T * 100), 4), rel=2e-5)
 
 
 def test_group_formula_and_its_tight_form_by_hand():
@@ -116,27 +101,25 @@ def test_group_noise_golden_and_never_below_the_tight_event():
     # With the right group (K) the lemma is sound: the mixture never asks for more.
     for size in (2, 4, 9):
         lemma = subject.noise_by_group(4, DELTA, size, Q, T * 100, tight=True)
-        mixture = noise(lambda s, size=size: events.local_group_dp(s, Q, size, T * 100), 4)
+        mixture = noise(lambda s, size=size: several(s, Q, size, T * 100), 4)
         assert mixture <= lemma * (1 + 1e-4)
 
 
 def test_batch_group_size_is_not_a_bound():
     sigma_3 = subject.noise_by_group(4, DELTA, 3, Q, T * 100)
-    one = accounting.epsilon(events.local_group_dp(sigma_3, Q, K, T * 100), DELTA)
-    many = accounting.epsilon(events.local_group_dp(sigma_3, Q, K, T * 25 * 16), DELTA)
+    one = accounting.epsilon(several(sigma_3, Q, K, T * 100), DELTA)
+    many = accounting.epsilon(several(sigma_3, Q, K, T * 25 * 16), DELTA)
     assert one == pytest.approx(13.9, rel=5e-3)
     assert many == pytest.approx(34.9, rel=5e-3)
     assert one > 3 * 4.0
 
 
 def test_item_fraction_for_hi_grad_is_not_a_bound_and_k_times_it_is():
-    assert accounting.epsilon(events.hi_grad_avg_dp(1.553, Q, K, T * 100), DELTA) == pytest.approx(
+    assert accounting.epsilon(averaged(1.553, Q, K, T * 100), DELTA) == pytest.approx(
         60.0, rel=2e-3
     )
-    assert accounting.epsilon(events.local_group_dp(1.553, Q, K, T * 100), DELTA) == pytest.approx(
-        68.9, rel=2e-3
-    )
-    event = events.horizontal([events.hi_grad_avg_dp(1.553, Q, K, T * 25)] * 16)
+    assert accounting.epsilon(several(1.553, Q, K, T * 100), DELTA) == pytest.approx(68.9, rel=2e-3)
+    event = events.horizontal([averaged(1.553, Q, K, T * 25)] * 16)
     assert accounting.epsilon(event, DELTA) == pytest.approx(175.6, rel=2e-3)
     exact = subject.hi_grad_fraction(Q, K)
     assert exact == pytest.approx(0.13624, abs=1e-5)
@@ -150,7 +133,7 @@ def test_square_root_of_silos_is_not_a_bound_and_the_quotient_is():
     assert [subject.rounds_printed(rounds, 16) for rounds in (100, 200)] == [25, 50]
 
     def run(rounds):
-        event = events.horizontal([events.hi_grad_avg_dp(11.636, Q, K, T * rounds)] * 16)
+        event = events.horizontal([averaged(11.636, Q, K, T * rounds)] * 16)
         return accounting.epsilon(event, DELTA)
 
     assert run(25) == pytest.approx(9.07, rel=2e-3)
@@ -163,7 +146,7 @@ def test_norm_is_not_the_sensitivity_of_user_ldp():
 
 
 def test_heterogeneous_silos_compose():
-    silos = [events.local_group_dp(12.0, q, k, 200) for q, k in ((0.016, 9), (0.03, 4), (0.1, 2))]
+    silos = [several(12.0, q, k, 200) for q, k in ((0.016, 9), (0.03, 4), (0.1, 2))]
     together = accounting.epsilon(events.horizontal(silos), DELTA)
     alone = [accounting.epsilon(event, DELTA) for event in silos]
     assert max(alone) < together < sum(alone)

@@ -264,14 +264,14 @@ def test_the_event_is_of_the_budget_and_until_then_of_the_steps():
     sigma, prob, least, delta = 1.2, 0.1, 30, 1e-5
     order = best_order(events.uls(sigma, prob, least), delta)
     assert order in ORDERS
-    event = events.filtered(sigma, prob, least, order, 200)
-    assert events.filtered(sigma, prob, least, order, 30) == events.uls(sigma, prob, 30)
+    event = events.individual(sigma, prob, least, order, 200)
+    assert events.individual(sigma, prob, least, order, 30) == events.uls(sigma, prob, 30)
     assert event_types.from_json(event_types.to_json(event)) == event
     told = accounting.epsilon(event, delta, accountant=accounting.accountant_of(event))
     every_order = accounting.epsilon(events.uls(sigma, prob, least), delta, accountant="rdp")
     assert told == pytest.approx(every_order, rel=1e-9)
     assert told > accounting.epsilon(events.uls(sigma, prob, least), delta)  # Renyi is looser
-    worse = events.filtered(sigma, prob, least, 2.0 * order, 200)
+    worse = events.individual(sigma, prob, least, 2.0 * order, 200)
     assert accounting.epsilon(worse, delta, accountant="rdp") > told
     found = RenyiFilter.of(sigma, prob, least, order)
     own = found.epsilons(np.array([0, found.budget // 2, found.budget]), delta)
@@ -282,7 +282,7 @@ def test_the_event_is_of_the_budget_and_until_then_of_the_steps():
 
 def test_with_everybody_in_every_step_it_is_one_gaussian():
     """Koskela, Tobaben and Honkela 2023: no order, no slack."""
-    event = events.filtered(4.0, 1.0, 30, 7.0, 200)
+    event = events.individual(4.0, 1.0, 30, 7.0, 200)
     assert accounting.accountant_of(event) == "pld"
     assert accounting.epsilon(event, 1e-5) == accounting.epsilon(events.gaussian(4.0, 30), 1e-5)
     costs = np.array(RenyiFilter.of(4.0, 1.0, 30, 7.0).costs[0])
@@ -293,7 +293,7 @@ def test_with_everybody_in_every_step_it_is_one_gaussian():
 
 def test_of_several_examples_it_is_that_of_a_whole_group():
     """With everybody in every step, one Gaussian of a group's; one example is a user."""
-    event = events.filtered(4.0, 1.0, 30, 7.0, 200, group_size=3)
+    event = events.individual(4.0, 1.0, 30, 7.0, 200, group_size=3)
     assert accounting.epsilon(event, 1e-5) == pytest.approx(
         accounting.epsilon(events.gaussian(4.0 / 3.0, 30), 1e-5), rel=1e-9
     )
@@ -301,9 +301,9 @@ def test_of_several_examples_it_is_that_of_a_whole_group():
     squares = np.outer(np.array([1, 2, 3]) ** 2 / 9, 2.0 ** (-np.arange(LEVELS) / 2))
     assert (costs >= squares - 1e-14).all()
     np.testing.assert_allclose(costs, squares, rtol=1e-3, atol=1e-8)
-    event = events.filtered(2.0, 0.1, 30, 7.0, 200, group_size=3)
+    event = events.individual(2.0, 0.1, 30, 7.0, 200, group_size=3)
     assert event_types.from_json(event_types.to_json(event)) == event
-    assert events.filtered(2.0, 0.1, 30, 7.0, 30, group_size=3) == events.els(2.0, 0.1, 3, 30)
+    assert events.individual(2.0, 0.1, 30, 7.0, 30, group_size=3) == events.els(2.0, 0.1, 3, 30)
     told = accounting.epsilon(event, 1e-5, accountant=accounting.accountant_of(event))
     found = RenyiFilter.of(2.0, 0.1, 30, 7.0, 3)
     assert found.epsilons(np.array([found.budget]), 1e-5)[0] == pytest.approx(told, rel=1e-9)
@@ -312,10 +312,10 @@ def test_of_several_examples_it_is_that_of_a_whole_group():
 
 
 def test_without_noise_there_is_no_guarantee():
-    event = events.filtered(0.0, 0.1, 30, 4.0, 200)
+    event = events.individual(0.0, 0.1, 30, 4.0, 200)
     assert accounting.epsilon(event, 1e-5, accountant="rdp") == math.inf
     with pytest.raises(BadInputError, match="order of a filter is 1"):
-        accounting.epsilon(events.filtered(1.0, 0.1, 30, 1.0, 200), 1e-5, accountant="rdp")
+        accounting.epsilon(events.individual(1.0, 0.1, 30, 1.0, 200), 1e-5, accountant="rdp")
     for sigma in (1e-6, 1e-3):
         with pytest.raises(BadInputError, match="raise the noise"):
             RenyiFilter.of(sigma, 0.1, 30, 50.0)

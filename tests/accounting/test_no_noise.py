@@ -46,7 +46,7 @@ EVENTS = {
     "two-stage": (lambda x: TwoStageSampledDpEvent(0.5, poisson(gaussian(x)), 3), ADD_OR_REMOVE),
     "fixed size": (lambda x: FixedSizeGaussianDpEvent(100, 10, x), REPLACE),
     "els": (lambda x: events.els(x, 0.1, 5, 3), ADD_OR_REMOVE),
-    "local group": (lambda x: events.local_group_dp(x, 0.1, 5, 3, 2), ADD_OR_REMOVE),
+    "local group": (lambda x: events.poisson_of_several(x, 0.1, 5, 3, 2), ADD_OR_REMOVE),
     "approximate": (
         lambda x: ApproximateDpEvent(1.0 / x if x else math.inf, 1e-9),
         ADD_OR_REMOVE,

@@ -15,7 +15,7 @@ STEPS = 3
 
 def cost(inside):
     count = {"canaries": len(inside), "inside": int(inside.sum())}
-    return {"told": ["nothing"], "texts": 0, "texts_inside": 0} | count
+    return {"sentences": ["nothing"], "texts": 0, "texts_inside": 0} | count
 
 
 def stated(sigma=2.0):

@@ -36,7 +36,7 @@ def test_planted_bugs_are_seen(bug):
     "els",
     "local_item",
     "hi_grad_avg",
-    "local steps",
+    "user updates",
     "smallest budget",
     "isrl",
 )

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import pods
 from benchmarks._pod_row import turns
 from dpfl_jax.cli.main import main
-from dpfl_jax.training.collectives import collectives
+from dpfl_jax.training.slices import collectives
 
 SMALL = {"vocab_size": 300, "num_layers": 1, "embed_dim": 32, "num_heads": 2}
 

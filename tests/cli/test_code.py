@@ -10,7 +10,7 @@ import yaml
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError, imported
-from dpfl_jax.training.trained import read_run
+from dpfl_jax.training.export import read_run
 from tests.statements import SOUND, finished
 
 RUNS = "open('ran', 'a').write(__name__)\n"

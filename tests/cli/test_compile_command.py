@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.training.collectives import collectives
-from dpfl_jax.training.slices import largest_that_fits
+from dpfl_jax.training.slices import collectives, largest_that_fits
 
 CONFIG = """
 name: small

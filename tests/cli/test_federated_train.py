@@ -26,7 +26,7 @@ CONFIG = {
         "server_optimizer": {"name": "sgd", "learning_rate": 1.0, "options": {"momentum": 0.1}},
     },
     "model": {"kind": "mlp", "options": {"hidden": [8]}},
-    "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},
+    "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_records_per_subject": 3},
     "privacy": {"epsilon": 8.0, "delta": 1e-4},
     "train": {"checkpoint_every": 2, "eval_every": 3},
     "execution": {"microbatch_size": 16},

@@ -14,11 +14,11 @@ from dpfl_jax.cli.main import build_parser, main
 from dpfl_jax.config import load_config
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import load_dataset
-from dpfl_jax.mechanisms.candidates import at_budget
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import fingerprint, load_checkpoint, read_config, save_checkpoint
 from dpfl_jax.models.params import flat_paths
+from dpfl_jax.planning.candidates import at_budget
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import data_section
 

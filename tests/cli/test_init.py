@@ -90,6 +90,8 @@ def test_an_unknown_name_and_a_folder_that_is_not_there(capsys):
     assert main(["init", "isrl/quikstart"]) == 2
     error = capsys.readouterr().err
     assert "did you mean 'isrl/quickstart'?" in error
+    assert main(["init", "xyz"]) == 2
+    error = capsys.readouterr().err
     assert all(name in error for name in NAMES)
     assert main(["init", "--out", "absent/mine.yaml"]) == 2
     assert "absent/mine.yaml cannot be written" in capsys.readouterr().err

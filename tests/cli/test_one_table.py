@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.run.baseline import BASELINE_CAVEAT, WITHOUT_PRIVACY
+from dpfl_jax.run.pipeline import BASELINE_CAVEAT, WITHOUT_PRIVACY
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "table"
 SILOS = ("basel", "geneva", "zurich")
@@ -93,7 +93,9 @@ def test_a_tab_separated_one_is_shown_beside_a_run_without_privacy(
         said = capsys.readouterr()
         reports.append(json.loads(said.out.strip().splitlines()[-1]))
         if name != "uls":
-            assert "noise on a round's averaged update is about" in " ".join(said.err.split())
+            assert "noise over signal (the largest possible update): about" in " ".join(
+                said.err.split()
+            )
     alone, both = reports
     assert both["eval"] == alone["eval"]
     assert both["privacy"]["epsilon"] == alone["privacy"]["epsilon"]

@@ -87,10 +87,10 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments):
 
 
 @pytest.mark.nightly
-def test_of_devices_it_counts_local_epochs_and_leaves_examples_out(capsys, tmp_path):
+def test_of_devices_it_counts_user_epochs_and_leaves_examples_out(capsys, tmp_path):
     """From statistics alone: no data are read."""
     out = tmp_path / "planned.yaml"
-    local = {"local_learning_rate": 0.5, "local_batch_size": 2, "local_epochs": 3}
+    local = {"user_learning_rate": 0.5, "user_batch_size": 2, "user_epochs": 3}
     mechanism = {"kind": "uls", "group_size": 2, "cohort_size": 32, **local}
     file = tmp_path / "devices.yaml"
     base = yaml.safe_load((CONFIGS / "userlevel" / "stackoverflow_uls.yaml").read_text())
@@ -110,7 +110,7 @@ def test_of_devices_it_counts_local_epochs_and_leaves_examples_out(capsys, tmp_p
     assert {name: written[name] for name in local} == local
     flops = []
     for epochs in (1, 3):
-        change = [f"mechanism.local_epochs={epochs}", "--dry-run", "--json"]
+        change = [f"mechanism.user_epochs={epochs}", "--dry-run", "--json"]
         assert main(["train", str(file), *change]) == 0
         flops.append(json.loads(capsys.readouterr().out.splitlines()[-1])["training_flops"])
     assert flops[1] == 3 * flops[0]

@@ -66,7 +66,7 @@ def test_its_export_opens_in_transformers(run, tmp_path, capsys):
     assert ids[0, 0] == theirs.config.bos_token_id
     with torch.no_grad():
         logits = theirs(ids).logits[0].numpy()
-    from dpfl_jax.training.trained import load_trained
+    from dpfl_jax.training.export import load_trained
 
     mine = load_trained(folder)
     np.testing.assert_array_equal(ids[0, 1:], mine.tokenizer.encode("My lord, I am"))

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.federation.personal.records import COLUMNS
+from dpfl_jax.federation.personal import COLUMNS
 
 pytest.importorskip("sklearn")
 
@@ -17,7 +17,7 @@ CONFIG = {
     "data": {"source": "breast_cancer", "validation_fraction": 0.34},
     "federation": {"silos": 3, "rounds": 3, "local_steps": 2, "participation_prob": 0.7},
     "model": {"kind": "logistic"},
-    "mechanism": {"kind": "rpdp", "max_items_per_subject": 1},
+    "mechanism": {"kind": "rpdp", "max_records_per_subject": 1},
     "privacy": {"noise_multiplier": 2.0, "delta": 1e-3, "policy": "uniform"},
 }
 

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.flower.silo import Silo, read_key, read_silo_config
+from dpfl_jax.flower.silo import SiloClient
+from dpfl_jax.flower.silo_folder import read_key, read_silo_config
 from dpfl_jax.flower.wire import pack
 from tests.flower.studies import ISRL, study, write_tables
 
@@ -34,7 +35,7 @@ def test_a_folder_is_made_and_checked(place, config, capsys):
     assert main(["silo", "check", "bern", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["name"] == "bern"
-    assert 0 < found["told"]["num_records"] <= 60
+    assert 0 < found["sent"]["num_records"] <= 60
     assert found["runs"] == {}
     secret = (place / "bern/private/root_key").read_text()
     assert init(config) == 2  # a key has no second life
@@ -81,7 +82,7 @@ def test_names_of_files_are_quoted(place):
 
 def test_no_request_breaks_the_check(place, capsys):
     init()
-    silo = Silo(place / "bern")
+    silo = SiloClient(place / "bern")
     silo.answer(pack({"kind": "round", "run": "[/x] \x1b[2J"}))
     silo.close()
     assert main(["silo", "check", "bern"]) == 0

@@ -132,7 +132,7 @@ def test_sigterm_saves_and_the_run_goes_on(finished, workspace, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 1
-    assert "goes on from there" in errors
+    assert "resumes from there" in errors
     report = json.loads((run_dir / "report.json").read_text())
     assert report["status"] == "interrupted"
     assert report["steps"] < 12

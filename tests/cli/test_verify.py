@@ -16,10 +16,9 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config.load import validate_config
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, worst_guarantee
 from dpfl_jax.federation.mechanisms import SiloFacts, hi_grad_avg
-from dpfl_jax.federation.silo_statement import federated_statement
 from dpfl_jax.mechanisms import Calibrated, Population, els, uls
 from tests.run.silo_configs import SILOS
 from tests.statements import EXTRA, SOUND, central, federated, finished, personal
@@ -605,7 +604,11 @@ def central_config(kind, **mechanism):
 
 def federated_config(kind, **mechanism):
     made = copy.deepcopy(SILOS["federated"])
-    made["mechanism"] = {"kind": kind, "sampling_prob": 0.2, "max_items_per_subject": 3} | mechanism
+    made["mechanism"] = {
+        "kind": kind,
+        "sampling_prob": 0.2,
+        "max_records_per_subject": 3,
+    } | mechanism
     made["federation"] |= {"silos": 3, "rounds": 2}
     return made
 

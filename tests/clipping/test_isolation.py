@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 
 STRATEGIES = ["vmap", "scan", "ghost", "auto"]

@@ -159,8 +159,8 @@ def test_a_large_weight_that_is_copied_is_warned_of():
     f = clipped_grad(masked_loss, clip_norm=1.0, strategy="ghost")
     found = f.explain(params, jnp.ones((4, 400)))
     assert found.summary == (
-        "norms of 1 of 3 parameters by book-keeping, of 2 from a copy for each unit; "
-        f"{found.arithmetic:.2f} times the arithmetic without privacy"
+        "ghost clipping: norms of 1 of 3 parameters by book-keeping, of 2 from a copy for each "
+        f"unit; {found.arithmetic:.2f} times the arithmetic without privacy"
     )
     assert "'w' (400, 800) is copied" in found.fallback(4)
     assert "4.88 MiB" in found.fallback(4)  # 4 units, 400 x 800 float32
@@ -197,4 +197,4 @@ def test_biases_and_small_copies_are_not_warned_of():
     assert found.fallback(3) is None
     scan = clipped_grad(plain, clip_norm=1.0, strategy="scan")
     found = scan.explain({"w": jnp.ones((4, 2)), "b": jnp.ones(2)}, jnp.ones((64, 4)))
-    assert found.summary.endswith("from the gradient of each unit (scan, 1 at a time)")
+    assert found.summary.endswith("is formed and clipped (scan, 1 at a time)")

@@ -11,7 +11,7 @@ from neighbours import removed
 
 from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention
-from dpfl_jax.training.collectives import collectives
+from dpfl_jax.training.slices import collectives
 
 MODEL = LanguageModel(
     TransformerConfig(num_layers=2, embed_dim=64, num_heads=4, vocab_size=128, remat="none")

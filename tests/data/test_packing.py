@@ -18,7 +18,7 @@ from dpfl_jax.data.packing import (
 from dpfl_jax.data.pipeline import Pipeline
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, uls
-from dpfl_jax.mechanisms.batches import check_packing
+from dpfl_jax.mechanisms.plan.batches import check_packing
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
 

@@ -147,7 +147,7 @@ def test_errors(folder, tmp_path):
 def test_silos_take_a_store_made_from_tfds(folder, tmp_path):
     """Images with labels from any builder: the users of the store are the subjects."""
     from dpfl_jax.data import DataConfig
-    from dpfl_jax.federation.subjects import load_subjects
+    from dpfl_jax.federation.partition import load_subjects
 
     source = tfds_source(folder, "author")
     plan = BuildPlan(source.schema, tokenizer=None)

@@ -53,7 +53,7 @@ def make_data(records=200, subjects=30, silos=5, cap=3, how="power", seed=0, onl
     return FederatedData.from_assignment(ArrayRecords(arrays), subject, silo, silos, keep=keep)
 
 
-COMMON = {"batch_size": 12, "max_items_per_subject": 3, "clip_norm": 0.7}
+COMMON = {"batch_size": 12, "max_records_per_subject": 3, "clip_norm": 0.7}
 MECHANISMS = {
     "fed_avg": lambda **k: fed_avg(**COMMON | k),
     "local_item": lambda **k: local_item(**COMMON | k),

@@ -61,7 +61,7 @@ def test_advice_is_the_first_value_that_would_do():
         return changed
 
     (line,) = advice(swamped, knobs, would_be)
-    assert "over 100 rounds 3 times" in line
+    assert "3 over all 100 rounds" in line
     assert "a=2 (0.4)" in line
     assert "b=" not in line
     assert "no single change" in advice(swamped, knobs[1:], would_be)[0]

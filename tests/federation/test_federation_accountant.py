@@ -44,7 +44,7 @@ def uniform(make, records, silos, steps, rounds, reach=None, cohort=None, **kwar
 )
 def test_golden_noise_of_a_federation(make, reach, golden):
     """n_i=2000, B=64, K=10, T=20, R=10, 4 silos, (4, 1e-5): composed over 4 silos, and over one."""
-    federation = uniform(make, 2000, 4, 20, 10, reach, batch_size=64, max_items_per_subject=10)
+    federation = uniform(make, 2000, 4, 20, 10, reach, batch_size=64, max_records_per_subject=10)
     made = calibrate_federation(federation, 4.0, DELTA)
     sigmas = {plan.sigma for plan in made.silos}
     assert len(sigmas) == 1
@@ -55,7 +55,7 @@ def test_golden_noise_of_a_federation(make, reach, golden):
 
 
 def test_local_item_protects_records_and_its_subjects_pay_more():
-    federation = uniform(local_item, 2000, 4, 20, 10, batch_size=64, max_items_per_subject=10)
+    federation = uniform(local_item, 2000, 4, 20, 10, batch_size=64, max_records_per_subject=10)
     made = calibrate_federation(federation, 4.0, DELTA)
     assert made.silos[0].sigma == pytest.approx(0.879, rel=2e-3)
     assert federated_epsilon(made, DELTA) <= 4.0
@@ -65,7 +65,7 @@ def test_local_item_protects_records_and_its_subjects_pay_more():
 def heterogeneous(sizes, reach, cohort=None, make=hi_grad_avg, **kwargs):
     plans = tuple(
         SiloPlan(
-            make(batch_size=32, max_items_per_subject=1 + i % 3, **kwargs),
+            make(batch_size=32, max_records_per_subject=1 + i % 3, **kwargs),
             SiloFacts(n, max(n // 3, 1)),
             4 + i,
         )
@@ -93,7 +93,7 @@ def test_unequal_silos_meet_the_target_and_not_by_much(mode, reach):
 def test_silos_that_form_a_chain_need_no_envelope():
     plans = tuple(
         SiloPlan(
-            hi_grad_avg(sampling_prob=q, max_items_per_subject=2),
+            hi_grad_avg(sampling_prob=q, max_records_per_subject=2),
             SiloFacts(100, 50),
             3,
             noise_multiplier=2.0,
@@ -115,7 +115,7 @@ def test_many_kinds_of_silos_are_accounted_in_classes_never_below():
     sizes = [200 + 7 * i for i in range(40)]
     plans = tuple(
         SiloPlan(
-            hi_grad_avg(batch_size=20, max_items_per_subject=2),
+            hi_grad_avg(batch_size=20, max_records_per_subject=2),
             SiloFacts(n, n // 2),
             2,
             noise_multiplier=3.0,
@@ -130,7 +130,7 @@ def test_many_kinds_of_silos_are_accounted_in_classes_never_below():
 def test_many_unequal_silos_each_meet_the_target_with_few_accountings(monkeypatch):
     """Fewer than two accountings for each class of silos, and none for a silo."""
     monkeypatch.setenv("DPFL_CACHE_DIR", "off")
-    mechanism = hi_grad_avg(batch_size=32, max_items_per_subject=2)
+    mechanism = hi_grad_avg(batch_size=32, max_records_per_subject=2)
     sizes = range(1000, 1700, 10)
     plans = tuple(SiloPlan(mechanism, SiloFacts(n, n // 3), 1) for n in sizes)
     made_of = Federation(plans, 3, 1)
@@ -147,7 +147,7 @@ def test_many_unequal_silos_each_meet_the_target_with_few_accountings(monkeypatc
 def test_many_unequal_silos_of_one_subject_meet_the_target_with_few_accountings(monkeypatch):
     """Of the whole federation at most two: it is what costs most."""
     monkeypatch.setenv("DPFL_CACHE_DIR", "off")
-    mechanism = hi_grad_avg(batch_size=32, max_items_per_subject=2)
+    mechanism = hi_grad_avg(batch_size=32, max_records_per_subject=2)
     sizes = range(200, 200 + 70 * 97, 97)
     plans = tuple(SiloPlan(mechanism, SiloFacts(n, n // 3), 2) for n in sizes)
     whole = []
@@ -180,7 +180,7 @@ def test_a_bad_guess_changes_no_calibration():
 
 def test_cohorts_bound_how_many_silos_meet_in_a_round():
     all_silos = uniform(
-        hi_grad_avg, 500, 8, 5, 10, batch_size=20, max_items_per_subject=3, noise_multiplier=4.0
+        hi_grad_avg, 500, 8, 5, 10, batch_size=20, max_records_per_subject=3, noise_multiplier=4.0
     )
     some = dataclasses.replace(all_silos, cohort=FixedSize(2))
     two = dataclasses.replace(all_silos, max_silos_per_subject=2)
@@ -208,7 +208,7 @@ def test_subject_sampling_does_not_depend_on_the_cap():
                 4,
                 5,
                 sampling_prob=0.1,
-                max_items_per_subject=k,
+                max_records_per_subject=k,
                 noise_multiplier=1.5,
                 group_size=2,
             ),

@@ -10,14 +10,14 @@ from rich.console import Console
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import validate_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.choice import by_reach, choices, other_steps
+from dpfl_jax.federation.choice import by_reach, federated_options, other_steps
 from dpfl_jax.federation.federated_run import prepare
 
 CONFIG = {
     "data": {"source": "digits", "records_per_user": 6},
     "federation": {"silos": 4, "rounds": 8, "local_steps": 2},
     "model": {"kind": "mlp", "options": {"hidden": [8]}},
-    "mechanism": {"kind": "hi_grad_avg", "batch_size": 30, "max_items_per_subject": 2},
+    "mechanism": {"kind": "hi_grad_avg", "batch_size": 30, "max_records_per_subject": 2},
     "privacy": {"epsilon": 8.0, "delta": 1e-4},
 }
 QUIET = Console(quiet=True)
@@ -35,7 +35,7 @@ def ready():
 
 @pytest.fixture(scope="module")
 def found(ready):
-    return list(choices(ready))
+    return list(federated_options(ready))
 
 
 def test_each_choice_is_what_its_configuration_would_run(ready, found):
@@ -64,7 +64,7 @@ def test_as_configured_is_one_of_them(ready, found):
 def test_no_target_is_refused():
     open_ended = prepared(privacy={"noise_multiplier": 1.0, "delta": 1e-4})
     with pytest.raises(BadInputError, match="the target is not set"):
-        next(choices(open_ended))
+        next(federated_options(open_ended))
 
 
 def test_the_command_writes_what_it_recommends(tmp_path, capsys):

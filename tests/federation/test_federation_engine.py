@@ -42,7 +42,7 @@ def run_round(federation, data, devices=1, width=1, optimizer=None, poison=(), *
         federation.mechanism, loss_fn, optimizer or optax.sgd(0.1), mesh, width=width
     )
     total = None
-    for part in builder.pieces(0):
+    for part in builder.chunks(0):
         chunk = builder.build(0, part).chunk
         if poison:
             stddev = np.array(chunk.stddev)
@@ -128,7 +128,7 @@ def test_noise_alone_has_the_stddev_of_every_silo():
     data = make_data()
     plans = tuple(
         SiloPlan(
-            local_item(batch_size=10, max_items_per_subject=3, clip_norm=0.5),
+            local_item(batch_size=10, max_records_per_subject=3, clip_norm=0.5),
             SiloFacts.of(silo),
             1,
             noise_multiplier=s,
@@ -210,7 +210,7 @@ def test_cohorts_are_drawn_by_round_and_empty_ones_are_rounds():
 def test_a_plan_that_the_data_do_not_keep_is_refused():
     data = make_data(cap=3, how="uniform")
     with pytest.raises(BadInputError, match="cap the data"):
-        make_federation(data, MECHANISMS["hi_grad_avg"], max_items_per_subject=2).check(data)
+        make_federation(data, MECHANISMS["hi_grad_avg"], max_records_per_subject=2).check(data)
     federation = make_federation(data, MECHANISMS["hi_grad_avg"])
     federation.check(data)
     with pytest.raises(BadInputError, match="max_silos_per_subject"):
@@ -263,7 +263,7 @@ def test_each_record_of_a_local_step_has_its_own_key():
     assert_close(one, trained(noisy, 8, 2))
     assert np.abs(one["b"] - trained(loss_fn, 1, 4)["b"]).max() > 1e-3
     builder = RoundBuilder(federation, data, KEY, data_parallel_mesh(), loss_keys=True)
-    (silos,) = builder.pieces(0)
+    (silos,) = builder.chunks(0)
     chunk = builder.build(0, silos).chunk
     examples, steps = chunk.units["examples"], np.asarray(chunk.noise_key)
     keys, present = np.asarray(examples["key"]), np.asarray(chunk.units["mask"])

@@ -64,7 +64,7 @@ def make_config(**sections):
         "data": {"source": "digits", "records_per_user": 15},
         "federation": {"silos": 6, "rounds": 2, "local_steps": 2},
         "model": {"kind": "mlp", "options": {"hidden": [4]}},
-        "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},
+        "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_records_per_subject": 3},
         "privacy": {"noise_multiplier": 2.0, "delta": 1e-4},
     }
     if sections.get("mechanism", {}).get("kind") == "rpdp":
@@ -89,7 +89,7 @@ def test_personal_budgets_drop_no_record_that_nobody_allowed_to_be():
     ("federation", "mechanism", "warned"),
     [
         ({"partition": "confined"}, {}, "raise it, or spread subjects"),
-        ({}, {"max_items_per_subject": 4}, None),
+        ({}, {"max_records_per_subject": 4}, None),
     ],
 )  # fmt: skip
 def test_what_a_cap_leaves_out_is_counted_and_warned_of(federation, mechanism, warned):

@@ -80,19 +80,19 @@ def flat(tree):
 
 
 CASES = {
-    "local_item": (local_item(**COMMON, max_items_per_subject=5), None),
-    "local_group": (local_group(**COMMON, max_items_per_subject=5, batch_cap=2), None),
-    "hi_grad_avg": (hi_grad_avg(**COMMON, max_items_per_subject=5), None),
+    "local_item": (local_item(**COMMON, max_records_per_subject=5), None),
+    "local_group": (local_group(**COMMON, max_records_per_subject=5, batch_cap=2), None),
+    "hi_grad_avg": (hi_grad_avg(**COMMON, max_records_per_subject=5), None),
     "average_then_clip": (
-        hi_grad_avg(**COMMON, max_items_per_subject=5, order="average_then_clip"),
+        hi_grad_avg(**COMMON, max_records_per_subject=5, average="average_then_clip"),
         5,
     ),
-    "user_ldp": (user_ldp(**COMMON, max_items_per_subject=5), 32),
-    "subject_uls": (subject_uls(**COMMON, max_items_per_subject=5, group_size=3), 3),
+    "user_ldp": (user_ldp(**COMMON, max_records_per_subject=5), 32),
+    "subject_uls": (subject_uls(**COMMON, max_records_per_subject=5, group_size=3), 3),
     "normalized": (
         SiloMechanism(
             participation=Records(
-                sampling_prob=0.6, max_items_per_subject=5, average="clip_then_average"
+                sampling_prob=0.6, max_records_per_subject=5, average="clip_then_average"
             ),
             clip=Normalized(CLIP),
         ),
@@ -242,7 +242,7 @@ def test_fixed_size_batches_break_hierarchical_averaging():
     data = FederatedData.from_assignment(
         ArrayRecords({"x": x}), subjects, np.zeros_like(subjects), 1
     )
-    mechanism = hi_grad_avg(batch_size=6, clip_norm=1.0, max_items_per_subject=3)
+    mechanism = hi_grad_avg(batch_size=6, clip_norm=1.0, max_records_per_subject=3)
     with_subject = np.array([0, 1, 2, 3, 5, 7])  # its 3 records, and the first of each other
     displaced = np.array([3, 4, 5, 6, 7, 8])  # the same size without it
     poisson_neighbour = np.array([3, 5, 7])
@@ -261,7 +261,7 @@ def test_fixed_size_batches_break_hierarchical_averaging():
 def test_one_record_per_subject_reduces_every_method_to_local_item(kind):
     """K = 1: the same draws, gradients, noise, event and update as LocalItemDP."""
     data = make_data(records=60, subjects=500, silos=3, cap=1, how="uniform")
-    kwargs = {"max_items_per_subject": 1, "noise_multiplier": 1.1}
+    kwargs = {"max_records_per_subject": 1, "noise_multiplier": 1.1}
     item = make_federation(data, MECHANISMS["local_item"], uneven=False, **kwargs)
     if kind == "subject_uls":
         kwargs["group_size"] = 1
@@ -291,12 +291,12 @@ def _sgd():
 def test_group_counts_are_those_of_the_whole_batch():
     """Weights do not depend on how a batch is cut into microbatches."""
     data = make_data(records=150, subjects=8, silos=1, cap=30, how="uniform")
-    mechanism = MECHANISMS["hi_grad_avg"](max_items_per_subject=30, batch_size=60)
+    mechanism = MECHANISMS["hi_grad_avg"](max_records_per_subject=30, batch_size=60)
     mesh = data_parallel_mesh(jax.devices()[:1])
     sums = []
     for size in (1, 7, 64):
         federation = make_federation(
-            data, MECHANISMS["hi_grad_avg"], uneven=False, max_items_per_subject=30, batch_size=60
+            data, MECHANISMS["hi_grad_avg"], uneven=False, max_records_per_subject=30, batch_size=60
         )
         builder = RoundBuilder(federation, data, KEY, mesh, microbatch_size=size)
         release = make_release(mechanism, loss_fn, _sgd(), mesh)
@@ -312,7 +312,7 @@ def test_group_counts_are_those_of_the_whole_batch():
 def test_batch_cap_keeps_at_most_that_many_of_a_subject():
     data = make_data(records=150, subjects=8, silos=1, cap=30, how="uniform")
     silo = data.silos[0]
-    common = {"max_items_per_subject": 30, "sampling_prob": 0.7}
+    common = {"max_records_per_subject": 30, "sampling_prob": 0.7}
     free = local_group(**common).participation.draw(silo, KEY, 3)
     capped = local_group(**common, batch_cap=2).participation.draw(silo, KEY, 3)
     counts = np.bincount(silo.subject_of_record[capped.positions])
@@ -325,7 +325,7 @@ def test_realised_frequencies_are_the_accounted_ones():
     """Of records q, of subjects 1 - (1-q)^K; 4,000 draws, 5 standard deviations."""
     data = make_data(records=80, subjects=10, silos=1, cap=4, how="uniform")
     silo, draws = data.silos[0], 4000
-    mechanism = hi_grad_avg(sampling_prob=0.2, max_items_per_subject=4)
+    mechanism = hi_grad_avg(sampling_prob=0.2, max_records_per_subject=4)
     records = np.zeros(silo.num_records)
     subjects = np.zeros(silo.num_subjects)
     for i in range(draws):

@@ -13,10 +13,10 @@ from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
+from dpfl_jax.federation.engine import OptimizerServer
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import PersonalRecords, SiloFacts, SiloMechanism, local_item
-from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.sampling import Poisson

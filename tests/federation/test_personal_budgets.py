@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.personal import budgets as b
+from dpfl_jax.federation import personal_budgets as b
 
 
 def test_published_means_and_shares():

@@ -14,17 +14,20 @@ from dpfl_jax.data import ArrayStore, DataConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated_run import identity, prepare
-from dpfl_jax.federation.partition import assign_by_labels
-from dpfl_jax.federation.personal.budgets import budgets_of_column
-from dpfl_jax.federation.personal.personalise import column_budgets, record_budgets
-from dpfl_jax.federation.personal.records import read_records
-from dpfl_jax.federation.placement import own_silos, spread, subject_keys
-from dpfl_jax.federation.subjects import load_subjects
+from dpfl_jax.federation.partition import (
+    assign_by_labels,
+    load_subjects,
+    silos_of_records,
+    spread,
+    subject_keys,
+)
+from dpfl_jax.federation.personal import read_records
+from dpfl_jax.federation.personal_budgets import budgets_of_column, column_budgets, record_budgets
 from dpfl_jax.randomness import RootKey
 
 pytest.importorskip("sklearn")
 QUIET = Console(quiet=True)
-RPDP = {"kind": "rpdp", "max_items_per_subject": 1}
+RPDP = {"kind": "rpdp", "max_records_per_subject": 1}
 
 
 def config(**sections):
@@ -49,7 +52,7 @@ def test_the_embedded_patients_are_real_and_of_order_one():
     assert 0.55 < records["label"].mean() < 0.7  # 357 of 569 are benign
 
 
-def test_hospitals_are_their_own_silos(data_dir):
+def test_hospitals_are_their_silos_of_records(data_dir):
     path = str(data_dir / "heart_disease")
     found = config(
         data={"source": "heart_disease", "path": path, "validation_fraction": 0.34},
@@ -100,9 +103,9 @@ def stored(**fields):
 
 def test_natural_silos_and_missing_fields_are_one_sentence():
     store = stored(x=np.zeros((4, 2), np.float32), silo=np.array([0, 1, 2, 1], np.int32))
-    assert sorted(own_silos(store, 3).tolist()) == [0, 1, 1, 2]
+    assert sorted(silos_of_records(store, 3).tolist()) == [0, 1, 1, 2]
     with pytest.raises(BadInputError, match=r"set federation\.silos to 3"):
-        own_silos(store, 2)
+        silos_of_records(store, 2)
     patients = load_subjects(DataConfig(source="breast_cancer", validation_fraction=0.2)).train
     with pytest.raises(BadInputError, match="partition=natural needs a field 'silo'"):
         spread(patients, config(federation={"partition": "natural"}))
@@ -173,7 +176,7 @@ def test_a_drawn_budget_depends_on_its_record_alone():
             {"mechanism": {"sampling_prob": 0.1}},
             "unknown key 'mechanism.sampling_prob' of kind=rpdp",
         ),
-        ({"mechanism": {"max_items_per_subject": 2}}, "rpdp protects records"),
+        ({"mechanism": {"max_records_per_subject": 2}}, "rpdp protects records"),
         ({"federation": {"participation_prob": 0.5, "silos_per_round": 2}}, "keep one"),
     ],
 )
@@ -215,7 +218,7 @@ def test_an_edited_budget_is_named_when_a_run_goes_on(tmp_path):
     run = tmp_path / "run"
     (run / "private").mkdir(parents=True)
     personal.check_unchanged(run, "b.csv")  # a run that has not begun
-    personal.remember(run)
+    personal.save_budgets(run)
     assert (run / "private" / "budgets.csv").stat().st_mode & 0o077 == 0
     personal.check_unchanged(run, "b.csv")
     edited = personal.budgets.copy()
@@ -233,7 +236,7 @@ def test_an_id_is_no_formula_of_a_spreadsheet(tmp_path):
     odd = ('=HYPERLINK("http://evil")', "+1", "-2", "@a", "'=b", "'c", "d")
     personal = dataclasses.replace(personal, names=(*odd, *personal.names[len(odd) :]))
     (tmp_path / "private").mkdir()
-    personal.remember(tmp_path)
+    personal.save_budgets(tmp_path)
     personal.write(tmp_path, 3)
     for name in ("budgets.csv", "records.csv"):
         with (tmp_path / "private" / name).open(newline="") as file:

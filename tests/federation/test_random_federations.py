@@ -34,9 +34,7 @@ from dpfl_jax.federation.mechanisms import (
     user_ldp,
 )
 from dpfl_jax.federation.mechanisms.presets import PRESETS
-from dpfl_jax.federation.personal.personalise import with_setting
-from dpfl_jax.federation.personal.policies import POLICIES, assign
-from dpfl_jax.federation.personal.records import Personal
+from dpfl_jax.federation.personal import RATE_POLICIES, BudgetTable, assign, with_setting
 from dpfl_jax.sampling import FixedSize, Poisson
 
 DELTA, GRID, SIZE = 1e-5, 2.5e-4, 1 << 18
@@ -104,7 +102,7 @@ def lower_bound(parts):
 def check(make, sizes, steps, batch, cap, rounds, reach, target, mode=None, cohort=None):
     plans = tuple(
         SiloPlan(
-            make(batch_size=batch, max_items_per_subject=cap),
+            make(batch_size=batch, max_records_per_subject=cap),
             SiloFacts(size, max(size // 2, 1)),
             step,
         )
@@ -185,7 +183,7 @@ def check_personal(silos, records, budgets, policy, setting):
     federation.check(data)
     where = np.repeat(np.arange(silos), np.diff(data.silo_offsets))
     names = tuple(str(i) for i in data.order)
-    stated = Personal(setting, budgets, made, where, names).check(setting.rounds)
+    stated = BudgetTable(setting, budgets, made, where, names).check(setting.rounds)
     assert np.all(stated <= budgets)
     run = np.concatenate(
         [[silo.at_round(r).rates for r in range(setting.rounds)] for silo in data.silos],
@@ -212,7 +210,7 @@ def personal_federations(draw, most):
         "silos": draw(st.integers(1, 60)),
         "records": draw(st.integers(1, 200)),
         "budgets": draw(st.lists(st.floats(0.05, 9.0), min_size=1, max_size=most)),
-        "policy": draw(st.sampled_from(POLICIES)),
+        "policy": draw(st.sampled_from(RATE_POLICIES)),
         "setting": TwoStage(
             draw(st.floats(2.0, 12.0)),
             draw(st.integers(1, 12)),

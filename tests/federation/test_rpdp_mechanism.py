@@ -33,9 +33,8 @@ from dpfl_jax.federation.mechanisms import (
     local_item,
     rpdp,
 )
-from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise
-from dpfl_jax.federation.personal.policies import POLICIES, assign
-from dpfl_jax.federation.placement import spread, subject_keys
+from dpfl_jax.federation.partition import spread, subject_keys
+from dpfl_jax.federation.personal import RATE_POLICIES, assign, personal_guarantee, personalise
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
@@ -69,7 +68,7 @@ def make_config(
             "federation": section,
             "mechanism": {
                 "kind": "rpdp",
-                "max_items_per_subject": 1,
+                "max_records_per_subject": 1,
                 "clip_norm": 0.7,
             },
             "privacy": {
@@ -87,7 +86,7 @@ def make_config(
 def build(budgets, seed=0, each=1, **options):
     store, config = make_store(budgets, seed, each), make_config(**options)
     data = spread(store, config)
-    federation = build_federation(config, data)
+    federation = build_federation(config, [SiloFacts.of(silo) for silo in data.silos])
     federation, data, personal = personalise(
         config, federation, data, store, subject_keys(store, 0), config.privacy.delta
     )
@@ -107,7 +106,7 @@ def executed_rates(data, rounds):
 
 ANY_RUN = {
     "seed": st.integers(0, 2**31),
-    "policy": st.sampled_from(POLICIES),
+    "policy": st.sampled_from(RATE_POLICIES),
     "sigma": st.floats(3.0, 20.0),
     "steps": st.integers(1, 30),
     "rounds": st.integers(1, 12),
@@ -368,11 +367,11 @@ def test_policies_agree_with_their_definitions():
     assert np.all(bisection.rates > 0.75 * certified.rates)
     fitted = assign("curve_fit", budgets, public, HEART)
     assert fitted.facts["renyi_violations"] == 3  # 5 too, a little
-    with pytest.raises(BadInputError, match="is not one of certified"):
+    with pytest.raises(BadInputError, match="must be one of certified"):
         assign("scaled", budgets, public, HEART)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RATE_POLICIES)
 def test_a_record_with_budget_zero_is_never_drawn(policy):
     budgets = np.full(30, 2.0)
     budgets[[3, 17]] = 0.0
@@ -400,21 +399,21 @@ def test_zeros_among_declared_budgets_are_nobody():
 def test_a_large_delta_is_named():
     for delta, said in ((0.05, True), (0.03, False)):
         _, _, personal = build(np.ones(30), delta=delta)
-        caveats = personal_guarantee(personal, 4).caveats
+        caveats = personal_guarantee(personal.public, 4).caveats
         assert any("one over the 30 records" in c for c in caveats) is said
 
 
 def test_reports_hold_no_rate_and_no_budget():
     _, federation, personal = build(np.random.default_rng(0).uniform(0.5, 4.0, 30))
     public = json.dumps([p.mechanism.to_json() for p in federation.silos])
-    sentence = str(personal_guarantee(personal, 4))
+    sentence = str(personal_guarantee(personal.public, 4))
     secrets = {*personal.assignment.rates.tolist(), *personal.budgets.tolist()}
     for secret in secrets:
         assert f"{secret:.4g}" not in public + sentence
     assert "rates" not in public
     for words in ("each record", "every record keeps its own", "between 0.2 and 5", "silo-local"):
         assert words in sentence
-    guarantee = personal_guarantee(personal, 4)
+    guarantee = personal_guarantee(personal.public, 4)
     assert guarantee.unit == "record"
     assert guarantee.assumptions.count(IDEALISED) == 1
     assert guarantee.epsilon <= 10.0
@@ -425,7 +424,7 @@ def test_reports_hold_no_rate_and_no_budget():
 def test_a_person_of_several_records_is_refused_and_the_guarantee_says_what_it_would_be(partition):
     """No record is left out that nobody said may be."""
     _, _, one_each = build(np.ones(90))
-    caveats = personal_guarantee(one_each, 4).caveats
+    caveats = personal_guarantee(one_each.public, 4).caveats
     assert any("a person who owns several" in caveat for caveat in caveats)
     with pytest.raises(BadInputError, match=r"data\.max_examples_per_user=1 to train on the first"):
         build(np.ones(30), each=3, partition=partition)
@@ -439,8 +438,8 @@ def test_mechanism_refuses_what_it_cannot_keep():
         data.with_rates(np.full(10, 0.5))
     with pytest.raises(BadInputError, match="expected_batch"):
         rpdp(expected_batch=0.0)
-    with pytest.raises(BadInputError, match="max_items_per_subject to 1"):
-        rpdp(max_items_per_subject=2)
+    with pytest.raises(BadInputError, match="max_records_per_subject to 1"):
+        rpdp(max_records_per_subject=2)
     with pytest.raises(BadInputError, match="rounds to stay"):
         data.with_rates(np.full(20, 0.5), np.array([1, 2]))
     bare = dataclasses.replace(data, rates=None)

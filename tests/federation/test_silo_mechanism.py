@@ -33,13 +33,13 @@ from dpfl_jax.mechanisms import Banded, Independent, NoNoise
 from dpfl_jax.randomness import RootKey
 
 FACTS = SiloFacts(100, 40)
-DRAWN = {"batch_size": 20, "max_items_per_subject": 4}
+DRAWN = {"batch_size": 20, "max_records_per_subject": 4}
 EVERY = {
     "fed_avg": (fed_avg(**DRAWN), Records(**DRAWN)),
-    "local_item": (local_item(**DRAWN), Records(**DRAWN, unit="record")),
+    "local_item": (local_item(**DRAWN), Records(**DRAWN, protected="record")),
     "local_group": (local_group(**DRAWN, batch_cap=2), Records(**DRAWN, batch_cap=2)),
     "hi_grad_avg": (
-        hi_grad_avg(**DRAWN, order="average_then_clip"),
+        hi_grad_avg(**DRAWN, average="average_then_clip"),
         Records(**DRAWN, average="average_then_clip"),
     ),
     "user_ldp": (user_ldp(**DRAWN), WholeBatch(**DRAWN)),
@@ -116,8 +116,8 @@ def test_noise_of_a_silo_that_is_none_is_refused():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"unit": "record", "batch_cap": 2},
-        {"unit": "record", "average": "clip_then_average"},
+        {"protected": "record", "batch_cap": 2},
+        {"protected": "record", "average": "clip_then_average"},
         {"batch_cap": 2, "average": "average_then_clip"},
     ],
 )
@@ -138,7 +138,7 @@ def test_what_may_be_changed_is_named_where_it_stands():
         "federation": {"silos": 2, "rounds": 5, "local_steps": 1},
         "privacy": {"epsilon": 1.0, "delta": 1e-4},
     }
-    drawn = {"sampling_prob": 0.1, "max_items_per_subject": 4}
+    drawn = {"sampling_prob": 0.1, "max_records_per_subject": 4}
     for mechanism, names in (
         ({"kind": "local_group", **drawn}, {"mechanism.sampling_prob", "mechanism.kind"}),
         (
@@ -162,7 +162,7 @@ def test_what_may_be_changed_is_named_where_it_stands():
 @pytest.mark.parametrize("clip", [Normalized(0.5), PerLayer(2.0)])
 def test_an_audit_holds_what_is_claimed_of_any_clip_rule_and_refutes_less(clip):
     made = SiloMechanism(
-        participation=Records(sampling_prob=0.5, max_items_per_subject=2),
+        participation=Records(sampling_prob=0.5, max_records_per_subject=2),
         clip=clip,
     )
     plan, key = SiloPlan(made, FACTS, 2, 1.0, 1.0), RootKey.from_seed(0)

@@ -8,7 +8,7 @@ from dpfl_jax.data import DataConfig
 from dpfl_jax.data.sets.text import LEAF_CHARACTERS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import spread
-from dpfl_jax.federation.subjects import load_subjects
+from dpfl_jax.federation.partition import load_subjects
 from dpfl_jax.models import build_by_name
 
 

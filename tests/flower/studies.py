@@ -13,13 +13,14 @@ from rich.console import Console
 
 from dpfl_jax.config import load_config, validate_config
 from dpfl_jax.config.load import config_to_dict
-from dpfl_jax.federation.federated import Federated, FederatedSteps
-from dpfl_jax.federation.isrl.runs.messages import Messages, MessageSteps
+from dpfl_jax.federation.federated import FederatedAlgorithm, FederatedSteps
+from dpfl_jax.federation.isrl.rounds import IsrlAlgorithm, IsrlSteps
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.flower.federated import one_device, one_silo_at_a_time, round_key, round_optimizers
 from dpfl_jax.flower.isrl import round_words
-from dpfl_jax.flower.silo import Silo, drawn_key, make_key
+from dpfl_jax.flower.silo import SiloClient, drawn_key
+from dpfl_jax.flower.silo_folder import make_key
 from dpfl_jax.flower.wire import unpack
 from dpfl_jax.run.pipeline import prepare
 
@@ -37,7 +38,7 @@ FEDERATED = {
     },
     "model": {"kind": "mlp", "options": {"hidden": [4]}},
     "mechanism": {
-        "kind": "hi_grad_avg", "sampling_prob": 0.4, "max_items_per_subject": 2, "clip_norm": 1.0,
+        "kind": "hi_grad_avg", "sampling_prob": 0.4, "max_records_per_subject": 2, "clip_norm": 1.0,
     },
     "privacy": {"epsilon": 8.0, "delta": 1e-3},
     "train": {"checkpoint_every": 1},
@@ -130,7 +131,7 @@ class Here:
 
 def opened(folders):
     """Silos of folders."""
-    return {name: Silo(folder) for name, folder in folders.items()}
+    return {name: SiloClient(folder) for name, folder in folders.items()}
 
 
 def config_of(folder):
@@ -165,7 +166,7 @@ def simulated(folder, silos, noise, names=NAMES):
             return round_key(keys[silo][round_index], round_index)
 
     local, server = round_optimizers(config)
-    run = Federated(
+    run = FederatedAlgorithm(
         loss_fn=ready.model.loss,
         params=ready.model.init(jax.random.key(config.init_seed)),
         data=ready.data, federation=ready.federation, local_optimizer=local, delta=ready.delta,
@@ -196,7 +197,7 @@ def simulated_messages(folder, silos, names=NAMES):
     rounds = [[round_words(key) for key in drawn(silos[name]).values()] for name in names]
     schedule = dataclasses.replace(schedule, keys=jnp.asarray(np.stack(rounds, axis=1)))
     mesh = one_device()
-    steps = MessageSteps(Messages(config, ready.loss, data, parameters, mesh), keys[0], 0)
+    steps = IsrlSteps(IsrlAlgorithm(config, ready.loss, data, parameters, mesh), keys[0], 0)
     steps.schedule, state = schedule, steps.run.init()
     for _, inputs in steps.inputs():
         state, _ = steps.step(state, inputs)

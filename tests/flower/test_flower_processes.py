@@ -17,7 +17,8 @@ from safetensors.numpy import load
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.variants import variant_of
-from dpfl_jax.flower.silo import Silo, make_key
+from dpfl_jax.flower.silo import SiloClient
+from dpfl_jax.flower.silo_folder import make_key
 from tests.flower.studies import ISRL, POLICY, bits, simulated, simulated_messages, study
 from tests.runs import final_state
 
@@ -94,7 +95,7 @@ STAYS = {
     },
     "model": {"kind": "linear"},
     "mechanism": {
-        "kind": "subject_uls", "group_size": 2, "sampling_prob": 0.3, "max_items_per_subject": 3,
+        "kind": "subject_uls", "group_size": 2, "sampling_prob": 0.3, "max_records_per_subject": 3,
     },
     "privacy": {"epsilon": 6.0, "delta": 1e-3},
     "train": {"checkpoint_every": 1},
@@ -228,7 +229,7 @@ def trained(
         until(lambda: all(p.poll() is not None for p in processes.running.values()), processes)
     finally:
         processes.close()
-    silos = {name: Silo(tmp_path / f"silo-{name}") for name in names}
+    silos = {name: SiloClient(tmp_path / f"silo-{name}") for name in names}
     for silo in silos.values():
         accepted = [row for row in silo.log.rows if row["kind"] == "accepted"]
         assert len(accepted) == 1  # one run, whoever was killed

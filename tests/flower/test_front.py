@@ -19,7 +19,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower import front as front_module
 from dpfl_jax.flower.front import front
 from dpfl_jax.flower.node import connected, context_of
-from dpfl_jax.flower.silo import SiloConfig
+from dpfl_jax.flower.silo_folder import SiloConfig
 from tests.flower.studies import POLICY
 
 

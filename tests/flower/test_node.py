@@ -29,7 +29,8 @@ from rich.console import Console
 from dpfl_jax.flower import apps, node
 from dpfl_jax.flower.apps import GridTransport, body_of, client_app, content_of
 from dpfl_jax.flower.node import _answer, run_node
-from dpfl_jax.flower.silo import UNSAID, SiloConfig
+from dpfl_jax.flower.silo import UNSAID
+from dpfl_jax.flower.silo_folder import SiloConfig
 from dpfl_jax.flower.wire import pack
 from tests.flower.studies import POLICY
 

@@ -23,16 +23,16 @@ pytest.importorskip("flwr")
 from dpfl_jax.flower import apps
 from dpfl_jax.flower import serve as serving
 from dpfl_jax.flower.apps import server_app
-from dpfl_jax.flower.serve import _tell, serve
+from dpfl_jax.flower.serve import _print_new, serve
 
 
 def test_what_a_log_says_is_said_once_and_in_whole_lines(tmp_path):
     log, console = tmp_path / "study.log", Console(file=io.StringIO(), width=40)
-    assert _tell(log, 0, console) == 0
+    assert _print_new(log, 0, console) == 0
     log.write_text("of the run before\nbern is here\nround")
-    told = _tell(log, len("of the run before\n"), console)
+    told = _print_new(log, len("of the run before\n"), console)
     log.write_text(log.read_text() + " 1/2\n")
-    assert _tell(log, told, console) == log.stat().st_size
+    assert _print_new(log, told, console) == log.stat().st_size
     assert console.file.getvalue() == "bern is here\nround 1/2\n"
 
 

@@ -8,9 +8,9 @@ import pytest
 from dpfl_jax.config import config_to_dict, validate_config
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower import run_study
-from dpfl_jax.flower.plan import study_of
 from dpfl_jax.flower.server import prepare
-from dpfl_jax.flower.silo import Silo
+from dpfl_jax.flower.silo import SiloClient
+from dpfl_jax.flower.study import study_of
 from dpfl_jax.flower.wire import pack, unpack
 from dpfl_jax.run import driver, pipeline
 from tests.flower.studies import (
@@ -40,7 +40,9 @@ def test_a_server_with_another_study_is_refused(tmp_path):
 def test_a_server_has_no_ledger_and_says_who_has(tmp_path):
     """It holds nobody's records: a ledger of its own would never be charged."""
     charged = study(privacy={"ledger": str(tmp_path / "spent.jsonl"), "account": "people"})
-    with pytest.raises(BadInputError, match=r"privacy.ledger is set, but a server holds nobody's"):
+    with pytest.raises(
+        BadInputError, match=r"privacy.ledger is set, but a server holds no records"
+    ):
         prepare(validate_config(charged), None, QUIET)
     silos = opened(make_silos(tmp_path, study()))
     run = prepare(config_of(tmp_path), Here(silos), QUIET)
@@ -60,7 +62,7 @@ def test_a_table_that_is_not_like_the_others_is_found_before_the_first_round(cha
     more = [[*row[:3], "height" if not i else "1.8", *row[3:]] for i, row in enumerate(rows)]
     more = [row[::-1] for row in rows] if change == "another order" else more
     table.write_text("\n".join(",".join(row) for row in more))
-    with pytest.raises(BadInputError, match="the tables of aarau and bern are not alike"):
+    with pytest.raises(BadInputError, match="the tables of aarau and bern differ"):
         prepare(config_of(tmp_path), Here(opened(folders)), QUIET)
 
 
@@ -83,7 +85,7 @@ def test_a_silo_that_tells_rubbish_is_named(tmp_path, changes):
             return {**replies, "chur": pack({**header, **changes})}
 
     silos = opened(make_silos(tmp_path, study()))
-    with pytest.raises(BadInputError, match="silo chur tells no sizes and task"):
+    with pytest.raises(BadInputError, match="silo chur sent no sizes and task"):
         prepare(config_of(tmp_path), Rubbish(silos), QUIET)
 
 
@@ -166,7 +168,7 @@ def test_killed_server_and_silos_go_on_and_equal_the_simulation(tmp_path, monkey
         run_study(config_of(tmp_path), tmp_path / "server", lost, QUIET)
     for silo in silos.values():
         silo.close()
-    silos = {name: Silo(folder) for name, folder in folders.items()}
+    silos = {name: SiloClient(folder) for name, folder in folders.items()}
     transport = Here(silos)
     report = run_study(config_of(tmp_path), tmp_path / "server", transport, QUIET)
     assert report["status"] == "finished"
@@ -248,5 +250,5 @@ def test_a_server_says_what_the_simulation_says_of_noise_and_signal(tmp_path, is
     raw = config_to_dict(config_of(tmp_path))
     raw["data"]["path"] = str(tmp_path / "all.csv")
     expected = pipeline.prepare(validate_config(raw), QUIET).advice()
-    assert "noise on a round's averaged update" in expected[0]
+    assert "noise over signal (the largest possible update)" in expected[0]
     assert told == expected

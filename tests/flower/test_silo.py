@@ -16,13 +16,12 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import with_calibrated_noise
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.flower import Plan, federated
+from dpfl_jax.flower import StudyPlan, federated
 from dpfl_jax.flower import silo as silo_module
-from dpfl_jax.flower.federated import Subjects, facts_of
-from dpfl_jax.flower.log import Log
-from dpfl_jax.flower.plan import study_of
-from dpfl_jax.flower.policy import Asked, RefusedError
-from dpfl_jax.flower.silo import Silo, make_key, read_key
+from dpfl_jax.flower.federated import FederatedSiloData, facts_of
+from dpfl_jax.flower.silo import SiloClient
+from dpfl_jax.flower.silo_folder import PlanDemands, RefusedError, SiloLog, make_key, read_key
+from dpfl_jax.flower.study import study_of
 from dpfl_jax.flower.wire import pack, tree_of, unpack
 from dpfl_jax.run.pipeline import Charge
 from tests.flower.studies import ISRL, POLICY, config_of, drawn, kind_of, make_silos, study, why
@@ -53,9 +52,9 @@ class Work:
     def check(self):
         pass
 
-    def asked(self, policy):
+    def demands(self, policy):
         epsilon = 1.0 if self.sigma >= 1 else 100.0
-        return Asked("hi_grad_avg", self.rounds, self.sigma, epsilon, "subject")
+        return PlanDemands("hi_grad_avg", self.rounds, self.sigma, epsilon, "subject")
 
     def charge(self, policy):
         return Charge(
@@ -78,7 +77,7 @@ def made(tmp_path, monkeypatch):
     """A folder of one silo, whose plans compile nothing."""
     folder = make_silos(tmp_path, study(), POLICY)["bern"]
     monkeypatch.setattr(
-        Subjects, "work", lambda held, plan, index, key: Work(held, plan, index, key)
+        FederatedSiloData, "work", lambda held, plan, index, key: Work(held, plan, index, key)
     )
     Work.computed = 0
     return folder
@@ -88,7 +87,7 @@ def plan_of(silo, run="run-1", noise=2.0, **changes):
     rows = [{"name": "aarau", "num_records": 20, "num_subjects": 10},
             {"name": "bern", **silo.held.facts},
             {"name": "chur", "num_records": 30, "num_subjects": 20}]  # fmt: skip
-    plan = Plan(run, study_of(config_of(silo.folder.parent)), rows, [noise] * 3)
+    plan = StudyPlan(run, study_of(config_of(silo.folder.parent)), rows, [noise] * 3)
     return dataclasses.replace(plan, **changes)
 
 
@@ -104,12 +103,12 @@ def ask(silo, plan, number=0, params=PARAMS, **changes):
 def again(silo):
     """The silo after a kill -9: nothing but its folder is left."""
     silo.close()
-    return Silo(silo.folder)
+    return SiloClient(silo.folder)
 
 
 def test_a_silo_states_what_its_guarantee_is_about(made):
     """In its log: its own column, what is taken as public, and the ledger that counts all runs."""
-    silo = Silo(made)
+    silo = SiloClient(made)
     agree(silo, plan_of(silo))
     stated = silo.log.find("accepted", run="run-1")["guarantee"]
     assert stated["unit_key"] == "column person"
@@ -118,7 +117,7 @@ def test_a_silo_states_what_its_guarantee_is_about(made):
 
 
 def test_a_round_is_answered_once_and_repeated_to_the_bit(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     assert kind_of(agree(silo, plan)) == "accepted"
     first = ask(silo, plan)
@@ -136,7 +135,7 @@ def test_a_round_is_answered_once_and_repeated_to_the_bit(made):
 
 
 def test_a_silo_that_died_between_asking_and_answering_computes_the_same(made, monkeypatch):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     with monkeypatch.context() as patch:
@@ -168,7 +167,7 @@ def messages(silo):
 
 
 def test_an_answer_that_is_gone_is_not_computed_again(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     ask(silo, plan)
@@ -188,7 +187,7 @@ def test_an_answer_that_is_gone_is_not_computed_again(made):
 
 
 def test_a_round_that_was_sent_counts_although_the_log_could_not_say_so(made, monkeypatch):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     append = silo.log.append
@@ -209,7 +208,7 @@ def test_a_round_that_was_sent_counts_although_the_log_could_not_say_so(made, mo
 
 
 def test_another_plan_in_the_place_of_the_accepted_one_is_noticed(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     (path,) = silo.folder.glob("runs/*/plan.json")
@@ -227,7 +226,7 @@ def rewritten(silo, **policy):
 
 
 def test_a_policy_that_changes_ends_what_it_forbids(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     assert kind_of(ask(silo, plan)) == "message"
@@ -249,11 +248,11 @@ def test_a_policy_says_what_all_runs_may_cost(made):
     del raw["policy"]["total_epsilon"]
     path.write_text(json.dumps(raw))
     with pytest.raises(BadInputError, match=r"policy\.total_epsilon: Field required"):
-        Silo(made)
+        SiloClient(made)
 
 
 def test_a_folder_from_a_copy_draws_anew(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     log = silo.log.path.read_bytes()
@@ -268,17 +267,17 @@ def test_a_folder_from_a_copy_draws_anew(made):
 
 
 def test_two_processes_do_not_answer_for_one_silo(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     for path in made.glob("*lock*"):  # "a stale lock"
         path.unlink()
     with pytest.raises(BadInputError, match="another process"):
-        Silo(made)
+        SiloClient(made)
     silo.close()
-    Silo(made).close()
+    SiloClient(made).close()
 
 
 def test_other_software_repeats_what_is_stored_and_computes_no_half_done_round(made, monkeypatch):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     first = ask(silo, plan)
@@ -295,7 +294,7 @@ def test_other_software_repeats_what_is_stored_and_computes_no_half_done_round(m
 
 
 def test_a_server_that_changes_the_plan_is_refused(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     ask(silo, plan)
@@ -307,7 +306,7 @@ def test_a_server_that_changes_the_plan_is_refused(made):
 
 
 def test_foreign_and_damaged_requests_are_refused(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     assert "accepted no run" in why(ask(silo, plan))
     agree(silo, plan)
@@ -334,7 +333,7 @@ def test_a_plan_beyond_the_policy_is_refused_in_one_sentence(made, change, said)
     path = made / "silo.yaml"
     raw = yaml.safe_load(path.read_text())
     path.write_text(json.dumps({**raw, "policy": {**POLICY, **change}}))
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     found = why(agree(silo, plan))
     told = silo.log.rows[-1]["why"]
@@ -348,8 +347,8 @@ def test_what_is_wrong_with_a_record_is_told_to_the_operator_alone(made, monkeyp
     def fails(held, plan, index, key):
         raise BadInputError("record 'bern-7' has no budget")
 
-    monkeypatch.setattr(Subjects, "work", fails)
-    silo = Silo(made)
+    monkeypatch.setattr(FederatedSiloData, "work", fails)
+    silo = SiloClient(made)
     reply = agree(silo, plan_of(silo))
     assert b"bern-7" not in reply
     assert "bern-7" in silo.log.rows[-1]["why"]
@@ -360,7 +359,7 @@ def test_no_server_hears_of_the_environment(made, monkeypatch):
     monkeypatch.setenv("DB_PASSWORD", "hunter2")
     path = made.parent / "study.yaml"
     path.write_text(path.read_text().replace("options:", "options:\n    note: ${DB_PASSWORD}"))
-    silo = Silo(made)
+    silo = SiloClient(made)
     assert silo.study["model"]["options"]["note"] == "${DB_PASSWORD}"
     theirs = {**silo.study, "model": {**silo.study["model"], "options": {"note": "?"}}}
     reply = silo.answer(pack({"kind": "hello", "study": theirs}))
@@ -380,24 +379,24 @@ def test_neither_study_nor_silo_names_code(made):
         raw = yaml.safe_load(before)
         path.write_text(yaml.safe_dump({**raw, "data": {**raw["data"], **change}}))
         with pytest.raises(BadInputError, match="code that would be run: a silo runs what is"):
-            Silo(made)
+            SiloClient(made)
         path.write_text(before)
         raw = yaml.safe_load(kept := own.read_text())
         own.write_text(yaml.safe_dump({**raw, "data": {**raw["data"], **change}}))
         with pytest.raises(BadInputError, match="code that would be run: a silo runs what is"):
-            Silo(made)
+            SiloClient(made)
         own.write_text(kept)
 
 
 def test_all_that_a_silo_tells_of_itself_is_in_its_log(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     header, arrays = unpack(silo.answer(pack({"kind": "hello", "study": silo.study})))
     assert header == {"kind": "hello", **again(silo).log.rows[-1]["told"]}
     assert (set(header), arrays) == ({"kind", "name", "facts", "task", "token"}, {})
 
 
 def test_a_plan_that_is_not_of_this_silo_is_refused(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     rows = [dict(row) for row in plan.silos]
     rows[1]["num_records"] += 1  # a larger silo would seem to need less noise
@@ -411,7 +410,7 @@ def test_a_plan_that_is_not_of_this_silo_is_refused(made):
 
 
 def test_nothing_is_spent_without_the_log(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     first = ask(silo, plan)
@@ -428,18 +427,18 @@ def test_nothing_is_spent_without_the_log(made):
 
 
 def test_a_ledger_that_lags_behind_the_log_is_noticed(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     agree(silo, plan_of(silo))
     before = silo.ledger.path.read_bytes()
     agree(silo, plan_of(silo, "run-2"))
     silo.ledger.path.write_bytes(before)
     silo.close()
     with pytest.raises(BadInputError, match=r"run run-2 is in .* but not in ledger.jsonl"):
-        Silo(made)
+        SiloClient(made)
 
 
 def test_a_ledger_that_is_removed_under_a_silo_makes_no_budget_new(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     silo.ledger.path.unlink()
@@ -448,9 +447,9 @@ def test_a_ledger_that_is_removed_under_a_silo_makes_no_budget_new(made):
 
 
 def test_a_silo_that_died_while_it_accepted_goes_on_with_the_same_plan_alone(made, monkeypatch):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
-    write = Log.append
+    write = SiloLog.append
 
     def dies(log, kind, **row):
         if kind == "accepted":
@@ -458,7 +457,7 @@ def test_a_silo_that_died_while_it_accepted_goes_on_with_the_same_plan_alone(mad
         return write(log, kind, **row)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Log, "append", dies)
+        patch.setattr(SiloLog, "append", dies)
         with pytest.raises(KeyboardInterrupt):
             agree(silo, plan)
     silo = again(silo)
@@ -468,7 +467,7 @@ def test_a_silo_that_died_while_it_accepted_goes_on_with_the_same_plan_alone(mad
 
 
 def test_runs_of_another_measure_are_not_left_out_of_the_total(made, monkeypatch):
-    silo = Silo(made)
+    silo = SiloClient(made)
     silo.policy = silo.policy.model_copy(update={"total_epsilon": 50.0})
     assert kind_of(agree(silo, plan_of(silo))) == "accepted"
     assert kind_of(agree(silo, plan_of(silo, "run-2"))) == "accepted"
@@ -479,7 +478,7 @@ def test_runs_of_another_measure_are_not_left_out_of_the_total(made, monkeypatch
 
 
 def test_a_full_disk_leaves_a_log_that_can_be_read(made, monkeypatch):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
 
@@ -488,7 +487,7 @@ def test_a_full_disk_leaves_a_log_that_can_be_read(made, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dpfl_jax.flower.log.os.fsync", full)
+        patch.setattr("dpfl_jax.flower.silo_folder.os.fsync", full)
         with pytest.raises(OSError, match="disk full"):
             ask(silo, plan)
     assert Work.computed == 0
@@ -497,7 +496,7 @@ def test_a_full_disk_leaves_a_log_that_can_be_read(made, monkeypatch):
 
 
 def test_what_a_stranger_sends_fills_no_log_and_moves_no_cursor(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     silo.answer(pack({"kind": "hello", "study": {"\x1b[2J" + "a" * 10**5: 1}}))
     silo.answer(pack({"kind": "k" * 10**5, "run": ["r" * 10**5], "round": {"a": 1}}))
     bomb = '{"kind":"x","run":' + "[" * 10**5 + "]" * 10**5 + "}"
@@ -511,11 +510,11 @@ def test_what_a_stranger_sends_fills_no_log_and_moves_no_cursor(made):
 def local_item(folder, data=None, **federation):
     """A silo whose records are its mechanism's unit."""
     mechanism = {
-        "kind": "local_item", "sampling_prob": 0.4, "max_items_per_subject": 5, "clip_norm": 1.0
+        "kind": "local_item", "sampling_prob": 0.4, "max_records_per_subject": 5, "clip_norm": 1.0
     }  # fmt: skip
     policy = {**POLICY, "mechanisms": ["local_item"]}
     raw = study(mechanism=mechanism, federation=federation, data=data or {})
-    return Silo(make_silos(folder, raw, policy)["bern"])
+    return SiloClient(make_silos(folder, raw, policy)["bern"])
 
 
 @pytest.mark.parametrize("unit", ["subject", "record"])
@@ -523,7 +522,7 @@ def test_the_ledger_is_charged_what_the_policy_is_held_against(tmp_path, unit):
     silo = local_item(tmp_path)
     policy = silo.policy.model_copy(update={"unit": unit})
     work = silo.held.work(plan_of(silo), 1, read_key(silo.folder).child("run"))
-    asked, charge = work.asked(policy), work.charge(policy)
+    asked, charge = work.demands(policy), work.charge(policy)
     assert asked.unit == charge.unit == unit
     assert charge.adjacency == f"add-or-remove one {unit}"
     assert charge.unit_key == ("column person" if unit == "subject" else "row")
@@ -536,7 +535,7 @@ def test_rows_of_nobody_are_no_people(tmp_path):
     silo = local_item(tmp_path, data={"user_column": None, "input_columns": ["age", "dose"]})
     assert "policy.unit to record" in why(agree(silo, plan_of(silo)))
     work = silo.held.work(plan_of(silo), 1, read_key(silo.folder).child("run"))
-    assert work.asked(silo.policy.model_copy(update={"unit": "record"})).unit == "record"
+    assert work.demands(silo.policy.model_copy(update={"unit": "record"})).unit == "record"
     assert any("somebody with several rows" in text for text in work.guarantee().caveats)
 
 
@@ -548,7 +547,7 @@ def test_what_is_said_of_others_makes_no_silo_cheaper(tmp_path):
         plan = dataclasses.replace(plan, noise=[others, 2.0, others])
         work = silo.held.work(plan, 1, read_key(silo.folder).child("run"))
         charge = work.charge(silo.policy)
-        return work.asked(silo.policy).epsilon, epsilon(charge.event, silo.policy.delta)
+        return work.demands(silo.policy).epsilon, epsilon(charge.event, silo.policy.delta)
 
     honest, lie = cost(2.0), cost(1e6)
     assert min(lie) >= honest[0] * (1 - 1e-9)
@@ -559,33 +558,33 @@ def test_people_of_one_silo_alone_pay_for_that_silo_alone(tmp_path):
     mechanism = {"kind": "subject_uls", "batch_size": 4}
     policy = {**POLICY, "mechanisms": ["subject_uls"], "total_epsilon": 8.0}
     raw = study(mechanism=mechanism, federation={"max_silos_per_subject": 1})
-    silo = Silo(make_silos(tmp_path, raw, policy)["bern"])
+    silo = SiloClient(make_silos(tmp_path, raw, policy)["bern"])
     plan = plan_of(silo)
     rows = [{**row, "num_subjects": 900} if row["name"] != "bern" else row for row in plan.silos]
     plan = dataclasses.replace(plan, silos=rows, noise=[0.5, 2.0, 0.5])
     work = silo.held.work(plan, 1, read_key(silo.folder).child("run"))
     own = epsilon(work.public.silos[1].event(work.rounds), 1e-3)
-    asked, charge = work.asked(silo.policy), work.charge(silo.policy)
+    asked, charge = work.demands(silo.policy), work.charge(silo.policy)
     assert asked.epsilon == pytest.approx(own, rel=1e-6)
     assert epsilon(charge.event, 1e-3) == pytest.approx(own, rel=1e-6)
     assert work.guarantee().epsilon == pytest.approx(own, rel=1e-6)
 
 
 def test_what_is_said_of_others_lowers_no_stated_guarantee(tmp_path):
-    silo = Silo(make_silos(tmp_path, study(federation={"max_silos_per_subject": 3}))["bern"])
+    silo = SiloClient(make_silos(tmp_path, study(federation={"max_silos_per_subject": 3}))["bern"])
     stated = []
     for others in (2.0, 1e6):
         plan = dataclasses.replace(plan_of(silo), noise=[others, 2.0, others])
         work = silo.held.work(plan, 1, read_key(silo.folder).child("run"))
         stated.append(work.guarantee())
-        assert stated[-1].epsilon >= work.asked(silo.policy).epsilon * (1 - 1e-9)
+        assert stated[-1].epsilon >= work.demands(silo.policy).epsilon * (1 - 1e-9)
     assert stated[1].epsilon == stated[0].epsilon
     assert any("as if all silos did" in text for text in stated[1].caveats)
 
 
 @pytest.mark.parametrize("size", [0, -5, 2.5, "x", True, None, 2**31])
 def test_sizes_that_are_none_are_refused(made, size):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     rows = [{**plan.silos[0], "num_records": size}, *plan.silos[1:]]
     assert "is no plan" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
@@ -594,16 +593,16 @@ def test_sizes_that_are_none_are_refused(made, size):
 @pytest.mark.parametrize("isrl", [False, True])
 def test_sizes_said_of_others_take_no_memory_without_bound(tmp_path, isrl):
     policy = {**POLICY, "unit": "record", "mechanisms": ["minibatch_sgd", "local_item"]}
-    mechanism = {"kind": "local_item", "sampling_prob": 0.4, "max_items_per_subject": 5}
+    mechanism = {"kind": "local_item", "sampling_prob": 0.4, "max_records_per_subject": 5}
     raw = study(ISRL) if isrl else study(mechanism=mechanism)
-    silo = Silo(make_silos(tmp_path, raw, policy)["bern"])
+    silo = SiloClient(make_silos(tmp_path, raw, policy)["bern"])
 
     def answer(records):
         others = {**silo.held.facts, "num_records": records}
         rows = [{"name": "aarau", **others}, {"name": "bern", **silo.held.facts},
                 {"name": "chur", **others}]  # fmt: skip
-        plan = Plan("run-1", study_of(config_of(tmp_path)), rows, [8.0] * 3)
-        return silo.held.work(plan, 1, read_key(silo.folder).child("run")).asked(silo.policy)
+        plan = StudyPlan("run-1", study_of(config_of(tmp_path)), rows, [8.0] * 3)
+        return silo.held.work(plan, 1, read_key(silo.folder).child("run")).demands(silo.policy)
 
     with pytest.raises(RefusedError, match="bytes of memory here"):
         answer(2**31 - 1)
@@ -611,10 +610,10 @@ def test_sizes_said_of_others_take_no_memory_without_bound(tmp_path, isrl):
 
 
 def test_odd_plans_are_refused(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     rows = [{**plan.silos[0], "num_children": 3}, *plan.silos[1:]]
-    assert "are not told by" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+    assert "are not described by" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
     fewer = dataclasses.replace(plan, silos=plan.silos[:2], noise=[2.0] * 2)
     assert "the plan has 2 silos, but the study 3" in why(agree(silo, fewer))
     assert "is no plan" in why(agree(silo, dataclasses.replace(plan, run="\x1b[2J")))
@@ -627,11 +626,11 @@ def test_odd_plans_are_refused(made):
 def test_messages_protect_records_and_no_people(tmp_path, unit, kind):
     policy = {**POLICY, "unit": unit, "mechanisms": ["minibatch_sgd"]}
     raw = study(ISRL, data={"user_column": "person"})
-    silo = Silo(make_silos(tmp_path, raw, policy)["bern"])
+    silo = SiloClient(make_silos(tmp_path, raw, policy)["bern"])
     others = {"num_records": 20}
     named = [{"name": "aarau", **others}, {"name": "bern", **silo.held.facts},
              {"name": "chur", **others}]  # fmt: skip
-    plan = Plan("run-1", study_of(config_of(tmp_path)), named, [8.0] * 3)
+    plan = StudyPlan("run-1", study_of(config_of(tmp_path)), named, [8.0] * 3)
     reply = agree(silo, plan)
     assert kind_of(reply) == kind, why(reply)
     if kind == "refused":
@@ -641,16 +640,16 @@ def test_messages_protect_records_and_no_people(tmp_path, unit, kind):
 
 
 def test_a_log_that_was_changed_is_noticed(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     agree(silo, plan_of(silo))
     silo.log.path.write_bytes(silo.log.path.read_bytes().replace(b"run-1", b"run-0"))
     silo.close()
     with pytest.raises(BadInputError, match="changed or removed"):
-        Silo(made)
+        SiloClient(made)
 
 
 def test_data_that_changed_end_the_run(made):
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     agree(silo, plan)
     table = made.parent / "bern.csv"
@@ -680,7 +679,7 @@ def test_budgets_that_changed_end_the_run(tmp_path):
     def fingerprint(least):
         rows = [f"{name},{least if name == 'bern-3' else 2.0}" for name in sorted(people)]
         (tmp_path / "budgets.csv").write_text("\n".join(["record,eps", *rows]))
-        silo = Silo(folder)
+        silo = SiloClient(folder)
         work = silo.held.work(plan_of(silo), 1, read_key(silo.folder).child("run"))
         silo.close()
         return work.fingerprint
@@ -692,11 +691,11 @@ def test_memory_is_judged_without_budgets(tmp_path, monkeypatch):
     folder, people = with_budgets(tmp_path, 0.01)
     rows = [f"{name},2.0" for name in sorted(people)]
     (tmp_path / "budgets.csv").write_text("\n".join(["record,eps", *rows]))
-    silo = Silo(folder)
+    silo = SiloClient(folder)
     work = silo.held.work(plan_of(silo, noise=3.0), 1, read_key(silo.folder).child("run"))
     looked: list[float] = []
     monkeypatch.setattr(federated, "check_memory", looked.append)
-    work.asked(silo.policy)
+    work.demands(silo.policy)
     taken = []
     for rate in (0.0, 1.0):
         builder = work.steps.builder
@@ -712,7 +711,7 @@ def test_what_looks_at_records_is_paid_for_before_it_can_fail(made, monkeypatch)
         raise RuntimeError("patient 17")
 
     monkeypatch.setattr(Work, "check", fails)
-    silo = Silo(made)
+    silo = SiloClient(made)
     plan = plan_of(silo)
     reply = silo.answer(pack({"kind": "plan", "plan": plan.to_json()}))
     assert why(reply) == silo_module.UNSAID
@@ -743,11 +742,11 @@ def test_what_is_packed_is_found_again():
 @pytest.mark.parametrize("isrl", [False, True])
 def test_a_silo_reads_as_much_as_its_study_needs(tmp_path, isrl):
     """It knows that before any plan, so that who poses as its server fills no memory."""
-    silo = Silo(make_silos(tmp_path, study(ISRL) if isrl else study(), POLICY)["bern"])
+    silo = SiloClient(make_silos(tmp_path, study(ISRL) if isrl else study(), POLICY)["bern"])
     others = {**silo.held.facts, "num_records": 20}
     rows = [{"name": name, **(silo.held.facts if name == "bern" else others)}
             for name in ("aarau", "bern", "chur")]  # fmt: skip
-    plan = Plan("run-1", study_of(config_of(tmp_path)), rows, [8.0] * 3)
+    plan = StudyPlan("run-1", study_of(config_of(tmp_path)), rows, [8.0] * 3)
     like = silo.held.work(plan, 1, read_key(silo.folder).child("run")).like
     wide = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float64), like)
     assert len(pack({"kind": "round", "run": "r" * 300}, params=wide)) < silo.largest_request

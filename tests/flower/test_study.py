@@ -10,7 +10,7 @@ import pytest
 
 from dpfl_jax.federation.engine import Released
 from dpfl_jax.flower import run_study
-from dpfl_jax.flower.isrl import MessageWork
+from dpfl_jax.flower.isrl import IsrlSiloRun
 from dpfl_jax.flower.wire import pack, tree_of, unpack
 from dpfl_jax.task import Task
 from tests.flower.studies import (
@@ -42,11 +42,11 @@ RPDP = {
 KINDS = {
     "hi_grad_avg": {},
     "local_group": {
-        "mechanism": {"kind": "local_group", "batch_size": 8, "max_items_per_subject": 2},
+        "mechanism": {"kind": "local_group", "batch_size": 8, "max_records_per_subject": 2},
         "federation": {"weights": [1.0, 2.0, 0.7], "max_silos_per_subject": 2},
     },
     "user_ldp": {
-        "mechanism": {"kind": "user_ldp", "sampling_prob": 0.3, "max_items_per_subject": 3},
+        "mechanism": {"kind": "user_ldp", "sampling_prob": 0.3, "max_records_per_subject": 3},
         "execution": {"microbatch_size": 2},
     },
     "subject_uls": {
@@ -93,7 +93,7 @@ def only_noised_messages_crossed(seen, silos):
             assert Task.from_json(header["task"]) == silos[name].held.task
         if header["kind"] == "message":
             work = silos[name].runs[header["run"]].work
-            if isinstance(work, MessageWork):
+            if isinstance(work, IsrlSiloRun):
                 sent = tree_of(arrays, "released", work.like)
             else:
                 floats = jax.tree.map(lambda p: np.zeros(p.shape, np.float32), work.like)
@@ -114,7 +114,7 @@ def every_number_is_noised(silo):
     number = silo.log.all("answered", run=run.plan.run, sent=True)[0]["round"]
     key, held = drawn(silo)[number], silo.held
     more = [2 * sigma for sigma in run.plan.noise]
-    if isinstance(run.work, MessageWork):
+    if isinstance(run.work, IsrlSiloRun):
         # Sample and noise are drawn anew where anything differs: only all records are the same.
         every = dataclasses.replace(held.config.mechanism, sampling="full", batch_fraction=None)
         held.config = held.config.model_copy(update={"mechanism": every})

@@ -25,14 +25,15 @@ from dpfl_jax.federation.isrl import (
     step_weights,
     theory,
 )
-from dpfl_jax.federation.isrl.accelerated import closed_form, middle_point
-from dpfl_jax.federation.isrl.minibatch_sgd import (
+from dpfl_jax.federation.isrl.algorithms import (
     ball,
+    closed_form,
     last_weights,
+    middle_point,
     strongly_convex_weights,
     uniform_weights,
 )
-from dpfl_jax.federation.isrl.smoothing import plain, smoothed
+from dpfl_jax.federation.isrl.losses import exact, smoothed
 from dpfl_jax.randomness import RootKey
 from reproductions.isrl._local_sgd import make_local_oracle
 
@@ -292,7 +293,7 @@ def test_smoothing_is_the_moreau_envelope(kind):
         x, y = rng.normal(size=3), rng.choice([-1.0, 1.0])
         w = rng.normal(size=3) * 2
         example = {"x": jnp.asarray(x), "y": jnp.asarray(y)}
-        loss, envelope = plain(kind), smoothed(kind, beta)
+        loss, envelope = exact(kind), smoothed(kind, beta)
         # The best v lies on the line w + t x: any other part of v - w only adds to the square.
         t = np.linspace(-20, 20, 400_001)
         points = w @ x + t * (x @ x)

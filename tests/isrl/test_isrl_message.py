@@ -205,7 +205,7 @@ def test_noise_has_the_stated_variance():
 def test_noise_is_that_of_the_one_implementation(monkeypatch):
     """A silo's, and a trusted server's: its tails are tested there."""
     for module in (message, baselines):  # the keys as they are in the schedule
-        monkeypatch.setattr(module, "own_keys", lambda keys, words: keys)
+        monkeypatch.setattr(module, "derived_keys", lambda keys, words: keys)
     data, w = silos([4, 4], dim=7), jnp.zeros(7)
     row = {k: v[0] for k, v in make_schedule(KEY, 1, np.array([4, 4])).rows().items()}
     row["present"] = jnp.asarray([True, False])

@@ -23,23 +23,24 @@ from dpfl_jax.federation.isrl import (
     MessageSpec,
     Problem,
     accelerated,
-    bounds,
     iterate,
     make_oracle,
     make_schedule,
     minibatch_sgd,
     step_weights,
+    theory,
 )
 from dpfl_jax.federation.isrl import message as message_module
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
+from dpfl_jax.federation.isrl.algorithms import ball, last_weights
+from dpfl_jax.federation.isrl.isrl_run import IsrlRun, _relations
 from dpfl_jax.federation.isrl.privacy import (
     SiloNoise,
     federation_noise,
+    relations,
+    shuffled_view,
     silo_guarantee,
     silo_noise,
 )
-from dpfl_jax.federation.isrl.relations import relations, shuffled_view
-from dpfl_jax.federation.isrl.runs.isrl_run import IsrlRun, _relations
 from dpfl_jax.randomness import RootKey
 from reproductions.isrl._baselines import (
     alone,
@@ -189,7 +190,7 @@ def test_poisson_draws_no_more_often_than_accounted(share, n):
 def test_a_trusted_server_adds_noise_once_and_enough(sampling, monkeypatch):
     """Brute force: a record moves the mean of N silos by at most 2 C / (N K_min)."""
     # Neighbours are compared in one draw; other data would have draws of their own.
-    monkeypatch.setattr(message_module, "own_keys", lambda keys, words: keys)
+    monkeypatch.setattr(message_module, "derived_keys", lambda keys, words: keys)
     sizes, batches, clip = [6, 4], [3.0, 2.0], 0.7
     data = silos(sizes, dim=2)
     if sampling == "full":
@@ -357,18 +358,21 @@ def test_bounds_follow_their_theorems():
         there = [bound(a_problem(**fixed | change)).private for change in doubled]
         return [round(math.log(value / here) / math.log(2), 6) for value in there]
 
-    assert slopes(bounds.upper) == [-1, -0.5, 0.5, -1]
-    assert slopes(bounds.lower) == [-1, -0.5, 0.5, -1]
-    assert slopes(bounds.central) == [-1, -1, 0.5, -1]
-    assert slopes(bounds.upper, strong_convexity=0.1) == [-2, -1, 1, -2]
-    assert slopes(bounds.lower, strong_convexity=0.1) == [-2, -1, 1, -2]
+    assert slopes(theory.risk_upper_bound) == [-1, -0.5, 0.5, -1]
+    assert slopes(theory.risk_lower_bound) == [-1, -0.5, 0.5, -1]
+    assert slopes(theory.central_risk_lower_bound) == [-1, -1, 0.5, -1]
+    assert slopes(theory.risk_upper_bound, strong_convexity=0.1) == [-2, -1, 1, -2]
+    assert slopes(theory.risk_lower_bound, strong_convexity=0.1) == [-2, -1, 1, -2]
 
 
 def test_bounds_say_when_privacy_is_free():
-    few, many = bounds.upper(a_problem(0.1)), bounds.upper(a_problem(10.0))
+    few, many = theory.risk_upper_bound(a_problem(0.1)), theory.risk_upper_bound(a_problem(10.0))
     assert few.private > few.statistical
     assert many.private < many.statistical
-    lower, central = bounds.lower(a_problem(0.1)), bounds.central(a_problem(0.1))
+    lower, central = (
+        theory.risk_lower_bound(a_problem(0.1)),
+        theory.central_risk_lower_bound(a_problem(0.1)),
+    )
     assert central.private == pytest.approx(lower.private / math.sqrt(50))
     assert lower.private <= few.private
 

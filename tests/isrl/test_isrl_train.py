@@ -15,10 +15,10 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.runs import messages
-from dpfl_jax.federation.isrl.runs.isrl_run import prepare
-from dpfl_jax.federation.isrl.runs.silos import padded
-from dpfl_jax.federation.isrl.runs.tasks import make_task
+from dpfl_jax.federation.isrl import rounds as isrl_rounds
+from dpfl_jax.federation.isrl.isrl_run import prepare
+from dpfl_jax.federation.isrl.losses import linear_loss
+from dpfl_jax.federation.isrl.silos import padded
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import driver
@@ -164,9 +164,9 @@ def test_two_classes_are_scored_as_by_other_systems(loss):
     rows = [(rng.normal(size=(n, 3)), rng.integers(0, 2, n)) for n in (9, 14)]
     x, y = (np.concatenate([part[i] for part in rows]) for i in (0, 1))
     shown = [(a, 2 * b - 1 if loss == "hinge" else b) for a, b in rows]
-    task = make_task(ModelConfig(loss=loss), 3, 2, 1.0, 1.0, 0.1)
+    task = linear_loss(ModelConfig(loss=loss), 3, 2, 1.0, 1.0, 0.1)
     w = rng.normal(size=task.shape).astype("f4")
-    found = messages.make_scores(task, padded(shown))(w)
+    found = isrl_rounds.make_scores(task, padded(shown))(w)
     scores = x @ (w if w.ndim == 1 else w[1] - w[0])
     assert found["auc"] == pytest.approx(np.mean(scores[y == 1][:, None] > scores[y == 0]))
     assert found["base_rate"] == y.mean()
@@ -226,11 +226,11 @@ def test_no_record_is_written_into_a_compiled_program(tmp_path):
     config = load_config(written(tmp_path))
     prepared = prepare(config, Console(quiet=True))
     data, parameters, task = prepared.records.train, prepared.parameters, prepared.loss
-    algorithm = messages.make_method(config, parameters)
-    schedule = messages.schedule_of(
+    algorithm = isrl_rounds.make_method(config, parameters)
+    schedule = isrl_rounds.schedule_of(
         config, parameters, np.asarray(data.sizes), RootKey.from_seed(0)
     )
-    made = messages.Round(config, task, parameters, algorithm)
+    made = isrl_rounds.CompiledRound(config, task, parameters, algorithm)
     row = jax.tree.map(lambda x: x[0], schedule.rows())
     records = int(np.asarray(data.sizes).max())
     traced = jax.make_jaxpr(made.messages)(
@@ -245,7 +245,7 @@ def test_a_run_goes_on_with_another_execution(tmp_path):
     for changes in ({}, {"execution": {"rounds_per_block": 3}}, {"name": "other"}):
         config = load_config(written(tmp_path, **changes))
         prepared = prepare(config, Console(quiet=True))
-        run = messages.Messages(
+        run = isrl_rounds.IsrlAlgorithm(
             config, prepared.loss, prepared.records.train,
             prepared.parameters, data_parallel_mesh(jax.devices()[:1]),
         )  # fmt: skip

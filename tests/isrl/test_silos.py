@@ -8,7 +8,7 @@ import pytest
 from dpfl_jax.config.schema import FederationConfig
 from dpfl_jax.data import DataConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.runs.silos import load_silos
+from dpfl_jax.federation.isrl.silos import load_silos
 
 SILOS, RECORDS = ("north", "south", "west"), 300
 

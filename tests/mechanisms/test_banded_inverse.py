@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from benchmarks import audit as bench
-from dpfl_jax.accounting import epsilon
+from dpfl_jax.accounting import cells, epsilon
 from dpfl_jax.audit import audit
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Calibrated, Population, banded_inverse, blt
+from dpfl_jax.randomness import RootKey
 
 PEOPLE = Population(100, 200, 100)
 
@@ -28,10 +29,13 @@ def test_half_the_noise_is_seen(monkeypatch):
     ("fields", "message"),
     [
         ({"bands": 1}, "bands is 1, but it must be at least 2: one is independent noise"),
-        ({"taken": (0.5,)}, "taken has 1 numbers, but it must have one for each of the 3 bands"),
-        ({"taken": (0.5, 1.5)}, "all from 0 to 1"),
-        ({"taken": (0.5, math.nan)}, "all from 0 to 1"),
-        ({"taken": (0.5, 0.6)}, "taken add up to 1.1, but"),
+        (
+            {"fractions": (0.5,)},
+            "fractions has 1 numbers, but it must have one for each of the 3 bands",
+        ),
+        ({"fractions": (0.5, 1.5)}, "all from 0 to 1"),
+        ({"fractions": (0.5, math.nan)}, "all from 0 to 1"),
+        ({"fractions": (0.5, 0.6)}, "fractions add up to 1.1, but"),
         ({"horizon": 0}, "horizon is 0"),
     ],
 )
@@ -42,11 +46,13 @@ def test_bad_fields_of_banded_inverse_are_one_sentence(fields, message):
 
 def test_buffers_and_bands_of_one_number_are_one_noise():
     """1 / (1 - f x) is the column 1, f, f^2, ... of one buffer with decay and scale f."""
-    bands = banded_inverse(group_size=1, cohort_size=20, bands=2, taken=(0.75,), horizon=9)
+    bands = banded_inverse(group_size=1, cohort_size=20, bands=2, fractions=(0.75,), horizon=9)
     buffers = blt(
         group_size=1, cohort_size=20, buffers=1, decays=(0.75,), scales=(0.75,), horizon=9
     )
-    np.testing.assert_allclose(bands.noise.column(9), buffers.noise.column(9), rtol=1e-13)
+    np.testing.assert_allclose(
+        bands.noise.matrix(9).column, buffers.noise.matrix(9).column, rtol=1e-13
+    )
 
 
 def test_the_guarantee_names_turns_and_the_matrix():
@@ -65,3 +71,16 @@ def test_an_account_is_that_of_the_mechanism(capsys):
     made = banded_inverse(group_size=1, cohort_size=20, bands=4)
     wanted = epsilon(made.calibrate(PEOPLE, 40, noise_multiplier=5.0).event(), 1e-5)
     assert found["epsilon"] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_column_that_rises_is_bounded_for_accounting_and_attacked_as_it_is():
+    made = banded_inverse(group_size=1, cohort_size=25, fractions=(0.0, 0.5), horizon=8)
+    matrix = made.noise.matrix(5)
+    np.testing.assert_allclose(matrix.column, (1, 0, 0.5, 0, 0.25), atol=1e-12)
+    np.testing.assert_allclose(matrix.bounding_column, (1, 0.5, 0.5, 0.25, 0.25), atol=1e-12)
+    sampler = made.sampler(np.arange(101), RootKey.from_seed(0))
+    seen = np.random.default_rng(0).normal(size=(100, 3))
+    found = cells.audit_statistic(matrix, seen, np.ones(100, bool), sampler)
+    first = sampler.scheme.turn_of(sampler.key, 100) == 0
+    rows = seen[first] @ np.array([[1, 0, 0.5], [0, 1, 0], [0, 0, 1]])  # K seen, by rows
+    np.testing.assert_allclose(found[first, 0], rows @ (1, 0, 0.5) / 1.25**0.5)

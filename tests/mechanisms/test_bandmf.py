@@ -111,7 +111,7 @@ def test_a_user_in_every_turn_is_seen(monkeypatch):
     """Users drawn as by ULS, at the probability of a group."""
 
     def indices(self, key, step, population):
-        return Poisson(self.prob).indices(key, step, population)
+        return Poisson(self.sampling_prob).indices(key, step, population)
 
     monkeypatch.setattr(CyclicPoisson, "indices", indices)
     monkeypatch.setattr(CyclicPoisson, "group_of", lambda self, key, n: np.zeros(n, int))
@@ -123,10 +123,10 @@ def test_a_user_in_every_turn_is_seen(monkeypatch):
     ("fields", "message"),
     [
         ({"bands": 0}, "bands is 0"),
-        ({"bands": 1, "strategy": (0.5,)}, "for two bands or more"),
-        ({"bands": 2, "strategy": (1.0,)}, "1 numbers, but it must have one for each of the 2"),
-        ({"bands": 2, "strategy": (0.0, 1.0)}, "the first above 0"),
-        ({"bands": 2, "strategy": (1.0, math.nan)}, "all finite"),
+        ({"bands": 1, "column": (0.5,)}, "for two bands or more"),
+        ({"bands": 2, "column": (1.0,)}, "1 numbers, but it must have one for each of the 2"),
+        ({"bands": 2, "column": (0.0, 1.0)}, "the first above 0"),
+        ({"bands": 2, "column": (1.0, math.nan)}, "all finite"),
     ],
 )
 def test_bad_fields_are_one_sentence(fields, message):
@@ -138,7 +138,7 @@ def test_too_large_a_cohort_and_no_strategy_are_one_sentence():
     mechanism = bandmf(group_size=1, cohort_size=30, bands=4)
     with pytest.raises(BadInputError, match=r"times mechanism\.cohort_size to at most 100"):
         mechanism.calibrate(Population(100, 100, 100), 8, noise_multiplier=1.0)
-    with pytest.raises(BadInputError, match="no strategy yet"):
+    with pytest.raises(BadInputError, match="no column yet"):
         mechanism.noise.matrix(8)
 
 

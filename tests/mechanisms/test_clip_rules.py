@@ -15,17 +15,17 @@ from dpfl_jax.clipping import Adaptive, NoClip, PerGroup
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import (
-    LocalUpdate,
+    IndividualBudget,
     Mechanism,
     NoNoise,
-    OwnBudget,
     OwnerSets,
     Users,
+    UserUpdate,
     bandmf,
     individual,
     uls,
 )
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
@@ -147,14 +147,14 @@ def test_a_clip_norm_that_adapts_follows_the_quantile_and_is_resumed(tmp_path, m
                 participation=Users(**SIZES),
                 clip=NoClip(),
                 noise=NoNoise(),
-                update=LocalUpdate(local_learning_rate=0.1),
+                update=UserUpdate(user_learning_rate=0.1),
             ),
-            "updates of local steps are clipped",
+            "user updates are clipped",
         ),
         (
             lambda: Mechanism(
-                participation=OwnerSets(**SIZES, sets_per_user=2), budget=OwnBudget()
-            ).participation.units_of_users(np.arange(4)),
+                participation=OwnerSets(**SIZES, sets_per_user=2), budget=IndividualBudget()
+            ).participation.unit_counts(np.arange(4)),
             "cannot take part as owner_sets",
         ),
     ],

@@ -29,13 +29,21 @@ from dpfl_jax.accounting import (
     epsilon,
     statement,
 )
-from dpfl_jax.accounting.cells import Contribution, Everyone, NoisedSums, OnePass, TwoStagePoisson
+from dpfl_jax.accounting.cells import (
+    AveragedUnits,
+    Everyone,
+    NoisedSums,
+    OnePass,
+    Sensitivity,
+    TwoStagePoisson,
+)
 from dpfl_jax.audit import audit
 from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.clipping import Flat
 from dpfl_jax.data.owners import store_from_users
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation import silo_statement
+from dpfl_jax.federation import guarantee, personal
+from dpfl_jax.federation.isrl import privacy
 from dpfl_jax.mechanisms import (
     Banded,
     Buffered,
@@ -46,7 +54,6 @@ from dpfl_jax.mechanisms import (
     banded_inverse,
     bandmf,
     blt,
-    central_statement,
     els,
     individual,
     individual_els,
@@ -55,12 +62,13 @@ from dpfl_jax.mechanisms import (
     truncated,
     uls,
 )
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mechanisms.presets import PRESETS
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
 from dpfl_jax.sampling import Cyclic, CyclicPoisson, Poisson, RandomAllocation, TruncatedPoisson
+from dpfl_jax.training import central_statement
 from tests.statements import SOUND
 
 STEPS, EPSILON, DELTA, CLIP, ALARM = 8, 4.0, 1e-3, 0.5, 1e-6
@@ -101,7 +109,11 @@ PRIVATE = [name for name in CASES if name != "none"]
 BUDGETS = ("individual", "individual_els")
 # What silos and ISRL look up: cells, a statement of theirs, and simulated runs.
 SILOS = {
-    "user_ldp": (NoisedSums(Everyone(), 1.0, 8, 1, contribution=Contribution(2)), "user_ldp"),
+    "hi_grad_avg": (
+        NoisedSums(Poisson(0.2), 1.0, 8, 1, contribution=AveragedUnits(4)),
+        "hi_grad_avg",
+    ),
+    "user_ldp": (NoisedSums(Everyone(), 1.0, 8, 1, contribution=Sensitivity(2)), "user_ldp"),
     "rpdp": (NoisedSums(TwoStagePoisson(0.2, 0.7, 4), 1.0, 8, 1), "rpdp, smallest budget"),
     "isrl": (NoisedSums(Poisson(0.2), 1.0, 8, 50, relation=REPLACE), "isrl"),
     "isrl, full": (NoisedSums(Everyone(), 1.0, 8, 50, relation=REPLACE), "isrl, full"),
@@ -189,7 +201,7 @@ def test_a_privacy_unit_moves_the_sum_by_no_more_than_is_stated(name, devices):
     """All that it has in a draw is left out, and has other data, on the layout that runs."""
     mechanism = plan_of(name).mechanism
     contribution = mechanism.participation.contribution
-    units = 1 if contribution is None else contribution.units
+    units = 1 if contribution is None else contribution.max_units
     mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
     summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss_fn, mesh))
     group = (
@@ -271,21 +283,21 @@ def test_who_is_drawn_is_what_is_accounted(name):
     plan, keys, steps = plan_of(name), 60, 12
     scheme = plan.calibrated.scheme
     contribution = plan.mechanism.participation.contribution
-    most = 1 if contribution is None else contribution.units
+    most = 1 if contribution is None else contribution.max_units
     counts, sampler = drawn_of(name, keys, steps)
     assert counts.max() == most
     if isinstance(scheme, TruncatedPoisson):
         sizes = counts.sum(axis=1)
         assert sizes.max() == scheme.cap  # of 60 units with a rate of 1/6 some draws are cut
-        law = stats.binom(sampler.population, scheme.prob)
+        law = stats.binom(sampler.population, scheme.sampling_prob)
         kept = sum(min(k, scheme.cap) * law.pmf(k) for k in range(61)) / sampler.population
-        assert kept < scheme.prob
+        assert kept < scheme.sampling_prob
         for user in counts.sum(axis=(0, 2)):
             assert stats.binomtest(int(user), keys * steps, kept).pvalue > ALARM / 60
     elif isinstance(scheme, Poisson):
         if name == "owner_sets":  # sets are of two people each: every second one
             counts = counts[:, ::2]
-        law = stats.binom.pmf(np.arange(most + 1), most, scheme.prob)
+        law = stats.binom.pmf(np.arange(most + 1), most, scheme.sampling_prob)
         observed = np.bincount(counts.ravel(), minlength=most + 1)
         assert stats.chisquare(observed, law * counts.size).pvalue > ALARM
         assert independent(counts[..., 1:], counts[..., :-1], most + 1) > ALARM
@@ -298,7 +310,9 @@ def test_who_is_drawn_is_what_is_accounted(name):
             group = np.argmax(ever, axis=-1)
             assert uniform(group[ever.any(axis=-1)], period) > ALARM
             coins = turns.sum(axis=-1)
-            assert stats.binomtest(int(coins.sum()), coins.size, scheme.prob).pvalue > ALARM
+            assert (
+                stats.binomtest(int(coins.sum()), coins.size, scheme.sampling_prob).pvalue > ALARM
+            )
             assert independent(coins[..., 1:], coins[..., :-1], 2) > ALARM
         else:
             assert (turns.sum(axis=-1) == 1).all()
@@ -356,7 +370,8 @@ def test_a_run_goes_on_bit_for_bit_or_not_at_all(name, tmp_path, monkeypatch):
 def test_what_is_stated_holds_and_is_read_back(name):
     if name in SILOS:
         made = SOUND["personal" if name == "rpdp" else name.replace(", full", "")]()
-        restate = silo_statement.restate
+        systems = {"personal": personal, "isrl": privacy, "federated": guarantee}
+        restate = systems[made.basis["system"]].restate
     else:
         plan = plan_of(name)
         made, restate = plan.statement(plan.guarantee()), central_statement.restate

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.training.trained import load_trained
+from dpfl_jax.training.export import load_trained
 
 CONFIG = {
     "data": {
@@ -21,7 +21,7 @@ CONFIG = {
 KINDS = {
     "allocation": ({}, "in exactly one of every 5 steps", "all steps of a stretch are taken by"),
     "bandmf": (
-        {"bands": 3, "strategy": [0.75, 0.5, 0.4375]},
+        {"bands": 3, "column": [0.75, 0.5, 0.4375]},
         "3 groups of users",
         "checkpoints are as secret",
     ),

@@ -24,7 +24,7 @@ from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population, individual, individual_els, uls
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import driver
@@ -62,8 +62,8 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
     assert accounting.accountant_of(whole.event()) == "pld"
     assert 3.99 < whole.guarantee().epsilon <= 4.0
     # An order that is given is kept, and paid for.
-    odd = individual(**given, order=20.0).calibrate(population, 60, **target)
-    assert odd.mechanism.budget.order == 20.0
+    odd = individual(**given, renyi_order=20.0).calibrate(population, 60, **target)
+    assert odd.mechanism.budget.renyi_order == 20.0
     assert odd.noise_multiplier > planned.noise_multiplier
     assert 3.99 < odd.guarantee().epsilon <= 4.0
 
@@ -74,7 +74,7 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
         ({"least_steps": 60}, "nobody would ever leave: set it lower, or let"),
         ({"refresh": 0}, "mechanism.refresh is 0, but it must be at least 1"),
         ({"clipping": "per_layer"}, "mechanism.clipping is per_layer, but a user's own bound"),
-        ({"order": 1.0}, "leave it out, and the best is taken"),
+        ({"renyi_order": 1.0}, "leave it out, and the best is taken"),
         ({"noise_multiplier": 0.0}, "without noise nobody can pay for a step"),
     ],
 )
@@ -132,7 +132,7 @@ def test_small_gradients_stay_for_longer_and_are_drawn_as_often_as_is_paid_for()
     counts = np.bincount(np.concatenate([who for who, _, _ in found]), minlength=600)
     assert not owing(found, may)
     # Each of 6 sizes: coins with q = 1/4 in every step that is paid for; wrong once in 10^4 keys.
-    prob = plan.calibrated.scheme.sampling_prob
+    prob = plan.calibrated.scheme.draw_prob
     for size in SIZES:
         there = own == size
         got = stats.binomtest(int(counts[there].sum()), int(may[there].sum()), prob)
@@ -352,7 +352,7 @@ def test_what_users_have_spent_is_private(tmp_path):
     assert 0 < (shares < 0.999).sum() < 60
     spent = [float(row["epsilon_spent"]) for row in rows]
     assert max(spent) <= result.guarantee.epsilon <= 4.0
-    assert result.seen is not None
+    assert result.private_state is not None
     assert "Spending" not in repr(result)
     words = final_state(tmp_path / "run")["units"]
     assert words.shape == (60, 3)

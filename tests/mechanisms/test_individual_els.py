@@ -108,7 +108,7 @@ def test_few_or_small_examples_stay_for_longer_and_are_drawn_as_often_as_is_paid
     late = [u for t, (who, _, _) in enumerate(found) for u in who if t >= may[owners[u]]]
     assert not late
     # Coins in every step that is paid for; wrong once in 10^4 keys.
-    prob = plan.calibrated.scheme.sampling_prob
+    prob = plan.calibrated.scheme.draw_prob
     for size in (1, 2, 4):
         of = parts[owners] == size
         got = stats.binomtest(int(counts[of].sum()), int(may[owners][of].sum()), prob)

@@ -15,24 +15,27 @@ from rich.console import Console
 from dpfl_jax import Hooks, LoopConfig, fit
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
+from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.matrices import PREFIX_SUMS, inverse_strategy, strategy
+from dpfl_jax.matrices import PREFIX_SUMS, banded_strategy, inverse_strategy
 from dpfl_jax.mechanisms import banded_inverse, bandmf, blt, uls
 from dpfl_jax.noise import workload_of
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import prepare
-from dpfl_jax.training.optimizers import build_optimizer
+from dpfl_jax.training.optimizers import make_optimizer
 
 STEPS = 12
 KINDS = {
-    "bandmf": (bandmf, {"bands": 3}, lambda m: banded_matrix(m.noise.column, STEPS)),
+    "bandmf": (bandmf, {"bands": 3}, lambda m: banded_matrix(m.noise.chosen, STEPS)),
     "blt": (blt, {}, lambda m: buffered_matrix(m.noise.chosen, STEPS)),
     "banded_inverse": (banded_inverse, {}, lambda m: inverse_banded_matrix(m.noise.chosen, STEPS)),
 }
 
 
-def optimizer_of(steps=STEPS):
-    return build_optimizer("sgd", 0.5, steps, "linear", 0, {"momentum": 0.9})
+def optimizer_of(steps=STEPS, schedule="linear"):
+    options = {"momentum": 0.9}
+    section = OptimizerConfig(name="sgd", learning_rate=0.5, schedule=schedule, options=options)
+    return make_optimizer(section, steps)
 
 
 def nothing(params, example):
@@ -70,7 +73,7 @@ def test_a_plan_has_the_noise_of_its_optimiser_and_others_have_that_of_sums():
 
     def taken(**given):
         plan = made.plan(data, steps=STEPS, noise_multiplier=1.0, delta=1e-5, **given)
-        return plan.mechanism.noise.taken
+        return plan.mechanism.noise.fractions
 
     plain = inverse_strategy(3, STEPS, 3)
     own = inverse_strategy(3, STEPS, 3, workload_of(optimizer_of(), STEPS))
@@ -79,7 +82,7 @@ def test_a_plan_has_the_noise_of_its_optimiser_and_others_have_that_of_sums():
     for other in ({}, {"optimizer": optax.adam(0.1)}, {"optimizer": optax.sgd(0.1)}):
         assert taken(**other) == plain
     # A strategy that is given stays; independent noise has none.
-    given = bandmf(group_size=1, cohort_size=10, bands=2, strategy=(1.0, 0.5))
+    given = bandmf(group_size=1, cohort_size=10, bands=2, column=(1.0, 0.5))
     plan = given.plan(data, steps=STEPS, noise_multiplier=1.0, delta=1e-5, optimizer=optimizer_of())
     assert plan.mechanism == given
     plain = uls(group_size=1, cohort_size=10)
@@ -119,7 +122,7 @@ def test_a_run_goes_on_with_its_schedule_alone(tmp_path):
 
     with pytest.raises(KeyError):
         go_on(optimizer_of(), optimizer_of(), Hooks(on_step=die))
-    other = build_optimizer("sgd", 0.5, STEPS, "cosine", 0, {"momentum": 0.9})
+    other = optimizer_of(schedule="cosine")
     for optimizer, planned in ((other, other), (other, optimizer_of()), (optimizer_of(), None)):
         with pytest.raises(BadInputError):
             go_on(optimizer, planned)
@@ -151,7 +154,7 @@ def test_a_file_need_not_say_twice_what_its_optimiser_is(tmp_path, capsys):
     ):
         file.write_text(yaml.safe_dump(CONFIG | {"optimizer": optimizer}))
         ready = prepare(load_config(str(file)), Console(quiet=True))
-        assert ready.mechanism.noise.strategy == strategy(3, STEPS, workload)
+        assert ready.mechanism.noise.column == banded_strategy(3, STEPS, workload)
         assert main(["train", str(file), "--dry-run", "--json"]) == 0
         told = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert told["noise_multiplier"] == ready.calibrated.noise_multiplier

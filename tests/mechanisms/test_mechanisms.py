@@ -28,7 +28,7 @@ def test_els_limits_once_and_samples_what_it_accounts():
     made = mechanism.calibrate(population, 7, noise_multiplier=1.0)
     sampler = mechanism.sampler(OFFSETS, KEY)
     assert len(sampler.positions) == 12
-    assert sampler.scheme.prob == made.scheme.sampling_prob == 4 / 12
+    assert sampler.scheme.sampling_prob == made.scheme.draw_prob == 4 / 12
     assert sampler.expected_size == pytest.approx(mechanism.participation.divisor)
     again = mechanism.sampler(OFFSETS, KEY)
     np.testing.assert_array_equal(sampler.positions, again.positions)
@@ -43,14 +43,14 @@ def test_uls_samples_users():
     assert population.num_units == 5
     made = mechanism.calibrate(population, 7, noise_multiplier=1.0)
     sampler = mechanism.sampler(OFFSETS, KEY)
-    assert sampler.scheme.prob == made.scheme.sampling_prob == 0.4
+    assert sampler.scheme.sampling_prob == made.scheme.draw_prob == 0.4
     assert sampler.expected_size == pytest.approx(mechanism.participation.divisor)
     assert made.event().event.sampling_probability == 0.4
 
 
 def test_declared_probabilities_do_not_depend_on_the_data():
     mechanism = uls(group_size=2, cohort_size=3, sampling_prob=0.25)
-    assert mechanism.sampler(OFFSETS, KEY).scheme.prob == 0.25
+    assert mechanism.sampler(OFFSETS, KEY).scheme.sampling_prob == 0.25
     assert mechanism.participation.divisor == 3.0
 
 

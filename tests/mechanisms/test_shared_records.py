@@ -19,9 +19,9 @@ import dpfl_jax as dpfl
 from dpfl_jax import accounting
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.owners import store_from_users
-from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.calibrated import SHARED_ADJACENCY
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.contribution import limit_shared
@@ -296,7 +296,7 @@ def test_what_is_drawn_of_a_user_is_what_is_accounted(mechanism):
     counts = np.zeros(limit + 1)
     for step in range(2000):
         counts[whose[sampler.draw(step).units].sum()] += 1
-    prob = plan.calibrated.scheme.sampling_prob
+    prob = plan.calibrated.scheme.draw_prob
     expected = 2000 * stats.binom.pmf(np.arange(limit + 1), limit, prob)
     assert stats.chisquare(counts, expected).pvalue > 0.001
     step = plan.event().event
@@ -334,7 +334,7 @@ def test_the_guarantee_says_what_it_is_of():
         assert not any("exactly one user" in words for words in told.assumptions)
         assert any("public: what is in a record is protected" in w for w in told.assumptions)
         limit = getattr(mechanism.participation, "sets_per_user", mechanism.group_size)
-        prob = plan.calibrated.scheme.sampling_prob
+        prob = plan.calibrated.scheme.draw_prob
         own = accounting.epsilon(accounting.events.els(1.0, prob, limit, 10), 1e-5)
         assert told.epsilon == own
         assert plan.population.num_users == 6

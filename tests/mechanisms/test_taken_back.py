@@ -22,9 +22,9 @@ DECAYS, SCALES = (0.75, 0.25), (0.5, 0.125)
 TAKEN = (0.5, 0.25)
 PEOPLE = Population(100, 200, 100)
 MADE = {
-    "bandmf": (bandmf, {"bands": 3, "strategy": COLUMN}),
+    "bandmf": (bandmf, {"bands": 3, "column": COLUMN}),
     "blt": (blt, {"decays": DECAYS, "scales": SCALES}),
-    "banded_inverse": (banded_inverse, {"taken": TAKEN}),
+    "banded_inverse": (banded_inverse, {"fractions": TAKEN}),
 }
 MATRIX = {
     "bandmf": lambda steps: banded_matrix(COLUMN, steps),
@@ -118,7 +118,7 @@ def test_a_release_under_attack_stands_and_is_seen_through_its_noise(kind, seen)
 
 
 def test_a_plan_chooses_what_is_taken_back_and_keeps_it():
-    for kind, chosen in (("blt", "decays"), ("banded_inverse", "taken")):
+    for kind, chosen in (("blt", "decays"), ("banded_inverse", "fractions")):
         empty = made(kind, cohort_size=21, horizon=None, **dict.fromkeys(MADE[kind][1]))
         assert empty.participation.scheme_of(PEOPLE).period == 5
         with pytest.raises(BadInputError, match=r"(horizon|buffers|bands) yet"):

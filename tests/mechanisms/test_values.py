@@ -23,11 +23,11 @@ from dpfl_jax.mechanisms import (
     individual,
     uls,
 )
-from dpfl_jax.mechanisms.candidates import at_budget
-from dpfl_jax.mechanisms.central_statement import parse_calibrated
+from dpfl_jax.planning.candidates import at_budget
 from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Cyclic, CyclicPoisson, TruncatedPoisson
+from dpfl_jax.training.central_statement import parse_calibrated
 
 SIZES = {"group_size": 2, "cohort_size": 5}
 
@@ -132,6 +132,16 @@ def test_sections_of_two_versions_at_once_are_refused():
     assert parse_calibrated(basis, 1e-5).scheme.period == 20
     with pytest.raises(BadInputError, match="has period beside `noise`"):
         parse_calibrated(basis | {"mechanism": section | {"period": 40}}, 1e-5)
+
+
+def test_a_key_under_its_name_of_today_and_of_before_is_refused():
+    section = {"kind": "uls", "group_size": 1, "cohort_size": 2, "noise_multiplier": 1.0}
+    stated = {"population": {"num_users": 9, "num_examples": 9, "num_units": 9}, "steps": 3}
+    before = {**section, "local_learning_rate": 0.5, "local_epochs": 2}
+    made = parse_calibrated({**stated, "mechanism": before}, 1e-5)
+    assert made.mechanism.update.user_epochs == 2
+    with pytest.raises(BadInputError, match="has a key twice, under two names"):
+        parse_calibrated({**stated, "mechanism": {**before, "user_epochs": 1}}, 1e-5)
 
 
 def test_a_plan_is_of_the_population_that_its_noise_is_for():

@@ -8,7 +8,7 @@ from noising import released
 
 from dpfl_jax.accounting import events
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.matrices import prefix_error, strategy
+from dpfl_jax.matrices import banded_strategy, prefix_error
 from dpfl_jax.mechanisms import Population, bandmf, uls
 from dpfl_jax.noise import Noise, banded
 
@@ -40,7 +40,7 @@ SETTINGS = [
 def test_errors_and_sensitivities_are_jax_privacy_s(steps, bands):
     """By its own functions, in float64: to 1e-6."""
     toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
-    column = strategy(bands, steps)
+    column = banded_strategy(bands, steps)
     made = toeplitz.optimize_banded_toeplitz(steps, bands)  # with its defaults
     with jax.enable_x64(True):
         given = jnp.asarray(column, jnp.float64)
@@ -69,7 +69,7 @@ def _norm(event):
 @pytest.mark.parametrize(("steps", "bands"), [(2, 2), (25, 4), (1000, 16), (10_000, 32)])
 def test_no_neighbour_of_a_strategy_is_better(steps, bands):
     """At sensitivity 1, to second order: in every direction of a band, and its norm is 1."""
-    column = np.array(strategy(bands, steps))
+    column = np.array(banded_strategy(bands, steps))
     assert np.linalg.norm(column) == pytest.approx(1, abs=1e-6)
 
     def error(change):
@@ -85,7 +85,7 @@ def test_no_neighbour_of_a_strategy_is_better(steps, bands):
 
 def test_fewer_steps_than_bands_are_one_sentence():
     with pytest.raises(BadInputError, match=r"bands is 5, .* at most the 4 steps"):
-        strategy(5, 4)
+        banded_strategy(5, 4)
 
 
 def test_the_rows_of_the_noise_are_the_bands():

@@ -15,7 +15,7 @@ from dpfl_jax.matrices import (
     buffered_column,
     buffered_error,
     buffered_strategy,
-    inverse_column,
+    inverse_bound,
     inverse_error,
     inverse_strategy,
 )
@@ -40,7 +40,10 @@ def sensitivity(column, separation, steps):
 @pytest.mark.parametrize(("taken", "falls"), MOST.items())
 def test_the_column_is_that_of_its_matrix_upwards_and_never_grows(taken, falls):
     for steps in (1, 2, 3, 60):
-        column, own = inverse_column(taken, steps), inverse_banded_matrix(taken, steps)[:, 0]
+        column, own = (
+            inverse_bound(taken, steps),
+            inverse_banded_matrix(taken, steps)[:, 0],
+        )
         assert (column >= own).all()
         assert (np.diff(column) <= 0).all()
         assert column[0] == 1.0
@@ -59,7 +62,7 @@ def test_nobody_moves_rows_further_than_accounted(taken, falls, steps, separatio
     for present in itertools.product((0, 1, -1), repeat=steps):
         if (np.diff(np.flatnonzero(present)) >= separation).all():
             most = max(most, np.linalg.norm(matrix @ present))
-    accounted = sensitivity(inverse_column(taken, steps), separation, steps)
+    accounted = sensitivity(inverse_bound(taken, steps), separation, steps)
     assert most <= accounted
     if falls:
         assert most == pytest.approx(accounted, rel=1e-12)
@@ -85,7 +88,7 @@ def test_errors_and_sensitivities_are_jax_privacy_s(steps, separation, bands):
         )
     wanted = math.sqrt(float(error) / ((steps + 1) / 2))
     assert inverse_error(taken, steps) == pytest.approx(wanted, rel=1e-6)
-    column = inverse_column(taken, steps)
+    column = inverse_bound(taken, steps)
     for theirs, apart in ((once, steps), (math.sqrt(float(moved)), separation)):
         found = sensitivity(column, apart, steps)
         if falls:
@@ -96,7 +99,7 @@ def test_errors_and_sensitivities_are_jax_privacy_s(steps, separation, bands):
 
 def quality(taken, steps, separation):
     """Root mean square of the noise in prefix sums at one epsilon, over independent noise's."""
-    moved = sensitivity(inverse_column(taken, steps), separation, steps)
+    moved = sensitivity(inverse_bound(taken, steps), separation, steps)
     return inverse_error(taken, steps) * moved / math.sqrt(-(-steps // separation))
 
 
@@ -177,7 +180,7 @@ def test_rows_with_long_memory_move_as_accounted_among_far_larger_sums():
 
     start = jax.tree.map(jnp.asarray, transform.init({"w": jnp.zeros(128)}))
     rows = jax.jit(lambda s: jax.lax.scan(moved, (s, s), jnp.arange(steps))[1])(start)
-    accounted = np.linalg.norm(inverse_column(taken, steps))
+    accounted = np.linalg.norm(inverse_bound(taken, steps))
     # The first turn is a float32 sum of a million: .2 % of its rounding is nobody's memory.
     assert np.linalg.norm(rows) <= 1.003 * accounted
 

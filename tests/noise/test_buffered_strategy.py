@@ -10,11 +10,11 @@ import pytest
 from dpfl_jax.accounting import events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.matrices import (
+    banded_strategy,
     buffered_column,
     buffered_error,
     buffered_strategy,
     prefix_error,
-    strategy,
 )
 from dpfl_jax.mechanisms import blt
 
@@ -96,7 +96,7 @@ def test_buffers_beat_independent_noise_and_as_many_bands(steps, separation):
     ours = quality(buffered_strategy(2, steps, separation), steps, separation)
     assert ours < 0.41
     for bands in (4, min(separation, 50)):
-        column = strategy(bands, steps)
+        column = banded_strategy(bands, steps)
         moved = 1 / events.toeplitz(1.0, column, separation, steps).noise_multiplier
         banded = prefix_error(column, steps) * moved / math.sqrt(-(-steps // separation))
         assert banded > (1.25 if bands == 4 else 0.93) * ours

@@ -14,7 +14,7 @@ from runs import went_on_bit_for_bit
 
 from dpfl_jax import mechanisms
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.matrices import inverse_column, inverse_strategy
+from dpfl_jax.matrices import inverse_bound, inverse_strategy
 from dpfl_jax.mechanisms import Population
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.noise import Noise, banded_inverse, chacha, exact, redrawn, redrawn_rows
@@ -107,7 +107,7 @@ def test_a_neighbour_releases_the_same_by_noise_that_is_no_further_off_than_acco
         own.append(x[t] - other[t] + back(own, t))
     moved = np.array(np.stack(own) - z, float)
     wanted = inverse_banded_matrix(taken, steps) @ np.array(g - other, float)
-    spare = math.sqrt(redrawn_rows(inverse_column(taken, steps)) * size)
+    spare = math.sqrt(redrawn_rows(inverse_bound(taken, steps)) * size)
     assert np.linalg.norm(moved - wanted) <= spare / 2  # the other half is for cutting off sums
     assert np.linalg.norm(moved - wanted) > 0
 
@@ -147,7 +147,7 @@ def test_a_run_is_that_of_kept_noise_and_costs_the_same():
     """But checkpoints are no secret."""
     taken = (0.5, 0.25)
     runs = [
-        run(fields={"taken": taken, "redrawn": again}, key=RootKey.from_seed(0))
+        run(fields={"fractions": taken, "redrawn": again}, key=RootKey.from_seed(0))
         for again in (False, True)
     ]
     np.testing.assert_allclose(runs[0].params["w"], runs[1].params["w"], atol=1e-4)
@@ -178,19 +178,21 @@ def test_bands_are_multiples_that_are_drawn_and_accounted():
     made = mechanisms.banded_inverse(group_size=1, cohort_size=20, bands=4, redrawn=True)
     chosen = made.calibrate(population, 200, epsilon=4.0, delta=1e-5).mechanism
     best = inverse_strategy(4, 200, 50)
-    assert all(f * 2**16 == int(f * 2**16) for f in chosen.noise.taken)
-    np.testing.assert_allclose(chosen.noise.taken, best, atol=2.0**-16)
-    assert (np.array(chosen.noise.taken) <= best).all()
+    assert all(f * 2**16 == int(f * 2**16) for f in chosen.noise.fractions)
+    np.testing.assert_allclose(chosen.noise.fractions, best, atol=2.0**-16)
+    assert (np.array(chosen.noise.fractions) <= best).all()
     assert chosen.noise.keys_per_step == 4
     with pytest.raises(BadInputError, match="all from 0 to 1"):
-        mechanisms.banded_inverse(group_size=1, cohort_size=2, redrawn=True, taken=(0.5, math.nan))
+        mechanisms.banded_inverse(
+            group_size=1, cohort_size=2, redrawn=True, fractions=(0.5, math.nan)
+        )
 
 
 def test_bands_that_never_forget_and_much_noise_are_one_sentence():
     made = mechanisms.banded_inverse(
-        group_size=1, cohort_size=20, bands=2, taken=(1.0,), horizon=10_000, redrawn=True,
+        group_size=1, cohort_size=20, bands=2, fractions=(1.0,), horizon=10_000, redrawn=True,
 
     )  # fmt: skip
     people = Population(1000, 2000, 1000)
-    with pytest.raises(BadInputError, match=r"taken adds up to 1\) pass on for too long"):
+    with pytest.raises(BadInputError, match=r"fractions adds up to 1\) pass on for too long"):
         made.calibrate(people, 9, noise_multiplier=100.0).noise_transform()

@@ -11,21 +11,22 @@ from noising import banded_matrix, buffered_matrix, inverse_banded_matrix
 from scipy import optimize
 
 from dpfl_jax.accounting import events
+from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.matrices import (
     PREFIX_SUMS,
     Workload,
+    banded_strategy,
     buffered_column,
     buffered_error,
     buffered_strategy,
-    inverse_column,
+    inverse_bound,
     inverse_error,
     inverse_strategy,
     prefix_error,
-    strategy,
 )
 from dpfl_jax.noise import workload_of
-from dpfl_jax.training.optimizers import build_optimizer
+from dpfl_jax.training.optimizers import make_optimizer
 
 COLUMN, BUFFERS, TAKEN = (0.75, 0.5, 0.4375), ((0.75, 0.25), (0.5, 0.125)), (0.5, 0.25, 0.125)
 RUNS = {  # schedule, warm-up as a part of the steps, options of optax.sgd
@@ -39,7 +40,14 @@ RUNS = {  # schedule, warm-up as a part of the steps, options of optax.sgd
 
 def sgd(name, steps):
     schedule, warmup, options = RUNS[name]
-    return build_optimizer("sgd", 0.3, steps, schedule, round(warmup * steps), options)
+    section = OptimizerConfig(
+        name="sgd",
+        learning_rate=0.3,
+        schedule=schedule,
+        warmup_steps=round(warmup * steps),
+        options=options,
+    )
+    return make_optimizer(section, steps)
 
 
 def matrix_of(optimizer, steps):
@@ -76,7 +84,9 @@ def test_what_is_found_of_an_optimiser_is_what_it_was_made_of():
     made = workload_of(optax.sgd(0.1, momentum=0.9), 30)
     np.testing.assert_allclose(made.memory, 0.9 ** np.arange(30), rtol=1e-5)
     assert made.rates is None
-    made = workload_of(build_optimizer("sgd", 5.0, 30, "linear"), 30)
+    made = workload_of(
+        make_optimizer(OptimizerConfig(name="sgd", learning_rate=5.0, schedule="linear"), 30), 30
+    )
     assert made.memory == (1.0,)
     np.testing.assert_allclose(made.rates, 1 - np.arange(30) / 30, rtol=1e-5)
     # Decay of weights is no part of it, and rates may be 0 at both ends.
@@ -107,7 +117,7 @@ def test_what_cannot_be_tried_is_one_sentence():
     with pytest.raises(BadInputError, match="cannot be tried on one number"):
         workload_of(picky, 5)
     with pytest.raises(BadInputError, match="rates of 5 steps, but the plan has 6"):
-        strategy(2, 6, workload_of(sgd("linear", 5), 5))
+        banded_strategy(2, 6, workload_of(sgd("linear", 5), 5))
 
 
 def test_columns_of_a_search_are_all_of_short_runs_and_near_all_of_long_ones():
@@ -141,9 +151,9 @@ def test_gradients_are_those_of_finite_differences(name, monkeypatch):
 
     own = optimize.minimize
     monkeypatch.setattr(optimize, "minimize", minimize)
-    for search in (strategy, inverse_strategy, buffered_strategy):
+    for search in (banded_strategy, inverse_strategy, buffered_strategy):
         search.cache_clear()
-    strategy(5, 60, workload)
+    banded_strategy(5, 60, workload)
     inverse_strategy(4, 60, 10, workload)
     buffered_strategy(2, 60, 10, workload)
     assert len(looked) >= 7
@@ -160,7 +170,7 @@ def qualities(steps, workload):
     separation, found = max(2, steps // 20), {}
     for kind, search, column, error in (
         ("blt", buffered_strategy, buffered_column, buffered_error),
-        ("banded_inverse", inverse_strategy, inverse_column, inverse_error),
+        ("banded_inverse", inverse_strategy, inverse_bound, inverse_error),
     ):
         count = 2 if kind == "blt" else 3
         both = [search(count, steps, separation, w) for w in (PREFIX_SUMS, workload)]
@@ -169,7 +179,7 @@ def qualities(steps, workload):
             for x in both
         ]
     for bands in (4, 16):
-        both = [strategy(bands, steps, w) for w in (PREFIX_SUMS, workload)]
+        both = [banded_strategy(bands, steps, w) for w in (PREFIX_SUMS, workload)]
         found[f"bandmf, {bands}"] = [
             prefix_error(c, steps, workload) * np.linalg.norm(c) for c in both
         ]
@@ -207,7 +217,7 @@ def test_errors_of_momentum_are_jax_privacy_s(steps, bands):
     toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
     memory = 0.9 ** np.arange(steps)
     workload = Workload(tuple(memory.tolist()))
-    column = strategy(bands, steps, workload)
+    column = banded_strategy(bands, steps, workload)
     with jax.enable_x64(True):
         sums = jnp.cumsum(jnp.asarray(memory))
 
@@ -237,7 +247,7 @@ def test_columns_made_for_an_optimiser_are_such_as_turns_are_accounted_by(name):
         workload = workload_of(sgd(name, steps), steps)
         for column in (
             buffered_column(buffered_strategy(2, steps, separation, workload), steps),
-            inverse_column(inverse_strategy(4, steps, separation, workload), steps),
+            inverse_bound(inverse_strategy(4, steps, separation, workload), steps),
         ):
             assert (column >= 0).all()
             assert (np.diff(column) <= 0).all()

@@ -4,9 +4,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from dpfl_jax.planning import Planner, Sensitivities, Users
+from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
 from dpfl_jax.planning.hover import Answer
-from dpfl_jax.planning.questions import Outlook, ask
+from dpfl_jax.planning.questions import Scenario, ask
 
 CELL = {"kind": "uls", "group_size": 4, "size": 16, "steps": 100}
 
@@ -45,8 +45,8 @@ def test_an_answer_without_cells_is_its_sentence():
 
 def test_more_compute_and_more_epsilon_never_need_more_noise():
     norms = Sensitivities.assumed(0.25, [4])
-    planner = Planner(Users(256), norms, epsilon=1.0, delta=1e-5, steps=10)
-    found = ask("pareto", {"people": Outlook(planner, 640.0)})
+    planner = Planner(UserStatistics(256), norms, epsilon=1.0, delta=1e-5, steps=10)
+    found = ask("pareto", {"people": Scenario(planner, 640.0)})
     assert found["y"].startswith("noise")
     curves = [[p["score"] for p in points] for points in found["series"].values()]
     assert len(curves) == 3

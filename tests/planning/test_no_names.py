@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dpfl_jax.config.kinds import CENTRAL, SILOS
-from dpfl_jax.mechanisms.candidates import CANDIDATES
+from dpfl_jax.planning.candidates import CANDIDATES
 
 ROOT = pathlib.Path(__file__).parents[2] / "dpfl_jax"
 FILES = [
@@ -23,6 +23,7 @@ KINDS = {*CENTRAL.names(), *SILOS.names()} - ORDINARY
 NAMES = KINDS | {candidate.name for candidate in CANDIDATES.values()} - ORDINARY
 # What may name some, and why.
 ALLOWED = {
+    "planning/candidates.py": "the table of presets that a planner weighs",
     "cli/_account_rows.py": "the table of `dpfl account`: its names are those of commands",
     "cli/finetune.py": "the configuration that `dpfl finetune` starts from, to be changed",
 }

@@ -13,12 +13,12 @@ from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.matrices import buffered_error, inverse_error, prefix_error, strategy
+from dpfl_jax.matrices import banded_strategy, buffered_error, inverse_error, prefix_error
 from dpfl_jax.mechanisms import Population, allocation, banded_inverse, bandmf, blt
 from dpfl_jax.planning import (
     Planner,
     Sensitivities,
-    Users,
+    UserStatistics,
     estimate_and_double,
     estimate_sensitivities,
     median_group_size,
@@ -28,7 +28,7 @@ GROUPS = [1, 2, 4, 8, 16, 32]
 
 
 def planner(epsilon=1.0, decay=0.5, users=1024):
-    alike = Users(users, limited={g: users * g for g in GROUPS})
+    alike = UserStatistics(users, limited={g: users * g for g in GROUPS})
     assumed = Sensitivities.assumed(decay, GROUPS)
     return Planner(alike, assumed, epsilon=epsilon, delta=1e-6, steps=1000)
 
@@ -48,7 +48,7 @@ def test_the_winners_of_ten_budgets_are_those_of_an_exhaustive_search():
     found, kinds = {}, set()
 
     def exact(option, bands):
-        column = strategy(bands, p.steps)
+        column = banded_strategy(bands, p.steps)
         size, prob = option.group_size, option.sampling_prob * bands / option.bands
 
         def event(sigma):
@@ -71,10 +71,12 @@ def test_the_winners_of_ten_budgets_are_those_of_an_exhaustive_search():
         most = min(32, int(1 / option.sampling_prob * option.bands))
         powers = [2**k for k in range(1 if option.kind == "els" else most.bit_length())]
         scale = option.sensitivity / option.size
-        return [scale * exact(option, b) * prefix_error(strategy(b, 1000), 1000) for b in powers]
+        return [
+            scale * exact(option, b) * prefix_error(banded_strategy(b, 1000), 1000) for b in powers
+        ]
 
     for budget in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
-        plan = p.plan(budget, every=True)
+        plan = p.recommend(budget, every=True)
         own = ("blt", "banded_inverse", "allocation")  # which have tests of their own
         sampled = [o for o in plan.options if o.kind not in own]
         least = min(min(noises(o)) for o in sampled)
@@ -88,7 +90,7 @@ def test_the_winners_of_ten_budgets_are_those_of_an_exhaustive_search():
 
 
 def test_best_has_the_least_noise_and_the_reason_says_so():
-    plan = planner().plan(512)
+    plan = planner().recommend(512)
     assert plan.best.noise == min(option.noise for option in plan.options)
     assert {option.kind for option in plan.options} == {"els", "uls"}
     assert plan.best.kind == "uls"
@@ -99,11 +101,11 @@ def test_best_has_the_least_noise_and_the_reason_says_so():
 def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
     """Against matrices and the plain accountant; the number of bands against all of them."""
     p = Planner(
-        Users(1024, limited={1: 1024}), Sensitivities.assumed(0.0, [1, 4]), epsilon=2.0,
+        UserStatistics(1024, limited={1: 1024}), Sensitivities.assumed(0.0, [1, 4]), epsilon=2.0,
         delta=1e-6, steps=64,
     )  # fmt: skip
     option = p.option("bandmf", 4, 16)
-    column = strategy(option.bands, 64)
+    column = banded_strategy(option.bands, 64)
     matrix = sum(np.diag(np.full(64 - i, c), -i) for i, c in enumerate(column))
     left = np.linalg.norm(np.tril(np.ones((64, 64))) @ np.linalg.inv(matrix)) / 8
     alone = np.linalg.norm(np.tril(np.ones((64, 64)))) / 8
@@ -114,14 +116,14 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
     def noise(bands):
         made = bandmf(group_size=4, cohort_size=16, bands=bands)
         made = made.calibrate(Population(1024, 4096, 1024), 64, epsilon=2.0, delta=1e-6)
-        return made.noise_multiplier * prefix_error(made.mechanism.noise.column, 64) / 16
+        return made.noise_multiplier * prefix_error(made.mechanism.noise.chosen, 64) / 16
 
     found = {bands: noise(bands) for bands in (1, 2, 4, 8, 16, 32)}
     assert option.noise == pytest.approx(found[option.bands], rel=1e-5)
     assert option.noise <= 1.02 * min(found.values())
     assert found[1] == pytest.approx(p.option("uls", 4, 16).noise, rel=1e-4)
     # In many passes; in one, allocation is ahead.
-    plan = Planner(p.users, p.sensitivities, epsilon=8.0, delta=1e-6, steps=512).plan(
+    plan = Planner(p.users, p.sensitivities, epsilon=8.0, delta=1e-6, steps=512).recommend(
         64, every=True
     )
     assert plan.best.kind == "bandmf"
@@ -135,10 +137,10 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
 def test_noise_of_turns_is_priced_without_sampling():
     """Against the mechanism calibrated; ahead of BandMF if epsilon is large and turns are few."""
     p = Planner(
-        Users(3000, limited={1: 3000}), Sensitivities.assumed(0.0, [1, 4]), epsilon=20.0,
+        UserStatistics(3000, limited={1: 3000}), Sensitivities.assumed(0.0, [1, 4]), epsilon=20.0,
         delta=1e-6, steps=60,
     )  # fmt: skip
-    plan = p.plan(500, every=True)
+    plan = p.recommend(500, every=True)
     assert plan.best.kind in ("blt", "banded_inverse")  # by less than a thousandth
     assert "take part in every 6th step" in plan.reason
     least = {}
@@ -160,10 +162,10 @@ def test_noise_of_turns_is_priced_without_sampling():
         least[kind] = min(o.noise for o in options)
     assert least["blt"] == pytest.approx(least["banded_inverse"], rel=1e-3)
     small = Planner(p.users, p.sensitivities, epsilon=1.0, delta=1e-6, steps=600)
-    assert small.plan(500, every=True).best.kind not in least  # sampling gains more
+    assert small.recommend(500, every=True).best.kind not in least  # sampling gains more
     # Long pauses: with as much memory buffers leave less.
     long = Planner(
-        Users(300_000, limited={1: 300_000}), Sensitivities.assumed(0.0, [1]), epsilon=8.0,
+        UserStatistics(300_000, limited={1: 300_000}), Sensitivities.assumed(0.0, [1]), epsilon=8.0,
         delta=1e-7, steps=2000,
     )  # fmt: skip
     buffers, bands = (long.option(kind, 1, 900) for kind in least)
@@ -174,10 +176,10 @@ def test_noise_of_turns_is_priced_without_sampling():
 def test_allocation_is_priced_where_users_are_sampled_with_the_least_noise():
     """Against the mechanism calibrated; ahead of ULS in a run of one pass."""
     p = Planner(
-        Users(1024, limited={1: 1024}), Sensitivities.assumed(0.2, [1, 4]), epsilon=2.0,
+        UserStatistics(1024, limited={1: 1024}), Sensitivities.assumed(0.2, [1, 4]), epsilon=2.0,
         delta=1e-6, steps=16,
     )  # fmt: skip
-    plan = p.plan(64, every=True)
+    plan = p.recommend(64, every=True)
     (option,) = (o for o in plan.options if o.kind == "allocation")
     uls = min((o for o in plan.options if o.kind == "uls"), key=lambda o: o.noise)
     assert (option.group_size, option.size) == (uls.group_size, uls.size)
@@ -221,7 +223,7 @@ def test_limits_of_doubling():
 @pytest.mark.nightly
 def test_inverse_questions_are_consistent():
     p = planner(epsilon=2.0)
-    noise = p.plan(256).best.noise
+    noise = p.recommend(256).best.noise
     epsilon, option = p.smallest_epsilon(noise, 256)
     assert epsilon == pytest.approx(2.0, rel=5e-3)
     assert option.noise == pytest.approx(noise)
@@ -244,13 +246,13 @@ def test_orthogonal_gradients_keep_uls_ahead():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: planner().plan(0), "less than one gradient"),
+        (lambda: planner().recommend(0), "less than one gradient"),
         (lambda: planner(users=16).option("uls", 1, 32), "cannot be drawn from 16 users"),
-        (lambda: planner(epsilon=-1.0).plan(64), "epsilon is -1"),
-        (lambda: Users(0), "number of users"),
+        (lambda: planner(epsilon=-1.0).recommend(64), "epsilon is -1"),
+        (lambda: UserStatistics(0), "number of users"),
         (lambda: Sensitivities.assumed(2.0, [1]), "decay"),
         (lambda: Sensitivities.assumed(0.5, [1, 4]).at(8), "not known"),
-        (lambda: Users(10).left(4), "not known"),
+        (lambda: UserStatistics(10).left(4), "not known"),
         (lambda: median_group_size([]), "no users"),
     ],
 )

@@ -179,7 +179,7 @@ def test_of_several_cells_the_largest_divergence_counts_order_by_order():
 
 
 def test_noise_is_found_for_the_whole():
-    bands = bandmf(group_size=3, cohort_size=10, bands=2, strategy=(0.8, 0.6))
+    bands = bandmf(group_size=3, cohort_size=10, bands=2, column=(0.8, 0.6))
     limited = Population(num_users=400, num_examples=2000, num_units=1200)
     examples = run_of(els(group_size=4, batch_size=30), limited, 30)
     made = selection(of_users(), of_users(cohort=60), run_of(bands, PEOPLE, 60), examples)

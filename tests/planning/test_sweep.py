@@ -18,9 +18,9 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config import config_to_dict
 from dpfl_jax.data import DataConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.planning.sweep import Sweep, best_rows, draw
+from dpfl_jax.planning.figures import draw_sweep
+from dpfl_jax.planning.sweep import Sweep, best_rows
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run import pipeline
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import PUBLIC_KEY_CAVEAT
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT
@@ -99,7 +99,7 @@ def pretend(monkeypatch, steps=3, sigma=1.0):
         finally:
             directory.close()
 
-    monkeypatch.setattr(pipeline, "run_experiment", run_experiment)
+    monkeypatch.setattr("dpfl_jax.planning.sweep.run_experiment", run_experiment)
     return ran
 
 
@@ -280,7 +280,7 @@ def test_group_and_cohort_sizes_make_a_heat_map(tmp_path, monkeypatch):
         for g in (2, 1)
         for c in (4, 8)
     ]
-    draw(rows, ["cohort_size", "group_size"], tmp_path / "map.png")
+    draw_sweep(rows, ["cohort_size", "group_size"], tmp_path / "map.png")
     np.testing.assert_allclose(seen[0], [[1.4, 1.8], [2.4, 2.8]])
 
 

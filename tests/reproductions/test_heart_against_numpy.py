@@ -5,7 +5,7 @@ import pytest
 from jax import random
 
 from dpfl_jax.accounting.rates import TwoStage
-from dpfl_jax.federation.personal.budgets import ThreeLevels
+from dpfl_jax.federation.personal_budgets import ThreeLevels
 from reproductions.rpdp._noise import noise_for_cap
 from reproductions.rpdp._training import torch_init
 from reproductions.rpdp.heart import CAP, DELTA, ROUNDS, bench, hospitals

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from dpfl_jax.accounting.closed_forms import subject
-from dpfl_jax.planning import Planner, Sensitivities, Users
+from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
 from reproductions.correlated import _training as correlated
 from reproductions.correlated import language_model
 from reproductions.isrl import insurance, mnist, obesity
@@ -301,7 +301,7 @@ def test_the_sampling_fraction_of_records_for_roles(tmp_path, monkeypatch):
     (tmp_path / "shakespeare_plays").mkdir()
 
     def train(settings, raw, run, seeds):
-        cap = raw["mechanism"]["max_items_per_subject"]
+        cap = raw["mechanism"]["max_records_per_subject"]
         variant = {"paper_a": "A", "paper_b": "B"}.get(run.recipe, "exact")
         sigma = 0.7  # noise at these fractions grows with them
         if run.kind == "hi_grad_avg":
@@ -325,7 +325,7 @@ def test_the_sampling_fraction_of_records_for_roles(tmp_path, monkeypatch):
 @pytest.fixture
 def loss_by_noise(monkeypatch):
     """Held-out losses by the noise that the planner says a cell meets."""
-    users = Users(2000, sizes=np.random.default_rng(0).geometric(0.1, 2000))
+    users = UserStatistics(2000, sizes=np.random.default_rng(0).geometric(0.1, 2000))
     norms = Sensitivities.assumed(0.5, [2**k for k in range(11)])
     made = functools.cache(
         lambda epsilon: Planner(users, norms, epsilon=epsilon, delta=1e-5, steps=25)
@@ -388,12 +388,12 @@ def test_users_that_the_accounting_forgets(loss_by_noise, tmp_path, monkeypatch)
     name = "ELS gains more from more users than ULS"
     monkeypatch.setattr(small, "losses", trained())
     assert verdicts(figure_8, tmp_path)[name]
-    made = figure_8.Users
+    made = figure_8.UserStatistics
 
     def there(count, limited):
         return made(2000, limited={8: limited[8] * 2000 // count})
 
-    monkeypatch.setattr(figure_8, "Users", there)
+    monkeypatch.setattr(figure_8, "UserStatistics", there)
     assert not verdicts(figure_8, tmp_path)[name]
 
 
@@ -451,7 +451,7 @@ def test_a_personal_copy_that_is_not_tuned(loss_by_noise, tmp_path, monkeypatch)
 
 def test_a_group_size_for_all_budgets(tmp_path, monkeypatch):
     """The noise of few users that the accounting makes too little: as if all took part."""
-    users = Users(1200, sizes=np.full(1200, 16))
+    users = UserStatistics(1200, sizes=np.full(1200, 16))
     norms = Sensitivities.assumed(0.5, [1, 4, 8, 16])
 
     def losses(settings, name, content, seeds):

@@ -11,7 +11,7 @@ from rich.console import Console
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.cli.main import main
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
-from dpfl_jax.federation.personal.budgets import ThreeLevels
+from dpfl_jax.federation.personal_budgets import ThreeLevels
 from dpfl_jax.models import LogisticRegression
 from reproductions.registry import Settings
 from reproductions.rpdp import mnist

@@ -10,8 +10,8 @@ from rich.console import Console
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
-from dpfl_jax.federation.personal.budgets import ThreeLevels, mean_over
-from dpfl_jax.federation.personal.policies import Assignment
+from dpfl_jax.federation.personal import RateAssignment
+from dpfl_jax.federation.personal_budgets import ThreeLevels, mean_over
 from dpfl_jax.models import LogisticRegression
 from dpfl_jax.randomness import RootKey
 from reproductions.registry import Settings
@@ -68,7 +68,7 @@ def test_nobody_is_promised_anything():
 )
 def test_rates_for_other_runs_promise_nothing(accounted, changed):
     table = bench()
-    budgets, rate = np.ones(30), Assignment("x", np.full(30, 1e-6), np.full(30, 3), 0, {})
+    budgets, rate = np.ones(30), RateAssignment("x", np.full(30, 1e-6), np.full(30, 3), 0, {})
     sound = table.assigned(SETTING, budgets, rate, 0.1).personal
     assert sound is not None
     assert np.isfinite(sound.check(3)).all()

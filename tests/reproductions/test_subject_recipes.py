@@ -34,7 +34,7 @@ from reproductions.subject._recipes import (
 DELTA = 1e-5
 KEY = RootKey.from_seed(5)
 # The FEMNIST-like setting: 31,719 records, batch 512, K=9, T=62, R=100, 16 silos, (4, 1e-5).
-FEMNIST = {"batch_size": 512, "max_items_per_subject": 9}
+FEMNIST = {"batch_size": 512, "max_records_per_subject": 9}
 
 
 def uniform(make, records, silos, steps, rounds, **kwargs):
@@ -70,7 +70,7 @@ def test_recipe_batch_z_has_no_guarantee_and_costs_35_at_its_usual_noise():
 
 
 def test_more_noise_instead_of_fewer_rounds_is_sound_for_recipe_a():
-    federation = uniform(hi_grad_avg, 2000, 4, 20, 10, batch_size=64, max_items_per_subject=10)
+    federation = uniform(hi_grad_avg, 2000, 4, 20, 10, batch_size=64, max_records_per_subject=10)
     found = apply_recipe(federation, "paper_a", 4.0, DELTA, "more_noise")
     assert found.claim.rounds == 10
     assert found.claim.real_epsilon <= 4.0
@@ -89,7 +89,7 @@ def test_other_recipes():
         apply_recipe(uniform(subject_uls, 100, 2, 2, 2, sampling_prob=0.1), "paper_a", 4.0, DELTA)
     none = apply_recipe(uniform(fed_avg, 100, 2, 2, 2, sampling_prob=0.1), "sound", 4.0, DELTA)
     assert none.claim.real_epsilon == math.inf
-    item = uniform(local_item, 2000, 4, 2, 2, batch_size=64, max_items_per_subject=10)
+    item = uniform(local_item, 2000, 4, 2, 2, batch_size=64, max_records_per_subject=10)
     claim = apply_recipe(item, "sound", 4.0, DELTA).claim
     assert (claim.unit, claim.real_epsilon <= 4.0) == ("record", True)
     assert claim.subject_epsilon > 2 * claim.real_epsilon
@@ -112,7 +112,7 @@ def one_device():
 
 def test_the_noise_of_a_step_is_that_of_the_largest_group_in_its_batch():
     data = silo_of([4] * 30)
-    mechanism = local_group(batch_size=30, max_items_per_subject=4, clip_norm=0.5)
+    mechanism = local_group(batch_size=30, max_records_per_subject=4, clip_norm=0.5)
     table = (1.0, 2.0, 3.0, 4.0)
     federation = federation_of(data, mechanism)
     builder = NoiseByBatch(federation, data, KEY, one_device(), by_group=(table,))
@@ -129,7 +129,7 @@ def test_the_noise_of_a_step_is_that_of_the_largest_group_in_its_batch():
 def test_a_divisor_of_distinct_subjects_can_be_read_off_the_noise():
     """Text A's denominator: the number of subjects in the private batch, from pure noise."""
     data = silo_of(np.random.default_rng(0).integers(1, 11, 60))
-    mechanism = hi_grad_avg(batch_size=50, max_items_per_subject=10, clip_norm=0.5)
+    mechanism = hi_grad_avg(batch_size=50, max_records_per_subject=10, clip_norm=0.5)
     mesh = one_device()
     builder = DistinctSubjects(federation_of(data, mechanism), data, KEY, mesh)
     params = {"w": jnp.zeros(1_000_000)}

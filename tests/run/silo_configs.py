@@ -11,7 +11,7 @@ SILOS = {
             "local_optimizer": {"name": "sgd", "learning_rate": 0.5, "options": {"momentum": 0.5}},
         },
         "model": {"kind": "mlp", "options": {"hidden": [8]}},
-        "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},
+        "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_records_per_subject": 3},
         "privacy": {"epsilon": 8.0, "delta": 1e-4},
         "train": {"checkpoint_every": 1},
         "execution": {"microbatch_size": 16},

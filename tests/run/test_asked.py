@@ -20,7 +20,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import driver
-from dpfl_jax.run.directory import ASKED, RunDirectory
+from dpfl_jax.run.directory import RELEASED_STEPS, RunDirectory
 from dpfl_jax.run.terms import Terms, begin
 from dpfl_jax.training.central import CentralSteps
 
@@ -69,7 +69,7 @@ def test_a_kill_forgets_no_step(tmp_path, monkeypatch):
     noted, step = [], CentralSteps.step
 
     def looks(*given):
-        noted.append(json.loads((tmp_path / "run" / ASKED).read_text())["steps"])
+        noted.append(json.loads((tmp_path / "run" / RELEASED_STEPS).read_text())["steps"])
         return step(*given)
 
     with monkeypatch.context() as patch:
@@ -78,7 +78,7 @@ def test_a_kill_forgets_no_step(tmp_path, monkeypatch):
             run(tmp_path / "run", 6, dies)
     assert noted == [1, 2, 3, 4, 5, 6]  # before each is taken
     result = run(tmp_path / "run", 4, stops)
-    assert (result.steps, result.asked, result.accounted) == (5, 6, 6)
+    assert (result.steps, result.released, result.accounted) == (5, 6, 6)
     assert result.guarantee.epsilon == plan().guarantee(6).epsilon
     told = json.loads((tmp_path / "run" / "guarantee.json").read_text())
     assert told["privacy"]["epsilon"] == result.guarantee.epsilon
@@ -107,10 +107,10 @@ def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path, monkeypat
             directory.computed_with(hardware)
             return key.fingerprint
 
-        directory.asked = 0
+        directory.released = 0
         began = begins(None)
         for asked, said in ((6, "up to 6"), (None, "an unknown number of")):
-            directory.asked = asked
+            directory.released = asked
             with pytest.raises(BadInputError, match=f"after 0 .* {said} steps.*first parameters"):
                 begins(None, first="ones")
             for done in () if public else (None, 5):
@@ -126,7 +126,7 @@ def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path, monkeypat
         with jax.threefry_partitionable(False), refused:
             begins(5)
         assert begins(None) == begins(5) == began
-        directory.asked = 6
+        directory.released = 6
         with monkeypatch.context() as patch:
             patch.setattr(np, "__version__", "9.9")
             assert (begins(6) == began) == public
@@ -153,8 +153,10 @@ def test_a_run_that_took_no_step_may_begin_with_other_parameters(tmp_path):
 
 
 def test_quick_steps_are_noted_some_at_a_time(tmp_path, monkeypatch):
-    noted, ask = [], RunDirectory.ask
-    monkeypatch.setattr(RunDirectory, "ask", lambda *given: (noted.append(given[1]), ask(*given)))
+    noted, record = [], RunDirectory.record_released
+    monkeypatch.setattr(
+        RunDirectory, "record_released", lambda *given: (noted.append(given[1]), record(*given))
+    )
     with monkeypatch.context() as patch:
         patch.setattr(driver, "NOTED_EVERY_S", 60.0)
         with pytest.raises(DiedError):
@@ -167,12 +169,12 @@ def test_quick_steps_are_noted_some_at_a_time(tmp_path, monkeypatch):
 
 def test_the_number_cannot_be_edited_and_who_removes_it_pays_for_all(tmp_path):
     assert run(tmp_path / "run", 3, stops).accounted == 4
-    file = tmp_path / "run" / ASKED
+    file = tmp_path / "run" / RELEASED_STEPS
     assert file.stat().st_mode & 0o777 == 0o600
     kept = json.loads(file.read_text())
     assert kept["steps"] == 4
     file.write_text(json.dumps(kept | {"steps": 1}))
-    with pytest.raises(BadInputError, match=r"asked.json was changed after it was written"):
+    with pytest.raises(BadInputError, match=r"released_steps.json was changed after"):
         run(tmp_path / "run", 5, stops)
     file.unlink()
     assert run(tmp_path / "run", 5, stops).accounted == STEPS

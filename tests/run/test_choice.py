@@ -17,10 +17,9 @@ from silo_configs import SILOS
 import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.run.checkpoint import Checkpoints
-from dpfl_jax.run.choice import exhausted
+from dpfl_jax.run.checkpoint import Checkpoints, exhausted
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.training.trained import load_trained
+from dpfl_jax.training.export import load_trained
 
 TRUE = np.array([1.0, -2.0, 0.5], np.float32)
 STEPS = 20

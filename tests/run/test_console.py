@@ -8,8 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.run.console import Console
-from dpfl_jax.run.progress import RunConsole
+from dpfl_jax.run.console import Console, RunConsole
 from tests.statements import SOUND, finished
 
 ODD = "[/x] [red]a[/red] :smile: \x1b]0;owned\x07\x9b2J\u202e b"
@@ -46,9 +45,7 @@ def test_off_a_terminal_a_report_is_whole_and_in_short(tmp_path, capsys, monkeyp
     names = ("loss", "loss_by_user", "accuracy", "majority_accuracy", "base_rate", "auc")
     evaluation = {"final": dict.fromkeys(names, 0.123456)}
     norms = {"summary": "norms of 1 of 2 parameters by book-keeping", "warning": None}
-    made = SOUND["uls"]()
-    summary = f"{made.privacy.summary()}; {norms['summary']}"
-    finished(tmp_path, made, eval=evaluation, clipping=norms, summary=summary)
+    finished(tmp_path, SOUND["uls"](), eval=evaluation, clipping=norms)
     for options in ((), ("--full",)):
         assert main(["show", str(tmp_path), *options]) == 0
         told = capsys.readouterr().out

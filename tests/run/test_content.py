@@ -5,7 +5,7 @@ import numpy as np
 
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.content import content_digest, content_words
+from dpfl_jax.run.state import content_digest, content_words
 
 
 def parameters():

@@ -11,7 +11,7 @@ import yaml
 from dpfl_jax.config import config_to_dict, validate_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.directory import RunDirectory, write_atomically
-from dpfl_jax.training.pretrain import _alone
+from dpfl_jax.training.start import _alone
 
 
 def test_the_fingerprint_of_the_data_is_written_only_keyed(tmp_path):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from dpfl_jax.run.interrupt import StopRequest, at_once
+from dpfl_jax.run.interrupt import StopRequest, default_signal_handling
 
 
 class EndedError(Exception):
@@ -31,7 +31,7 @@ def test_a_run_is_asked_to_stop_once(handler):
 
 
 def test_what_would_take_a_part_for_the_whole_ends_at_once(handler):
-    with at_once(), StopRequest() as stop, pytest.raises(EndedError):
+    with default_signal_handling(), StopRequest() as stop, pytest.raises(EndedError):
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.requested is None
     with StopRequest() as stop:  # as before

@@ -6,7 +6,7 @@ import pytest
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from dpfl_jax.run.picture import draw, plot_curves
+from dpfl_jax.run.report import draw, plot_curves
 
 
 def words(figure):

@@ -29,8 +29,8 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.checkpoint import Checkpoints
 from dpfl_jax.run.directory import RunDirectory, seal_of
+from dpfl_jax.run.processes import ExitMessage, Heartbeats
 from dpfl_jax.run.state import init_state
-from dpfl_jax.run.watch import LastWords, Roll
 from dpfl_jax.training.start import build_transformer, make_optimizer, trained_by_name
 
 LOCAL = pathlib.Path(__file__).parents[2] / "launch" / "local.py"
@@ -94,25 +94,25 @@ def test_alone_one_agrees_with_oneself():
 
 
 def test_who_is_silent_for_too_long_is_lost():
-    roll = Roll(3, patience_s=10, now=0.0)
-    roll.hear({0: "1", 1: "1", 2: "1"}, now=1.0)
-    roll.hear({0: "2", 1: "1", 2: "done"}, now=8.0)
-    assert roll.lost(now=11.0) is None
-    assert roll.lost(now=11.1) == 1  # 2 has left by itself
-    roll.hear({1: "2"}, now=11.2)
-    assert roll.lost(now=18.1) == 0
+    heartbeats = Heartbeats(3, patience_s=10, now=0.0)
+    heartbeats.update({0: "1", 1: "1", 2: "1"}, now=1.0)
+    heartbeats.update({0: "2", 1: "1", 2: "done"}, now=8.0)
+    assert heartbeats.lost(now=11.0) is None
+    assert heartbeats.lost(now=11.1) == 1  # 2 has left by itself
+    heartbeats.update({1: "2"}, now=11.2)
+    assert heartbeats.lost(now=18.1) == 0
 
 
-@pytest.mark.parametrize("unsaid", [True, False])
-def test_last_words_are_said_only_for_the_dead(unsaid, capfd):
-    last = LastWords("--run-dir runs/mine")
-    if unsaid:
-        last.unsaid()
+@pytest.mark.parametrize("cancel", [True, False])
+def test_last_words_are_said_only_for_the_dead(cancel, capfd):
+    exit_message = ExitMessage("--run-dir runs/mine")
+    if cancel:
+        exit_message.cancel()
     else:
-        last._shell.stdin.close()
-    last._shell.wait(timeout=10)
+        exit_message._shell.stdin.close()
+    exit_message._shell.wait(timeout=10)
     said = capfd.readouterr().err
-    assert ("--run-dir runs/mine" in said) is not unsaid
+    assert ("--run-dir runs/mine" in said) is not cancel
 
 
 def test_other_processes_read_the_key_from_the_directory_and_nowhere_else(tmp_path):
@@ -332,7 +332,7 @@ def whole_of_adapters(workspace):
     return run_dir
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_two_processes_train_the_same_adapters(workspace, whole_of_adapters):
     run_dir = workspace / "lora-two"
     with_key_of(run_dir, whole_of_adapters)
@@ -437,7 +437,7 @@ def test_bad_input_and_stops_are_told_to_all(workspace, whole):
     report = json.loads((run_dir / "report.json").read_text())
     assert report["status"] == "interrupted"
     assert (run_dir / "checkpoints" / str(report["steps"])).is_dir()
-    assert output.count("goes on from there") == 1
+    assert output.count("resumes from there") == 1
 
 
 # ---- federations -----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from dpfl_jax.cli import train
-from dpfl_jax.run import processes, programs
+from dpfl_jax.run import pipeline, processes
 
 
 @pytest.fixture
@@ -17,10 +17,10 @@ def unset(monkeypatch, tmp_path):
 
 
 def test_programs_are_kept_in_the_cache_folder_unless_jax_was_told_where(unset):
-    programs.keep_programs()
+    pipeline.keep_programs()
     assert jax.config.jax_compilation_cache_dir == str(unset / "compiled")
     jax.config.update("jax_compilation_cache_dir", "elsewhere")
-    programs.keep_programs()
+    pipeline.keep_programs()
     assert jax.config.jax_compilation_cache_dir == "elsewhere"
 
 

@@ -5,10 +5,10 @@ import re
 import time
 
 import pytest
-from rich.console import Console
+import rich.console
 
-from dpfl_jax.run import progress
-from dpfl_jax.run.progress import RunConsole, StepProgress, default_console
+from dpfl_jax.run import console as console_module
+from dpfl_jax.run.console import RunConsole, StepProgress, default_console
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def log():
 
 def test_a_log_file_sees_phases_and_steps(log, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
     console = RunConsole(file=log)
     with console.status("reading data"):
         pass
@@ -34,7 +34,7 @@ def test_a_log_file_sees_phases_and_steps(log, monkeypatch):
 
 
 def test_a_long_phase_says_that_it_goes_on(log, monkeypatch):
-    monkeypatch.setattr(progress, "SILENCE", 0.2)
+    monkeypatch.setattr(console_module, "SILENCE", 0.2)
     console = RunConsole(file=log)
     with console.alive(), console.status("calibrating noise"):
         deadline = time.monotonic() + 20
@@ -52,7 +52,7 @@ def test_a_terminal_gets_a_bar_and_silence_stays_silent(log):
         bar.update(2, "loss 1")
     assert "2/2" in log.getvalue()
     assert "━" in log.getvalue()
-    with StepProgress(Console(quiet=True, file=log), "quiet", 2) as bar:
+    with StepProgress(rich.console.Console(quiet=True, file=log), "quiet", 2) as bar:
         bar.update(2, "")
     assert "quiet" not in log.getvalue()
 

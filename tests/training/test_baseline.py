@@ -14,8 +14,8 @@ import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.baseline import BASELINE_CAVEAT, WITHOUT_PRIVACY, train_baseline
 from dpfl_jax.run.driver import LoopConfig, drive
+from dpfl_jax.run.pipeline import BASELINE_CAVEAT, WITHOUT_PRIVACY, train_baseline
 from dpfl_jax.training.central import Central
 from dpfl_jax.training.fitting import algorithm_of
 
@@ -101,7 +101,7 @@ def test_the_private_run_is_the_same_with_and_without_it(config, tmp_path, capsy
     """Bit for bit: the baseline draws from a key of its own and changes nothing."""
     alone = run(config, tmp_path / "alone", capsys=capsys)
     both = run(config, tmp_path / "both", "eval.baseline=true", "eval.prompt=river", capsys=capsys)
-    from dpfl_jax.training.trained import load_trained
+    from dpfl_jax.training.export import load_trained
 
     models = [load_trained(tmp_path / name).params for name in ("alone", "both")]
     jax.tree.map(np.testing.assert_array_equal, *models)
@@ -148,13 +148,13 @@ def test_what_cannot_be_shown_is_refused_before_training(
 
 
 def test_beside_users_with_budgets_of_their_own_nobody_leaves():
-    """Users who take local steps: updates are clipped as in the private run, and not noised."""
+    """User updates are clipped as in the private run, and not noised."""
     users = [(f"u{i}", {"x": np.full((1, 3), i, "f4")}) for i in range(4)]
 
     def loss(params, example):
         return 0.5 * ((example["x"] - params["w"]) ** 2).sum()
 
-    mechanism = dpfl.individual(group_size=1, cohort_size=4, clip_norm=9.0, local_learning_rate=0.5)
+    mechanism = dpfl.individual(group_size=1, cohort_size=4, clip_norm=9.0, user_learning_rate=0.5)
     plan = mechanism.plan(
         dpfl.ArrayStore.from_users(users), steps=6, noise_multiplier=1.0, delta=1e-3
     )

@@ -29,7 +29,7 @@ KINDS = {
     "els": els(group_size=2, batch_size=40),
     "allocation": allocation(group_size=2, cohort_size=30),
 }
-BANDED = bandmf(group_size=2, cohort_size=15, bands=2, strategy=(0.8, 0.6))
+BANDED = bandmf(group_size=2, cohort_size=15, bands=2, column=(0.8, 0.6))
 
 
 def loss(params, example):
@@ -86,7 +86,7 @@ def test_people_are_drawn_and_accounted_as_without_canaries(kind):
         drawn += len(rest)
     # Canaries' units (two rows each: a unit of els is a row) are drawn at people's rate.
     units = audited.inside.sum() * (2 if kind == "els" else 1) * run.steps
-    rate = run.plan.calibrated.scheme.sampling_prob
+    rate = run.plan.calibrated.scheme.draw_prob
     assert abs(drawn - units * rate) < 5 * np.sqrt(units * rate * (1 - rate))
 
 

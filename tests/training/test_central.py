@@ -256,9 +256,9 @@ def test_a_run_goes_on_with_the_noise_that_it_began_with(tmp_path):
     facts = json.loads(json.dumps(ready.facts()))
     run = types.SimpleNamespace(path=tmp_path, facts=facts)
     assert ready.resume_from(run).calibrated == ready.calibrated
-    facts["mechanism"] |= {"noise_multiplier": 30.0, "strategy": [1.0, 0.5]}
+    facts["mechanism"] |= {"noise_multiplier": 30.0, "column": [1.0, 0.5]}
     began = ready.resume_from(run).calibrated
-    assert (began.noise_multiplier, began.mechanism.noise.strategy) == (30.0, (1.0, 0.5))
+    assert (began.noise_multiplier, began.mechanism.noise.column) == (30.0, (1.0, 0.5))
     del facts["mechanism"]
     with pytest.raises(BadInputError, match=r"begun by an earlier version.*start another run"):
         ready.resume_from(run)

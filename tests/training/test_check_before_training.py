@@ -16,7 +16,7 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import uls
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.progress import RunConsole
+from dpfl_jax.run.console import RunConsole
 
 WIDTH, LENGTH, GROUP = 64, 8, 32
 

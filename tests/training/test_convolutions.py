@@ -18,9 +18,9 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, uls
-from dpfl_jax.mechanisms.batches import training_pipeline
-from dpfl_jax.mechanisms.sum_check import check_sum
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import training_pipeline
+from dpfl_jax.mechanisms.plan.sum_check import check_sum
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place, unit_parts
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
@@ -150,6 +150,7 @@ def test_a_step_of_fit_is_that_of_one_device(way):
             mechanism=mechanism,
             optimizer=optax.sgd(1.0),
             steps=1,
+            noise_multiplier=1.0,
             delta=1e-3,
             key=KEY,
             mesh=mesh,

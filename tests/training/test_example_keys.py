@@ -14,8 +14,8 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, non_private, uls
-from dpfl_jax.mechanisms.batches import example_loss, step_arguments, training_pipeline
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments, training_pipeline
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
 

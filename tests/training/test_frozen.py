@@ -12,7 +12,7 @@ from neighbours import removed
 
 from dpfl_jax.clipping import Flat, join, split
 from dpfl_jax.mechanisms import els, non_private
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora

@@ -8,7 +8,7 @@ import pytest
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
-from dpfl_jax.training.personalize import personalize
+from dpfl_jax.training.evaluate import personalize
 
 
 def loss_fn(params, example):

@@ -8,7 +8,7 @@ import yaml
 from runs import final_state
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.training.trained import load_trained
+from dpfl_jax.training.export import load_trained
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

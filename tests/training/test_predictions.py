@@ -142,7 +142,7 @@ def test_five_commands_from_a_csv_file_to_the_auc_of_the_report(limit, folder, c
     rule = "chosen by a hash of their ids; data.validation_fraction=0.5, data.split_seed=0"
     assert rule in report["data"]["held_out"]
     assert f"held out: {report['data']['held_out']}" in printed.err
-    assert "by book-keeping" in report["summary"]
+    assert "by book-keeping" in report["clipping"]["summary"]
     assert "book-keeping" not in printed.err
     assert main(["predict", "run", "visits.csv", "--held-out", "--out", "held_out.csv"]) == 0
     assert main(["export", "run", "out"]) == 0

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from dpfl_jax.mesh import make_mesh
-from dpfl_jax.training.pretrain import pretrain
+from dpfl_jax.training.start import pretrain
 
 
 class Public:

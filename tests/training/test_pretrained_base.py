@@ -15,9 +15,8 @@ from dpfl_jax.models.params import without_adapters
 from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.training.central_run import prepare
-from dpfl_jax.training.pretrain import Pretrained, begin_from
-from dpfl_jax.training.start import build_transformer
-from dpfl_jax.training.trained import load_trained
+from dpfl_jax.training.export import load_trained
+from dpfl_jax.training.start import Pretrained, build_transformer, check_pretrained
 
 
 def base(path, **values):
@@ -30,24 +29,24 @@ def test_a_run_goes_on_from_the_base_it_began_with(needed, tmp_path):
     rounded = base(tmp_path / "cafe", w=np.nextafter(np.float32(1), np.float32(2)))
     other = base(tmp_path / "beef", w=1.0)
     run = RunDirectory(tmp_path / "run", {}, None)
-    begin_from(first, run, needed=needed)
+    check_pretrained(first, run, needed=needed)
     run.close()
     run = RunDirectory(tmp_path / "run", {}, None)
     assert run.facts["base"] == first.facts
-    begin_from(first, run, needed=needed)
+    check_pretrained(first, run, needed=needed)
     for wrong in (rounded, other):
         with pytest.raises(BadInputError, match=r"is not the one that the run .* began with"):
-            begin_from(wrong, run, needed=needed)
+            check_pretrained(wrong, run, needed=needed)
     # What is trained is in the checkpoint; what is not must still be the same.
     (run.path / "checkpoints" / "4").mkdir(parents=True)
-    begin_from(first, run, needed=needed)
+    check_pretrained(first, run, needed=needed)
     with pytest.raises(BadInputError, match="began with"):
-        begin_from(other, run, needed=needed)
+        check_pretrained(other, run, needed=needed)
     if needed:
         with pytest.raises(BadInputError, match="began with"):
-            begin_from(rounded, run, needed=needed)
+            check_pretrained(rounded, run, needed=needed)
     else:
-        begin_from(rounded, run, needed=needed)
+        check_pretrained(rounded, run, needed=needed)
     assert run.facts["base"] == first.facts
     run.close()
 

@@ -58,8 +58,9 @@ def test_a_run_says_how_norms_are_computed(shown):
             result = run()
     report = build_report("run", result, result.guarantee)
     assert report["clipping"]["norms"] == {"per-unit copies": 2}
-    summary = f"{result.guarantee.summary()}; norms of 0 of 2 parameters by book-keeping"
-    assert report["summary"].startswith(summary)
+    summary = "ghost clipping: norms of 0 of 2 parameters by book-keeping"
+    assert report["clipping"]["summary"].startswith(summary)
+    assert report["summary"] == result.guarantee.summary()
     # First what counts, below it the whole.
     lines = render_markdown(report).splitlines()
     assert lines[2] == f"**{report['summary']}**"

@@ -65,7 +65,7 @@ def hi_grad_fraction(
     records per subject, as in Theorem 3.7, NOT A BOUND). B: q, NOT A BOUND by a factor of about K.
     """
     if variant == "exact":
-        return events.subject_probability(sampling_prob, int(items_per_subject))
+        return events.any_of_several(sampling_prob, int(items_per_subject))
     return min(1.0, items_per_subject * sampling_prob) if variant == "A" else sampling_prob
 
 

@@ -27,9 +27,9 @@ from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.accountant import dominating_event
+from dpfl_jax.federation.isrl import isrl_run
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.privacy import at_one_delta
-from dpfl_jax.federation.isrl.runs import isrl_run
 from dpfl_jax.federation.mechanisms import Records, SiloMechanism
 from dpfl_jax.mechanisms import NoNoise, non_private
 from dpfl_jax.mechanisms.plan import Plan
@@ -258,7 +258,7 @@ def _silos(config: RunConfig, membership: bool, console: Console) -> Attacked:
         records = dataclasses.replace(ready.records, train=data)
         run = dataclasses.replace(ready, records=records, parameters=ran)
         w = _finished(drive(run.algorithm(), key=key, console=console)).params
-        loss = jax.vmap(ready.loss.loss, (None, 0))
+        loss = jax.vmap(ready.loss.eval_loss, (None, 0))
         start = jnp.zeros_like(w)
         gains = [np.asarray(loss(start, x) - loss(w, x), np.float64) for x in (first, second)]
         claim = None

@@ -42,9 +42,9 @@ from dpfl_jax.federation.isrl.privacy import SiloNoise
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mechanisms import Calibrated, Mechanism
-from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
+from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.pipeline import prepare
@@ -202,7 +202,7 @@ def central(
       execution: how steps are computed.
     """
     refuse_filtered(calibrated.mechanism)
-    rate, steps = calibrated.scheme.sampling_prob, calibrated.steps
+    rate, steps = calibrated.scheme.draw_prob, calibrated.steps
     mechanism = calibrated.at_own_rates()
     calibrated = dataclasses.replace(calibrated, mechanism=mechanism)
     units = min(trials, directions or max(200, min(_MOST_DIRECTIONS, round(400 / rate))))
@@ -242,7 +242,9 @@ def central(
     coins, seen, beside = [], [], []
     for run in range(_runs(trials, units)):
         inside = key.numpy("audit-coins", run).random(units) < 0.5
-        plan = Plan(calibrated, store(inside), execution, mesh)
+        data = store(inside)
+        there = mechanism.participation.population_of(data)  # drawn at the accounted rates
+        plan = Plan(dataclasses.replace(calibrated, population=there), data, execution, mesh)
         run_key, state, rows = key.child("audit-run", run), noise.init(params), []
         for batch in plan.pipeline(plan.sampler(run_key)).iterate(0, steps):
             turn = (-1.0) ** batch.step if alone else 1.0
@@ -391,7 +393,7 @@ def _records(
     for g in range(groups):
         for i, plan in enumerate(plans):
             drawn = plan.mechanism.participation
-            many = 1 if plan.mechanism.privacy_unit == "record" else drawn.max_items_per_subject
+            many = 1 if plan.mechanism.privacy_unit == "record" else drawn.max_records_per_subject
             who = np.flatnonzero(inside[g]) if i < len(plans) - 1 else np.zeros(0, np.int64)
             rows = np.repeat(who, many)
             owner.append(g * (units + against) + rows)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.clipping import Flat, clipped_grad
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.method import Oracle
-from dpfl_jax.federation.isrl.schedule import own_keys, words_of
+from dpfl_jax.federation.isrl.algorithms import Oracle
+from dpfl_jax.federation.isrl.schedule import derived_keys, words_of
 from dpfl_jax.noise import Noise
 from dpfl_jax.noise.chacha import uniform
-from dpfl_jax.run.content import mixed
+from dpfl_jax.run.state import mixed
 from dpfl_jax.run.terms import computation_digest
 
 PyTree = Any
@@ -53,12 +53,12 @@ class SiloData:
 
     @property
     def num_silos(self) -> int:
-        """N, the number of silos."""
+        """N, the leading axis."""
         return self.sizes.shape[0]
 
     @property
     def capacity(self) -> int:
-        """n_max, the records of the largest silo, to which all are padded."""
+        """n_max, the records that the arrays have room for in each silo."""
         return jax.tree.leaves(self.examples)[0].shape[1]
 
 
@@ -132,7 +132,7 @@ def clipped_sum(
     def one(params: PyTree, example: PyTree) -> jax.Array:
         return loss(params["w"], example)
 
-    # Book-keeping: gradients of linear models are products of two vectors, and are never formed.
+    # Ghost norms: gradients of linear models are products of two vectors, and are never formed.
     # proof: isrl-sensitivity-1
     rule = Flat(clip_norm)  # type: ignore[arg-type]
     bounded = clipped_grad(one, rule=rule, strategy="ghost")
@@ -140,7 +140,7 @@ def clipped_sum(
 
 
 def loss_name(loss: Loss, w: Any, data: SiloData) -> str:
-    """Tells losses apart by what they trace to."""
+    """A digest of what a loss traces to."""
     record = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), data.examples)
     return computation_digest(jax.value_and_grad(loss), w, record)
 
@@ -172,7 +172,7 @@ def of_all_silos(
     stddev: jax.Array,
     rank: jax.Array | None = None,
 ) -> Callable[[jax.Array, PyTree], jax.Array]:
-    """``make_messages`` of a message and its name, by which keys tell it from others.
+    """As ``make_messages``, of a given message; keys depend on its ``name``.
 
     A silo's message depends on nothing that another one holds.
     """
@@ -181,17 +181,16 @@ def of_all_silos(
     if rank is None:
         rank = jnp.zeros((silos, data.capacity), jnp.int32)
     every = jax.vmap(message, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
-    # Of each silo alone: what it draws depends on nothing that another one holds.
     words = jax.vmap(functools.partial(words_of, name))(
         data.examples, data.sizes, batch, clip_norms, stddev
     )
 
     def messages(w: jax.Array, row: PyTree) -> jax.Array:
-        # Of w, too: messages at two points would have one noise, and their difference none.
-        # Under the silo's key, as somebody else chooses w.
+        # Keys depend on w, too: messages at two points would otherwise have the same noise, and
+        # their difference none. The digest is keyed, as w is chosen by others.
         of_w = functools.partial(words_of, loss_name(loss, w, data), w)
         point = jax.vmap(lambda keys: of_w(key=keys.reshape(-1, 8)[0]))(row["keys"])
-        keys = jax.vmap(own_keys)(row["keys"], mixed(words, point))
+        keys = jax.vmap(derived_keys)(row["keys"], mixed(words, point))
         return every(
             w, data.examples, data.sizes, rank, row["turn"], batch, clip_norms, stddev, keys
         )
@@ -202,7 +201,7 @@ def of_all_silos(
 def mean_message(
     sent: jax.Array, present: jax.Array, silo_weights: jax.Array | None = None
 ) -> jax.Array:
-    """Mean of the messages of those present; zero if nobody is.
+    """Mean of the messages of those present; zero if none is.
 
     Args:
       sent: float32 [N, ...].
@@ -240,8 +239,8 @@ def make_oracle(
         N p_i; scaling the noised message is the same). None: all 1/N.
 
     ``round`` is one row of ``Schedule``: ``present`` bool [N], ``turn`` int [N], ``keys`` uint32
-    [N, 2, 8], from which this oracle derives those of its own and of w (``schedule.own_keys``):
-    what is accounted is one call for each row. If nobody answers the mean is zero.
+    [N, 2, 8], from which the oracle derives others for its data and w (``schedule.derived_keys``):
+    what is accounted is one call for each row. If no silo answers the mean is zero.
 
     Examples:
       >>> import jax

@@ -1,4 +1,4 @@
-"""The noise of a silo for what it grants, and the guarantee that it has.
+"""The noise of a silo for its budget, its guarantee, and that under other notions of privacy.
 
 Departures. Batches are Poisson, disjoint or full, each record is clipped, and noise is calibrated
 by privacy-loss distributions under replace-one. The theorems' closed forms are valid, and spend a
@@ -11,24 +11,29 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import REPLACE, Guarantee
+from dpfl_jax.accounting import REPLACE, Guarantee, NoiseLaw, events
 from dpfl_jax.accounting.calibrate import noise_ahead
 from dpfl_jax.accounting.cells import Everyone, NoisedSums, OnePass
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.accounting.closed_forms import isrl as closed
+from dpfl_jax.accounting.event_types import ApproximateDpEvent
+from dpfl_jax.accounting.statement import Statement, whole_number
+from dpfl_jax.errors import BadInputError, positive, probability
 from dpfl_jax.federation.isrl.message import Sampling
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 from dpfl_jax.sampling import Poisson
 
 # What a batch is drawn with has 23 random bits: what is compared with it is rounded up to that.
 _BITS = 2**23
+# Options that there were, with the values that gave a guarantee: files have them.
+_EARLIER_OPTIONS = {"arm": ("sound", "paper_closed_form")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What a silo grants.
+    """What a silo allows its records to lose.
 
     Attributes:
       epsilon: > 0.
@@ -44,10 +49,8 @@ class Budget:
     delta: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
-            raise BadInputError(f"epsilon is {self.epsilon}, but it must be finite and above 0")
-        if not 0 < self.delta < 1:
-            raise BadInputError(f"delta is {self.delta}, but it must lie between 0 and 1")
+        positive("epsilon", self.epsilon)
+        probability("delta", self.delta, zero=False, one=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,38 +84,30 @@ class SiloNoise:
 
     @property
     def sums(self) -> NoisedSums:
-        """What is accounted, under replace-one."""
-        return _sums(self.noise_multiplier, self.batch, self.silo_size, self.rounds, self.sampling)
+        """What a record of the silo goes through, for replace-one accounting."""
+        scheme: Any = Poisson(self.rate)
+        if self.sampling != "poisson":
+            scheme = Everyone() if self.sampling == "full" else OnePass()
+        size, sigma = self.silo_size, self.noise_multiplier
+        return NoisedSums(scheme, sigma, self.rounds, size, relation=REPLACE)
 
     @property
     def event(self) -> Any:
-        """What a record of the silo goes through, for replace-one accounting."""
+        """The event of ``sums``."""
         return self.sums.event()
 
     @property
     def rate(self) -> float:
-        """How often a record is in a batch, at most."""
-        return _rate(self.batch, self.silo_size)
+        """Upper bound on the probability that a record is in a batch."""
+        # One more for what float32 may add to K and to K / n.
+        # proof: isrl-rate-1
+        return min(1.0, (math.ceil(self.batch / self.silo_size * _BITS) + 1) / _BITS)
 
     @property
     def epsilon(self) -> float:
         """What ``event`` spends at the budget's delta."""
         # proof: isrl-event-2
         return accounting.epsilon(self.event, self.budget.delta, relation=REPLACE)
-
-
-def _sums(noise: float, batch: float, size: int, rounds: int, sampling: Sampling) -> NoisedSums:
-    """What a record of the silo goes through."""
-    scheme: Any = Poisson(_rate(batch, size))
-    if sampling != "poisson":
-        scheme = Everyone() if sampling == "full" else OnePass()
-    return NoisedSums(scheme, noise, rounds, size, relation=REPLACE)
-
-
-def _rate(batch: float, size: int) -> float:
-    # One more for what float32 may add to K and to K / n.
-    # proof: isrl-rate-1
-    return min(1.0, (math.ceil(batch / size * _BITS) + 1) / _BITS)
 
 
 def silo_noise(
@@ -150,19 +145,20 @@ def silo_noise(
         raise BadInputError(
             f"the local batch is {batch}, but a silo of {silo_size} records allows 1 to {silo_size}"
         )
+    start = SiloNoise(1.0, batch, silo_size, rounds, sampling, budget)
     noise = accounting.calibrate_noise_multiplier(
-        lambda z: _sums(z, batch, silo_size, rounds, sampling).event(),
+        lambda z: dataclasses.replace(start, noise_multiplier=z).event,
         budget.epsilon,
         budget.delta,
         relation=REPLACE,
         near=near,
     )
     check_noise_multiplier(noise)
-    return SiloNoise(noise, batch, silo_size, rounds, sampling, budget)
+    return dataclasses.replace(start, noise_multiplier=noise)
 
 
 def silo_guarantee(noise: SiloNoise) -> Guarantee:
-    """What a silo's records have against everybody else.
+    """What a silo guarantees its records against everybody else.
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -172,11 +168,6 @@ def silo_guarantee(noise: SiloNoise) -> Guarantee:
       >>> guarantee.unit, guarantee.epsilon <= 3.0
       ('record', True)
     """
-    caveats = [
-        "the clip norm, step sizes, preprocessing and the choice of rounds must be public or paid "
-        "for apart; metrics of silo data are not private",
-        *accounting.delta_caveats(noise.budget.delta, noise.silo_size, "records of the silo"),
-    ]
     epsilon, cell = noise.epsilon, noise.sums.cell
     words = {
         "poisson": f"Poisson inside the silo, probability {noise.batch / noise.silo_size:.6g}",
@@ -203,27 +194,31 @@ def silo_guarantee(noise: SiloNoise) -> Guarantee:
             *cell.assumptions,
             *accounting.noise_assumptions(noise.noise, epsilon, noise.budget.delta, noise.rounds),
         ),
-        caveats=tuple(caveats),
+        caveats=(
+            "the clip norm, step sizes, preprocessing and the choice of rounds must be public or "
+            "paid for apart; metrics of silo data are not private",
+            *accounting.delta_caveats(noise.budget.delta, noise.silo_size, "records of the silo"),
+        ),
         released="every message of the silo, hence every model",
     )
 
 
 def worst_guarantee(noise: Sequence[SiloNoise], caveats: tuple[str, ...] = ()) -> Guarantee:
-    """What the records of all silos have, whichever theirs is, at the largest delta.
+    """One guarantee for the records of all silos, at the largest delta.
 
     Args:
       noise: of every silo.
       caveats: further ones.
     """
     silos = at_one_delta(noise)
-    known = {(z.event, z.budget): silo_guarantee(z) for z in silos}
-    worst = max(known.values(), key=lambda g: g.epsilon)
+    guarantees = {(z.event, z.budget): silo_guarantee(z) for z in silos}
+    worst = max(guarantees.values(), key=lambda g: g.epsilon)
     # A delta that suits the silo of this guarantee may be too much for a larger one.
     largest = max(z.silo_size for z in silos)
     too_much = accounting.delta_caveats(worst.delta, largest, "records of the largest silo")
     if not set(too_much) <= set(worst.caveats):
         caveats = (*too_much, *caveats)
-    if len(known) > 1:
+    if len(guarantees) > 1:
         caveats = (
             "silos differ: this holds for all, at the largest of their deltas; the table has what "
             "each promises",
@@ -252,9 +247,8 @@ def federation_noise(
         budget, size, batch = facts
         before = solved.setdefault(budget.epsilon, [])
         near = noise_ahead(before, size)
-        found = silo_noise(budget, size, batch, rounds, sampling=sampling, near=near)
-        known[facts] = found
-        before.append((size, found.noise_multiplier))
+        known[facts] = silo_noise(budget, size, batch, rounds, sampling=sampling, near=near)
+        before.append((size, known[facts].noise_multiplier))
     return [known[facts] for facts in asked]
 
 
@@ -264,3 +258,127 @@ def at_one_delta(noise: Sequence[SiloNoise]) -> list[SiloNoise]:
     return [
         dataclasses.replace(z, budget=dataclasses.replace(z.budget, delta=delta)) for z in noise
     ]
+
+
+# ---- what guarantee.json states ------------------------------------------------------------------
+
+
+def isrl_statement(noise: Sequence[SiloNoise], guarantee: Guarantee) -> Statement:
+    """States what the messages of silos guarantee.
+
+    Args:
+      noise: of every silo, in the rounds accounted; none without privacy.
+      guarantee: of these.
+    """
+    kinds = [dataclasses.asdict(z) for z in dict.fromkeys(noise)]
+    basis = {"system": "isrl", "kinds_of_silos": kinds}
+    every = list(dict.fromkeys(z.event for z in at_one_delta(noise))) if guarantee.private else []
+    return Statement.of(guarantee, basis, [every])
+
+
+def restate(basis: dict[str, Any]) -> Statement:
+    """What a run of messages with this basis would state.
+
+    Raises:
+      BadInputError: no run has it.
+    """
+    noise, earlier = [], []
+    for given in basis["kinds_of_silos"]:
+        earlier.append({k: v for k, v in given.items() if v in _EARLIER_OPTIONS.get(k, ())})
+        kind = {k: v for k, v in given.items() if k not in earlier[-1]}
+        size, _ = whole_number(kind, "silo_size", 1), whole_number(kind, "rounds", 1)
+        if not 0 < kind["batch"] <= size or kind["noise_multiplier"] <= 0:
+            raise BadInputError(f"no silo has this batch and noise: {kind}")
+        if unknown := kind.keys() - {field.name for field in dataclasses.fields(SiloNoise)}:
+            raise BadInputError(f"no silo has {', '.join(sorted(unknown))}: {kind}")
+        if kind["sampling"] not in get_args(Sampling):
+            raise BadInputError(f"no silo has this sampling: {kind}")
+        if kind.get("noise", "exact") not in get_args(NoiseLaw):
+            raise BadInputError(f"no silo has this noise: {kind}")
+        one = SiloNoise(**{**kind, "budget": Budget(**kind["budget"])})
+        if one.epsilon > one.budget.epsilon * (1 + 1e-6):
+            raise BadInputError(
+                f"silos of {size} records would spend {one.epsilon:.7g} at delta "
+                f"{one.budget.delta:g}, but kinds_of_silos says a budget of {one.budget.epsilon:g}"
+            )
+        noise.append(one)
+    if not noise:
+        raise BadInputError("kinds_of_silos is empty")
+    made = isrl_statement(noise, worst_guarantee(noise))
+    for each, old in zip(made.basis["kinds_of_silos"], earlier):
+        each |= old
+    return made
+
+
+# ---- other notions of privacy --------------------------------------------------------------------
+
+
+def relations(noise: SiloNoise, silos: int, shuffled: bool = True) -> list[dict[str, Any]]:
+    """The same run under other notions of privacy (section 2 of the notes on trust).
+
+    Args:
+      noise: of every silo; all are equal.
+      silos: N.
+      shuffled: whether all silos are equal and answer in every round, as the theorem needs.
+
+    Returns:
+      Rows ``notion, trusted, protects, epsilon, delta, note``.
+    """
+    epsilon, delta, is_local = noise.epsilon, noise.budget.delta, noise.silo_size == 1
+    user_epsilon, user_delta = closed.user_level_guarantee(noise.silo_size, epsilon, delta)
+    user_delta = min(user_delta, 1.0) if math.isfinite(user_delta) else 1.0
+    hidden = shuffled_view(noise, silos) if shuffled else math.inf
+    if hidden < epsilon:
+        why = "each round shuffled, all silos alike and answering (Theorem D.5)"
+    else:
+        why = (
+            "implied; the shuffling theorem adds nothing here (it needs hundreds of silos, "
+            "messages of epsilon below 1/n, and silos that are alike and all answer)"
+        )
+    by_group = "by group privacy; meaningful only for epsilon <= 1/n"
+    once = "implied; a server that adds noise once needs 1/sqrt(N) of it"
+    local = "the same notion if n = 1" if is_local else "none: the silo sees its records"
+    local_epsilon, local_delta = (epsilon, delta) if is_local else (math.inf, 1.0)
+    least, whole = min(hidden, epsilon), "a silo's whole data"
+    rows = (
+        ("ISRL-DP", "the record's own silo", "a record", epsilon, delta, "what is guaranteed"),
+        ("central DP", "silos and server", "a record", epsilon, delta, once),
+        ("user-level DP", "the server", whole, user_epsilon, user_delta, by_group),
+        ("shuffle DP", "own silo and a shuffler", "a record", least, delta, why),
+        ("local DP", "nobody", "a record", local_epsilon, local_delta, local),
+    )
+    columns = ("notion", "trusted", "protects", "epsilon", "delta", "note")
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def shuffled_view(noise: SiloNoise, silos: int) -> float:
+    """Shuffle-DP epsilon, at the budget's delta, of a run whose rounds are shuffled; inf if none.
+
+    Theorem D.5 on each round, whose silo randomiser is (e, e')-DP with e' so small that
+    2 N n exp((n-1) e) e' is a quarter of the round's delta; then optimal composition over R rounds
+    (one round, whichever, for disjoint batches). A silo's n records move together through the
+    shuffler, hence exp(n e). All N silos must answer, and be equal.
+
+    Args:
+      noise: of every silo.
+      silos: N.
+    """
+    delta, n = noise.budget.delta, noise.silo_size
+    rounds = 1 if noise.sampling == "disjoint" else noise.rounds
+    one = dataclasses.replace(noise, rounds=1).event
+    shuffle_delta = delta / (4 * rounds)
+    limit = silos / (16 * math.log(2 / shuffle_delta))
+    if limit <= 1:
+        return math.inf
+    # exp((n-1) e) is at most the theorem's limit on exp(n e).
+    silo_delta = shuffle_delta / (2 * silos * n * limit)
+    try:
+        per_silo = accounting.epsilon(one, silo_delta, relation=REPLACE)
+        hidden = closed.shuffled_epsilon(per_silo, silos, n, shuffle_delta)
+    except BadInputError:
+        return math.inf
+    per_round = closed.shuffled_delta(per_silo, silos, n, shuffle_delta, silo_delta)
+    if rounds == 1:
+        return hidden
+    step = ApproximateDpEvent(hidden, per_round)
+    return accounting.epsilon(events.repeated(step, rounds), delta, relation=REPLACE)

@@ -1,4 +1,4 @@
-"""What is fixed before the run: who answers when, which records are whose turn, and the keys."""
+"""The schedule, fixed before the run: which silos answer when, with which records and keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise.chacha import subkey
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.content import content_words, mixed
+from dpfl_jax.run.state import content_words, mixed
 from dpfl_jax.run.terms import value_digest
 
 PyTree = Any
@@ -48,7 +48,7 @@ class Schedule:
 
     @property
     def rounds(self) -> int:
-        """R, the number of rounds."""
+        """R, the leading axis of ``present``."""
         return self.present.shape[0]
 
     def rows(self, start: int = 0, stop: int | None = None) -> dict[str, jax.Array]:
@@ -97,7 +97,7 @@ def make_schedule(
     """Draws a schedule.
 
     Args:
-      key: the run's root key; every (silo, round) gets its own keys from it.
+      key: the run's root key; the keys of every (silo, round) are derived from it.
       rounds: R.
       sizes: int [N], records of each silo.
       available: M, silos that answer in every round; or {m: probability}, the law of M_r, which
@@ -135,9 +135,9 @@ def make_schedule(
     turn: np.ndarray = np.cumsum(present, axis=0) - present
     # proof: isrl-rounds-1
     present &= turn < limit
-    own = silo_key or (lambda i: key.child("silo", i))
+    key_of = silo_key or (lambda i: key.child("silo", i))
     capacity = int(sizes.max(initial=0))
-    drawn = [silo_draws(own(i), rounds, int(size), capacity) for i, size in enumerate(sizes)]
+    drawn = [silo_draws(key_of(i), rounds, int(size), capacity) for i, size in enumerate(sizes)]
     keys = np.stack([k for k, _ in drawn], axis=1)
     rank = np.stack([order for _, order in drawn])
     return Schedule(
@@ -154,7 +154,7 @@ def silo_draws(
     """What one silo draws before the run.
 
     Args:
-      key: its own, used for nothing else.
+      key: of the silo, used for nothing else.
       rounds: R.
       size: n_i.
       capacity: n_max, of the padded arrays.
@@ -169,41 +169,41 @@ def silo_draws(
     return keys, order.argsort().argsort()
 
 
-def own_rows(rows: PyTree, *what: Any) -> PyTree:
-    """Rounds of a schedule with keys of their own for one use of it.
+def rows_for_use(rows: PyTree, *what: Any) -> PyTree:
+    """Rounds of a schedule with keys for one use of it alone.
 
     Two algorithms that were given one schedule would otherwise add the same noise to different
     messages, whose difference is a difference of gradients.
 
     Args:
-      rows: of a schedule; ``keys`` uint32 [..., 8]. Rows without keys are given back.
+      rows: of a schedule; ``keys`` uint32 [..., 8]. Rows without keys are returned as they are.
       *what: see ``words_of``.
     """
     if not (isinstance(rows, Mapping) and "keys" in rows):
         return rows
-    return {**rows, "keys": own_keys(rows["keys"], words_of(*what))}
+    return {**rows, "keys": derived_keys(rows["keys"], words_of(*what))}
 
 
 def words_of(*what: Any, key: jax.Array | None = None) -> jax.Array:
-    """uint32 [4] that tell one use from another: of names, and pytrees of arrays.
+    """uint32 [4] that identify a use of keys: a digest of names and pytrees of arrays.
 
     Args:
       *what: of which names and arrays.
-      key: uint32 [8], under which arrays that somebody else chooses are told apart; None: a public
-        one, under which two of the same words can be made up.
+      key: uint32 [8], of a keyed digest, for arrays that others choose; None: a public
+        one, for which two arrays with the same digest can be constructed.
     """
     words = jnp.zeros(4, jnp.uint32)
-    own = () if key is None else (key,)
+    secret = () if key is None else (key,)
     for part in what:
         if isinstance(part, str):
             digest = hashlib.sha256(part.encode()).digest()[:16]
             words = mixed(words, jnp.asarray(np.frombuffer(digest, np.uint32)))
             continue
         for leaf in jax.tree.leaves(part):
-            words = mixed(words, content_words(jnp.asarray(leaf), *own))
+            words = mixed(words, content_words(jnp.asarray(leaf), *secret))
     return words
 
 
-def own_keys(keys: jax.Array, words: jax.Array) -> jax.Array:
-    """Keys, uint32 [..., 8], that depend on ``words``, too."""
+def derived_keys(keys: jax.Array, words: jax.Array) -> jax.Array:
+    """Keys uint32 [..., 8] derived from ``keys`` and ``words``."""
     return jax.vmap(lambda key: subkey(key, words))(keys.reshape(-1, 8)).reshape(keys.shape)

@@ -1,21 +1,22 @@
-"""The paper's step sizes, rounds and batches, as pure functions. Natural logarithms throughout.
+"""The paper's step sizes, rounds, batches and bounds on risk, as pure functions.
 
-Misprints of the paper are corrected, and named where that happens. What needs private data to be
-known (phi, upsilon, gap) is an input: it is never estimated here.
+Logarithms are natural. Misprints of the paper are corrected, and named where that happens. What
+needs private data to be known (phi, upsilon, gap) is an input: it is never estimated here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import positive, require
 from dpfl_jax.federation.isrl.privacy import Budget
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is to be minimised, by whom, and at which privacy. Where silos differ: the worst one's.
+    """A convex problem of silos and the privacy they ask for. Where silos differ: the worst one's.
 
     Attributes:
       lipschitz: L, bound of a record's gradient over W.
@@ -56,8 +57,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("lipschitz", "diameter", "dim", "silo_size", "cohort", "smoothness"):
-            if not getattr(self, name) > 0:
-                raise BadInputError(f"{name} is {getattr(self, name)}, but it must be above 0")
+            require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
 
     @property
     def signal(self) -> float:
@@ -78,8 +78,7 @@ def minibatch_step(problem: Problem, rounds: int, sigma: float) -> float:
       rounds: R.
       sigma: noise of a silo's *mean* gradient (needed if strongly convex).
     """
-    if not rounds > 0:
-        raise BadInputError(f"rounds is {rounds}, but it must be above 0")
+    positive("rounds", rounds)
     p, mu = problem, problem.strong_convexity
     if mu:
         noise = p.dim * sigma**2 / p.cohort + p.lipschitz**2
@@ -169,3 +168,41 @@ def smoothing_erm(problem: Problem) -> float:
     if p.strong_convexity:
         return p.strong_convexity * p.cohort * p.signal**2
     return p.signal * math.sqrt(p.cohort) * p.lipschitz / p.diameter
+
+
+class Risk(NamedTuple):
+    """Excess risk that is possible: the parts that sampling and that privacy cause.
+
+    Constants are 1, and the upper bounds hide log^2 factors: the numbers are rates, not promises.
+    """
+
+    statistical: float
+    private: float
+
+
+def risk_upper_bound(problem: Problem) -> Risk:
+    """Theorem 2.1: noisy MB-SGD, i.i.d. silos."""
+    p = problem
+    if p.strong_convexity:
+        scale = p.lipschitz**2 / (p.strong_convexity * p.cohort)
+        return Risk(scale / p.silo_size, scale * p.noise**2)
+    scale = p.lipschitz * p.diameter / math.sqrt(p.cohort)
+    return Risk(scale / math.sqrt(p.silo_size), scale * p.noise)
+
+
+def risk_lower_bound(problem: Problem) -> Risk:
+    """Theorem 2.2: no ISRL-DP algorithm (compositional, C = 1) does better, up to logarithms."""
+    p = problem
+    cost = 1 / (p.signal * math.sqrt(p.cohort))
+    if p.strong_convexity:
+        sampled = p.phi**2 / (p.strong_convexity * p.silo_size * p.cohort)
+        return Risk(sampled, p.lipschitz * p.diameter * min(1.0, cost**2))
+    sampled = p.phi * p.diameter / math.sqrt(p.cohort * p.silo_size)
+    return Risk(sampled, p.lipschitz * p.diameter * min(1.0, cost))
+
+
+def central_risk_lower_bound(problem: Problem) -> Risk:
+    """The trusted server's convex lower bound (Bassily et al. 2019): 1/sqrt(N) less noise."""
+    p = problem
+    private = p.lipschitz * p.diameter * min(1.0, 1 / (p.signal * p.cohort))
+    return Risk(p.phi * p.diameter / math.sqrt(p.cohort * p.silo_size), private)

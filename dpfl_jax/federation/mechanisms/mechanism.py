@@ -1,7 +1,7 @@
 """A silo's mechanism: one value of which follow what a local step draws, clips, noises and costs.
 
     SiloMechanism(
-        participation=Records(batch_size=64, max_items_per_subject=4, average="clip_then_average"),
+        participation=Records(batch_size=64, max_records_per_subject=4, batch_cap=2),
         clip=Flat(1.0),
         noise=Independent(),
     )
@@ -44,7 +44,7 @@ from dpfl_jax.federation.mechanisms.participation import (
 )
 from dpfl_jax.mechanisms.mechanism import check_bounded
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy, NoNoise
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, pieces_of_user
+from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, pieces_of_unit
 
 SumFn = Callable[..., ClippedGradResult]
 
@@ -60,7 +60,7 @@ class SiloMechanism(Composed):
 
     Examples:
       >>> from dpfl_jax.federation import Records, SiloMechanism, local_item
-      >>> SiloMechanism(participation=Records(sampling_prob=0.1, unit="record")).kind
+      >>> SiloMechanism(participation=Records(sampling_prob=0.1, protected="record")).kind
       'local_item'
       >>> local_item(sampling_prob=0.1).participation.sampling_prob
       0.1
@@ -93,9 +93,10 @@ class SiloMechanism(Composed):
 
     def preset_options(self) -> dict[str, Any]:
         drawn = self.participation
-        values = {"order": getattr(drawn, "average", None) or "clip_then_average"}
-        values |= fields_of(drawn, self.noise, self.clip)
-        return values | {"max_items_per_subject": drawn.max_items_per_subject}
+        values = fields_of(drawn, self.noise, self.clip)
+        if values.get("average") is None:
+            values["average"] = "clip_then_average"  # of the preset that averages
+        return values | {"max_records_per_subject": drawn.max_records_per_subject}
 
     def without_derived(self) -> SiloMechanism:
         fields = dataclasses.fields(self.participation)
@@ -107,7 +108,7 @@ class SiloMechanism(Composed):
     def bounds(self) -> dict[str, Any]:
         """What bounds a unit's contribution: public constants, by name."""
         found: dict[str, Any] = {"clip_norm": self.clip.threshold}
-        for name in ("group_size", "max_items_per_subject"):
+        for name in ("group_size", "max_records_per_subject"):
             found[name] = getattr(self.participation, name, None)
         return found
 
@@ -121,7 +122,7 @@ class SiloMechanism(Composed):
     @property
     def privacy_unit(self) -> str:
         """Whom it protects, what adjacency adds or removes."""
-        return self.participation.unit if self.private else "none"
+        return self.participation.protected if self.private else "none"
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -158,7 +159,7 @@ class SiloMechanism(Composed):
 
         def cut(unit: PyTree) -> PyTree:
             assert at_once is not None
-            pieces = pieces_of_user(unit, at_once)
+            pieces = pieces_of_unit(unit, at_once)
             return {**pieces, "there": pieces["mask"].any(axis=1)}
 
         def summed(

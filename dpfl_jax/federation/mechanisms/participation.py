@@ -14,7 +14,13 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from dpfl_jax.accounting.cells import Contribution, Everyone
+from dpfl_jax.accounting.cells import (
+    AveragedUnits,
+    Contribution,
+    Everyone,
+    Sensitivity,
+    SeveralUnits,
+)
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.kinds import DERIVED, SILO_PARTICIPATIONS, Named
 from dpfl_jax.errors import BadInputError, at_least, probability
@@ -105,13 +111,13 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     @property
     @abc.abstractmethod
-    def unit(self) -> Protected:
+    def protected(self) -> Protected:
         """Whom the mechanism protects."""
 
     @property
     @abc.abstractmethod
-    def max_items_per_subject(self) -> int:
-        """K, most records of a subject in the silo; enforced on the data before the run; public."""
+    def max_records_per_subject(self) -> int:
+        """L, most records of a subject in the silo; enforced on the data before the run; public."""
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -129,14 +135,14 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     @abc.abstractmethod
     def at_sampling_prob(self: Self, sampling_prob: float, cap: int | None = None) -> Self:
-        """A copy that draws each unit with this probability, and takes ``cap`` for K."""
+        """A copy that draws each unit with this probability, and takes ``cap`` for L."""
 
     @abc.abstractmethod
-    def scheme(self, facts: SiloFacts, unit: str) -> Any:
+    def scheme_of(self, facts: SiloFacts, protected: str) -> Any:
         """How units are drawn, as it is accounted (``accounting.cells``) for whom."""
 
     @abc.abstractmethod
-    def contribution(self, unit: str) -> Contribution | None:
+    def contribution(self, protected: str) -> Contribution | None:
         """What one record, or one subject, has in a draw; None: it is what is drawn."""
 
     def check_run(
@@ -188,7 +194,7 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
         """
         return loss_fn
 
-    def unit_size(self, facts: SiloFacts) -> int | None:
+    def unit_records(self, facts: SiloFacts) -> int | None:
         """Records a unit may hold, or None if a unit is one record."""
         del facts
         return None
@@ -201,17 +207,17 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
         """Expected records of a local step, for estimates of cost."""
         return self.sampling_prob_of(facts) * facts.num_records
 
-    def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
+    def public_size_guess(self, facts: SiloFacts, tail: float = 1e-15) -> int:
         """A number of units, public, that draws of a silo with these facts seldom exceed."""
         return binomial_bound(self.num_units(facts), self.sampling_prob_of(facts), tail)
 
-    def most_units(self, facts: SiloFacts) -> int:
+    def public_size_bound(self, facts: SiloFacts) -> int:
         """A public number, no smaller than ``size_bound`` of any silo with these facts."""
-        return self.usual_size(facts)
+        return self.public_size_guess(facts)
 
     def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
         """A number of units that a draw exceeds with probability at most ``tail``."""
-        return self.usual_size(SiloFacts.of(silo), tail)
+        return self.public_size_guess(SiloFacts.of(silo), tail)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,13 +227,13 @@ class _AtOneRate(SiloParticipation, abc.ABC, kinds=SILO_PARTICIPATIONS):
     Attributes:
       batch_size: expected records per local step; give this or ``sampling_prob``.
       sampling_prob: q, probability of each unit in each local step.
-      max_items_per_subject: K, most records of a subject in this silo. Enforced on the data
+      max_records_per_subject: L, most records of a subject in this silo. Enforced on the data
         before the run; public.
     """
 
     batch_size: float | None = None
     sampling_prob: float | None = None
-    max_items_per_subject: int = 1
+    max_records_per_subject: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,10 +244,10 @@ class _AtOneRate(SiloParticipation, abc.ABC, kinds=SILO_PARTICIPATIONS):
         if self.batch_size is not None:
             require_positive("batch_size", self.batch_size)
         probability("sampling_prob", self.sampling_prob, zero=False)
-        at_least("max_items_per_subject", self.max_items_per_subject, 1)
+        at_least("max_records_per_subject", self.max_records_per_subject, 1)
 
     @property
-    def unit(self) -> Protected:
+    def protected(self) -> Protected:
         return "subject"
 
     @property
@@ -257,10 +263,10 @@ class _AtOneRate(SiloParticipation, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     def at_sampling_prob(self: Self, sampling_prob: float, cap: int | None = None) -> Self:
         changes: dict[str, Any] = {"batch_size": None, "sampling_prob": sampling_prob}
-        changes |= {} if cap is None else {"max_items_per_subject": cap}
+        changes |= {} if cap is None else {"max_records_per_subject": cap}
         return dataclasses.replace(self, **changes)
 
-    def scheme(self, facts: SiloFacts, unit: str) -> Any:
+    def scheme_of(self, facts: SiloFacts, protected: str) -> Any:
         return Poisson(self.sampling_prob_of(facts))
 
     def divisor(self, facts: SiloFacts) -> float:
@@ -281,7 +287,7 @@ class Records(_AtOneRate):
     """Records, each by a coin of its own.
 
     Attributes:
-      unit: whom the mechanism protects, ``"subject"`` or ``"record"``.
+      protected: whom the mechanism protects, ``"subject"`` or ``"record"``.
       batch_cap: most records of one subject in a batch; others are dropped from it at random.
       average: of the records that a subject has in a batch: None (each counts in full),
         ``"clip_then_average"`` (the mean of their clipped gradients) or ``"average_then_clip"``
@@ -295,7 +301,7 @@ class Records(_AtOneRate):
       0.1
     """
 
-    unit: Protected = "subject"
+    protected: Protected = "subject"
     batch_cap: int | None = None
     average: Literal["clip_then_average", "average_then_clip"] | None = None
 
@@ -304,15 +310,17 @@ class Records(_AtOneRate):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("batch_cap", self.batch_cap, 1)
-        if (self.unit == "record") + (self.batch_cap is not None) + (self.average is not None) > 1:
+        if (self.protected == "record") + (self.batch_cap is not None) + (
+            self.average is not None
+        ) > 1:
             raise BadInputError(
-                "mechanism: unit=record, batch_cap and average are given together, of which "
+                "mechanism: protected=record, batch_cap and average are given together, of which "
                 "nothing is proven: keep one of them"
             )
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        return (*super().layout, self.unit, self.batch_cap, self.average)
+        return (*super().layout, self.protected, self.batch_cap, self.average)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Looks at each subject's records of the whole batch, before anything is split."""
@@ -322,7 +330,7 @@ class Records(_AtOneRate):
             # proof: hi-grad-avg-sensitivity-2
             rows = np.repeat(np.arange(len(starts)), lengths)
             columns = np.arange(len(chosen)) - np.repeat(starts, lengths)
-            positions = np.full((len(starts), self.max_items_per_subject), -1, np.int64)
+            positions = np.full((len(starts), self.max_records_per_subject), -1, np.int64)
             positions[rows, columns] = silo.first + chosen
             return SiloDraw.of(positions)
         if self.average == "clip_then_average":
@@ -340,16 +348,17 @@ class Records(_AtOneRate):
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         return mean_of_examples(loss_fn) if self.average == "average_then_clip" else loss_fn
 
-    def unit_size(self, facts: SiloFacts) -> int | None:
-        return self.max_items_per_subject if self.average == "average_then_clip" else None
+    def unit_records(self, facts: SiloFacts) -> int | None:
+        return self.max_records_per_subject if self.average == "average_then_clip" else None
 
-    def contribution(self, unit: str) -> Contribution | None:
-        """A subject has K records, at most ``batch_cap`` of them in a batch, or their average."""
-        if unit == self.unit == "record":
+    def contribution(self, protected: str) -> Contribution | None:
+        """A subject has L records, at most ``batch_cap`` of them in a batch, or their average."""
+        if protected == self.protected == "record":
             # proof: local-item-event-1
             return None
-        averaged = self.average is not None
-        return Contribution(self.max_items_per_subject, self.batch_cap, averaged)
+        if self.average is not None:
+            return AveragedUnits(self.max_records_per_subject)
+        return SeveralUnits(self.max_records_per_subject, self.batch_cap)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -403,10 +412,10 @@ class Subjects(_AtOneRate):
         # proof: subject-uls-sensitivity-1
         return mean_of_examples(loss_fn)
 
-    def unit_size(self, facts: SiloFacts) -> int | None:
+    def unit_records(self, facts: SiloFacts) -> int | None:
         return self.group_size
 
-    def contribution(self, unit: str) -> None:
+    def contribution(self, protected: str) -> None:
         """None: subjects are drawn themselves, so that nothing adds up."""
 
 
@@ -437,21 +446,21 @@ class WholeBatch(_AtOneRate):
         """The mean over the records of the batch."""
         return mean_of_examples(loss_fn)
 
-    def unit_size(self, facts: SiloFacts) -> int | None:
-        """The largest batch, as all its records are one unit."""
-        return max(1, super().usual_size(facts))
+    def unit_records(self, facts: SiloFacts) -> int | None:
+        """The largest batch."""
+        return max(1, super().public_size_guess(facts))
 
-    def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
-        """1: the whole batch is one unit."""
+    def public_size_guess(self, facts: SiloFacts, tail: float = 1e-15) -> int:
+        """One unit."""
         return 1
 
-    def scheme(self, facts: SiloFacts, unit: str) -> Any:
+    def scheme_of(self, facts: SiloFacts, protected: str) -> Any:
         """The unit is there at every step, whichever records are drawn for it."""
         return Everyone()
 
-    def contribution(self, unit: str) -> Contribution:
+    def contribution(self, protected: str) -> Contribution:
         """A subject turns the unit into another: as if one went and one came, 2C."""
-        return Contribution(units=2)
+        return Sensitivity(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -481,11 +490,11 @@ class PersonalRecords(SiloParticipation):
             require_positive("expected_batch", self.expected_batch)
 
     @property
-    def unit(self) -> Protected:
+    def protected(self) -> Protected:
         return "record"
 
     @property
-    def max_items_per_subject(self) -> int:
+    def max_records_per_subject(self) -> int:
         """1: of a subject of several nothing here says what it costs."""
         return 1
 
@@ -501,19 +510,19 @@ class PersonalRecords(SiloParticipation):
         """Itself: rates are the silo's."""
         return self
 
-    def scheme(self, facts: SiloFacts, unit: str) -> Any:
+    def scheme_of(self, facts: SiloFacts, protected: str) -> Any:
         """Of a record at the bound of the rates; others spend less.
 
         Silos of a subject that has records in several may take part together: that they are drawn
         amplifies nothing for it.
         """
-        if unit == "subject":
+        if protected == "subject":
             return Poisson(1.0)
         if self.setting is None:
             raise BadInputError("this rpdp mechanism has no accounting setting: personalise it")
         return self.setting.scheme(1.0)
 
-    def contribution(self, unit: str) -> None:
+    def contribution(self, protected: str) -> None:
         """Records are drawn, and a subject has one in a silo."""
 
     def check_run(
@@ -550,12 +559,12 @@ class PersonalRecords(SiloParticipation):
         """``expected_batch``, as declared; the real number is secret."""
         return min(self.divisor(facts), facts.num_records)
 
-    def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
+    def public_size_guess(self, facts: SiloFacts, tail: float = 1e-15) -> int:
         """By the public expected batch; the rates are the silo's own."""
         share = min(1.0, self.divisor(facts) / max(facts.num_records, 1))
         return binomial_bound(facts.num_records, share, tail)
 
-    def most_units(self, facts: SiloFacts) -> int:
+    def public_size_bound(self, facts: SiloFacts) -> int:
         """All records: what the silo's own rates allow is nobody else's to know."""
         return facts.num_records
 

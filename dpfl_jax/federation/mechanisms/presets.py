@@ -1,8 +1,12 @@
 """The silo mechanisms that have names: each is a function, and a ``kind`` of ``mechanism``.
 
 Their options are those of the parts (``participation``, clip rules, noise) under the same names.
-Sources: "text A" is Marathe et al., "Subject Granular Differential Privacy in Federated Learning";
-"text B" is "Subject Level Differential Privacy with Hierarchical Gradient Averaging".
+In the pseudo-code q is ``sampling_prob``, or by default batch_size / (the silo's records), and B is
+the expected size of a draw, the divisor.
+
+Sources: "text A" is Marathe et al., "Subject Granular Differential Privacy in Federated Learning"
+(2022, arXiv 2206.03617); "text B" is "Subject Level Differential Privacy with Hierarchical
+Gradient Averaging".
 """
 
 from __future__ import annotations
@@ -25,9 +29,6 @@ from dpfl_jax.federation.mechanisms.participation import (
 )
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoNoise
 
-# Options that there were, with the values that gave a guarantee: files say them.
-_ONCE = {"sampling": "poisson", "denominator": "expected_batch"}
-
 
 class SiloOptions(TypedDict, total=False):
     """What presets take; see ``Records``, which most of them draw.
@@ -35,14 +36,14 @@ class SiloOptions(TypedDict, total=False):
     Attributes:
       batch_size: expected records per local step; give this or ``sampling_prob``.
       sampling_prob: q, probability of each unit in each local step.
-      max_items_per_subject: K, most records of a subject in a silo.
+      max_records_per_subject: L, most records of a subject in a silo.
       clip_norm: C, the largest norm of one unit's gradient.
       arithmetic: of the noise, ``"exact"`` or ``"float"``.
     """
 
     batch_size: float | None
     sampling_prob: float | None
-    max_items_per_subject: int
+    max_records_per_subject: int
     clip_norm: float
     arithmetic: accounting.NoiseLaw
 
@@ -71,7 +72,7 @@ def fed_avg(**common: Unpack[SiloOptions]) -> SiloMechanism:
       >>> fed_avg(batch_size=32).private
       False
     """
-    names = ("batch_size", "sampling_prob", "max_items_per_subject")
+    names = ("batch_size", "sampling_prob", "max_records_per_subject")
     drawn: dict[str, Any] = {name: value for name, value in common.items() if name in names}
     return SiloMechanism(participation=Records(**drawn), clip=NoClip(), noise=NoNoise())
 
@@ -90,7 +91,7 @@ def local_item(**common: Unpack[SiloOptions]) -> SiloMechanism:
       >>> local_item(sampling_prob=0.1).privacy_unit
       'record'
     """
-    return _mechanism(functools.partial(Records, unit="record"), **common)
+    return _mechanism(functools.partial(Records, protected="record"), **common)
 
 
 def local_group(*, batch_cap: int | None = None, **common: Unpack[SiloOptions]) -> SiloMechanism:
@@ -104,13 +105,13 @@ def local_group(*, batch_cap: int | None = None, **common: Unpack[SiloOptions]) 
     Departures. The paper picks sigma anew for each batch, for groups of Z = the largest number of
     records of one subject in that batch, with the amplification of one record. That is not private
     (the scale of the noise is a statistic of the private batch) and Z is not the number of records
-    by which neighbours differ. Here sigma is one constant, for a subject of up to K records in the
-    silo, accounted by the mixture of Gaussians with Binomial(K, q) shifts; ``batch_cap`` is the
+    by which neighbours differ. Here sigma is one constant, for a subject of up to L records in the
+    silo, accounted by the mixture of Gaussians with Binomial(L, q) shifts; ``batch_cap`` is the
     honest form of Z: at most that many records of a subject stay in a batch.
 
     Examples:
       >>> from dpfl_jax.federation import local_group
-      >>> local_group(sampling_prob=0.1, max_items_per_subject=4).privacy_unit
+      >>> local_group(sampling_prob=0.1, max_records_per_subject=4).privacy_unit
       'subject'
     """
     return _mechanism(functools.partial(Records, batch_cap=batch_cap), **common)
@@ -118,7 +119,7 @@ def local_group(*, batch_cap: int | None = None, **common: Unpack[SiloOptions]) 
 
 def hi_grad_avg(
     *,
-    order: Literal["clip_then_average", "average_then_clip"] = "clip_then_average",
+    average: Literal["clip_then_average", "average_then_clip"] = "clip_then_average",
     **common: Unpack[SiloOptions],
 ) -> SiloMechanism:
     """HiGradAvgDP: each subject contributes the average of its clipped gradients.
@@ -129,20 +130,20 @@ def hi_grad_avg(
         g_a = mean over subject a's records in S of clip(grad, C)        # norm <= C
         g~  = (sum over subjects of g_a + N(0, sigma^2 C^2)) / B
 
-    With ``order="average_then_clip"`` g_a is the gradient of the mean loss of these records,
+    With ``average="average_then_clip"`` g_a is the gradient of the mean loss of these records,
     clipped once: the same sensitivity.
 
     Departures. Sampling is Poisson: with batches of a fixed size a subject's records displace
     others' and the sensitivity is not C. The divisor is the constant B: the number of distinct
     subjects (text A's choice) can be read off the size of the noise. A subject is in a batch with
-    probability 1 - (1-q)^K; text B accounts for q.
+    probability 1 - (1-q)^L; text B accounts for q.
 
     Examples:
       >>> from dpfl_jax.federation import hi_grad_avg
-      >>> hi_grad_avg(sampling_prob=0.1, max_items_per_subject=4).privacy_unit
+      >>> hi_grad_avg(sampling_prob=0.1, max_records_per_subject=4).privacy_unit
       'subject'
     """
-    return _mechanism(functools.partial(Records, average=order), **common)
+    return _mechanism(functools.partial(Records, average=average), **common)
 
 
 def user_ldp(**common: Unpack[SiloOptions]) -> SiloMechanism:
@@ -176,7 +177,7 @@ def subject_uls(*, group_size: int = 1, **common: Unpack[SiloOptions]) -> SiloMe
 
     Examples:
       >>> from dpfl_jax.federation import subject_uls
-      >>> subject_uls(sampling_prob=0.1, group_size=4, max_items_per_subject=8).privacy_unit
+      >>> subject_uls(sampling_prob=0.1, group_size=4, max_records_per_subject=8).privacy_unit
       'subject'
     """
     return _mechanism(functools.partial(Subjects, group_size=group_size), **common)
@@ -185,7 +186,7 @@ def subject_uls(*, group_size: int = 1, **common: Unpack[SiloOptions]) -> SiloMe
 def rpdp(
     *,
     expected_batch: float | None = None,
-    max_items_per_subject: int = 1,
+    max_records_per_subject: int = 1,
     clip_norm: float = 1.0,
     arithmetic: accounting.NoiseLaw = "exact",
 ) -> SiloMechanism:
@@ -208,8 +209,8 @@ def rpdp(
       >>> rpdp(expected_batch=32.0).privacy_unit
       'record'
     """
-    if max_items_per_subject != 1:  # a subject of several costs what no event here says
-        raise BadInputError("rpdp protects records: set max_items_per_subject to 1")
+    if max_records_per_subject != 1:  # a subject of several costs what no event here says
+        raise BadInputError("rpdp protects records: set max_records_per_subject to 1")
     return _mechanism(
         PersonalRecords,
         expected_batch=expected_batch,
@@ -224,27 +225,3 @@ PRESETS: dict[str, Callable[..., SiloMechanism]] = {
 }
 for _name, _preset in PRESETS.items():
     SILOS.register(_preset, _name)
-
-
-def is_earlier(section: dict[str, Any]) -> bool:
-    """Whether an earlier version of this package wrote a section."""
-    return isinstance(section.get("noise"), str)
-
-
-def parse_known(section: dict[str, Any]) -> tuple[SiloMechanism, float | None]:
-    """What somebody else says a silo did, with an earlier version of this package too.
-
-    There ``arithmetic`` was ``noise``.
-
-    Args:
-      section: of the mechanism, with its noise multiplier.
-
-    Raises:
-      BadInputError: no mechanism has it.
-    """
-    if is_earlier(section):
-        section = {k: v for k, v in section.items() if k not in _ONCE or v != _ONCE[k]}
-        section["arithmetic"] = section.pop("noise")
-    bare = {name: value for name, value in section.items() if name != "noise_multiplier"}
-    mechanism: SiloMechanism = SILOS.parse_known(bare)
-    return mechanism, section.get("noise_multiplier")

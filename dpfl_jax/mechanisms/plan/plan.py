@@ -1,0 +1,535 @@
+"""A plan: a mechanism calibrated for a data set, a number of steps and a target.
+
+It is what can be run and accounted, whether ``fit`` runs it or a loop of one's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting.statement import Statement
+from dpfl_jax.clipping import Adaptive, Trainable, self_check, split
+from dpfl_jax.clipping.result import StepStats
+from dpfl_jax.config.execution import Execution
+from dpfl_jax.config.kinds import code_outside
+from dpfl_jax.data.example_keys import key_argument, with_any_key
+from dpfl_jax.data.owners import Bounding, bounding_of
+from dpfl_jax.data.pipeline import Pipeline, StepBatch
+from dpfl_jax.data.store import (
+    Readable,
+    fingerprint_of,
+    unit_key_of,
+)
+from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.mechanisms.calibrated import Calibrated
+from dpfl_jax.mechanisms.participation import Population
+from dpfl_jax.mechanisms.plan.batches import (
+    check_packed_loss,
+    check_packing,
+    example_loss,
+    step_arguments,
+    training_pipeline,
+    units_of,
+)
+from dpfl_jax.mechanisms.plan.sum_check import check_sum
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, in_pieces
+from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
+from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
+from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.public_inputs import about, public_inputs
+from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, training_digest
+from dpfl_jax.sampling import Sampler
+
+if TYPE_CHECKING:
+    from dpfl_jax.mechanisms.mechanism import Mechanism
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedSum:
+    """What a step's units add up to.
+
+    Attributes:
+      sum: clipped sum, float32, in the shape of the trained parameters. Not private before noise.
+      stats: what the units were like. Not private.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> store = dpfl.from_arrays({"x": np.ones((200, 1), "float32")}, users=np.arange(200) // 2)
+      >>> mechanism = dpfl.uls(group_size=2, cohort_size=16)
+      >>> plan = mechanism.plan(store, steps=20, epsilon=8.0, delta=1e-4)
+      >>> def loss(params, example):
+      ...     return jnp.sum(example["x"] * params)
+      >>> batch = next(plan.batches(dpfl.RootKey.generate()))
+      >>> plan.clipped_grad(loss)(jnp.zeros(1), batch).sum.shape
+      (1,)
+    """
+
+    sum: PyTree
+    stats: StepStats
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """The units of one step, and the key of its noise.
+
+    Attributes:
+      step: its number.
+      units: what ``Plan.clipped_grad`` takes.
+      plan: digest of the plan that it belongs to.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> x = np.linspace(-1, 1, 200, dtype="float32")[:, None]
+      >>> store = dpfl.from_arrays({"x": x, "label": x[:, 0] > 0}, users=np.arange(200) // 2)
+      >>> mechanism = dpfl.uls(group_size=2, cohort_size=16)
+      >>> plan = mechanism.plan(store, steps=20, epsilon=8.0, delta=1e-4)
+      >>> batch = next(plan.batches(dpfl.RootKey.generate()))
+      >>> batch.step
+      0
+    """
+
+    step: int
+    units: StepBatch
+    plan: str
+    _keys: list[np.ndarray] = dataclasses.field(repr=False)
+
+    @property
+    def noise_key(self) -> np.ndarray:
+        """uint32 [11] or more, what ``Plan.noise`` takes: secret, for one release, and given once.
+
+        Raises:
+          BadInputError: it was taken before.
+        """
+        if not self._keys:
+            raise BadInputError(
+                f"the noise key of step {self.step} was taken from its batch before (or this is a "
+                f"copy of the batch, which has none), but {ONE_RELEASE}"
+            )
+        return self._keys.pop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy`` and ``pickle`` take: two of one batch would each give the key."""
+        return {**self.__dict__, "_keys": []}
+
+
+# Digest of a secret key and a plan -> steps that were drawn in this process.
+_drawn: dict[str, int] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """See ``Mechanism.plan``, which makes it.
+
+    Attributes:
+      calibrated: the mechanism with its noise, for the data's population.
+      data: whose units are sampled.
+      execution: how steps are computed.
+      mesh: what they are computed on.
+
+    Examples:
+      >>> import numpy as np
+      >>> import dpfl_jax as dpfl
+      >>> x = np.linspace(-1, 1, 200, dtype="float32")[:, None]
+      >>> store = dpfl.from_arrays({"x": x, "label": x[:, 0] > 0}, users=np.arange(200) // 2)
+      >>> mechanism = dpfl.uls(group_size=2, cohort_size=16)
+      >>> plan = mechanism.plan(store, steps=20, epsilon=8.0, delta=1e-4)
+      >>> plan.guarantee().epsilon <= 8.0
+      True
+    """
+
+    calibrated: Calibrated
+    data: Readable
+    execution: Execution
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        """Checks the mesh, and that the noise is for these data.
+
+        Raises:
+          BadInputError: the mesh has no axis to split units over, or the population is another one.
+        """
+        self._check_population()
+        if DATA_AXIS not in self.mesh.axis_names:
+            raise BadInputError(
+                f"the mesh has the axes {self.mesh.axis_names}, but units are split over one "
+                f"called {DATA_AXIS!r}: make it with dpfl_jax.mesh.make_mesh"
+            )
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Fitted to the number of steps."""
+        return self.calibrated.mechanism
+
+    @property
+    def population(self) -> Population:
+        """The public numbers of the data set."""
+        return self.calibrated.population
+
+    @property
+    def steps(self) -> int:
+        """T, the number of steps that are accounted."""
+        return self.calibrated.steps
+
+    @property
+    def delta(self) -> float:
+        """Delta of the guarantee."""
+        return self.calibrated.delta
+
+    # ---- what runs -------------------------------------------------------------------------
+
+    def batches(self, key: RootKey, *, start: int = 0, loss_keys: bool = False) -> Iterator[Batch]:
+        """The units of every step from ``start`` on, with its noise's key; read ahead.
+
+        What is drawn from a secret key also depends on the plan. It does not depend on the loss or
+        on the parameters: a key is for one run alone, or two would add the same noise, which their
+        difference does not have. Within a process a secret key gives each step once.
+
+        Args:
+          key: of this run alone. To go on with a loop, keep it (secret) beside the parameters and
+            the noise's state, without which gradients are NaN where noise is correlated. Every
+            batch must be used, an empty one too.
+          start: steps already taken. If the mechanism ``is_stateful`` they were taken under this
+            key and by this plan, or a user may be drawn more often than is accounted.
+          loss_keys: whether the loss takes a key of its own for each example (``rng`` or ``key``).
+
+        Raises:
+          BadInputError: ``start`` is no step of the plan, or was drawn from this key before; or
+            users have budgets of their own.
+        """
+        expect(key, RootKey, "key", "a RootKey, as RootKey.generate() makes")
+        self._refuse_own_loop()
+        if not 0 <= start <= self.steps:
+            raise BadInputError(f"start is {start}, but the plan has {self.steps} steps")
+        key = self._own(key)
+        name = f"{key.fingerprint}:{self.digest}"
+        pipeline = self.pipeline(self.sampler(key), key if loss_keys else None)
+        if key.public:
+            self._public_seeds.add(key.fingerprint)
+        for units in pipeline.iterate(start, self.steps):
+            if not key.public:
+                if units.step < _drawn.get(name, 0):
+                    raise BadInputError(
+                        f"step {units.step} was already drawn from this key: its noise would be "
+                        "added twice; take another key for another run (RootKey.generate()), or a "
+                        "public one for a trial (RootKey.from_seed)"
+                    )
+                _drawn[name] = units.step + 1
+            yield Batch(units.step, units, self.digest, [self.noise_key(key, units.step)])
+
+    def clipped_grad(
+        self, loss_fn: LossFn, *, trainable: Trainable = None
+    ) -> Callable[[PyTree, Batch], ClippedSum]:
+        """The sum of a batch's clipped gradients.
+
+        At the first call it is checked as by ``fit``: that units do not mix, that the sum is that
+        of one device, and that norms are those of plain per-unit gradients.
+
+        Args:
+          loss_fn: ``(params, example) -> scalar`` for one example.
+          trainable: which parameters are trained, as for ``fit``.
+
+        Returns:
+          ``(params, batch) -> ClippedSum``.
+
+        Raises:
+          BadInputError: the plan's mesh splits parameters, users have budgets of their own, or the
+            clip norm adapts: that is for ``fit``.
+        """
+        self._refuse_own_loop()
+        if splits_parameters(self.mesh):
+            raise BadInputError(
+                "this plan splits parameters over devices (execution.mesh), which a loop of one's "
+                "own does not: use fit, or a mesh with data alone"
+            )
+        shipped, random = self.shipped_loss(loss_fn), self.key_argument_of(loss_fn)
+        summed = jax.jit(
+            clipped_sum_over_microbatches(
+                self.mechanism,
+                shipped,
+                self.mesh,
+                strategy=self.execution.strategy,
+                trainable=trainable,
+                **self.execution.cut,
+            )
+        )
+        checked = not self.mechanism.private
+
+        def check(params: PyTree) -> None:
+            if self.execution.packing:
+                check_packed_loss(loss_fn, self.data, params)
+            trained, frozen = place(split(params, trainable), replicated(self.mesh))
+            # Refused as by ``fit`` where nothing that is traced tells what the loss computes.
+            traced = with_any_key(loss_fn, key_argument(loss_fn))
+            training_digest(traced, trained, frozen, self.example, optax.identity())
+            any_key = RootKey.from_seed(0)  # it looks at the first units, whoever is drawn
+            sampler = self.sampler(any_key)
+            pipeline = self.pipeline(sampler, any_key if random else None)
+            group = sampler.group_size
+            self.check(summed, shipped, params, trained, frozen, pipeline, group, trainable)
+
+        def clipped(params: PyTree, batch: Batch) -> ClippedSum:
+            nonlocal checked
+            if batch.plan != self.digest:
+                raise BadInputError(
+                    "the batch is of another plan (data, mechanism, steps or delta): what it costs "
+                    "is not what this plan states; take plan.batches of this one"
+                )
+            if random and batch.units.buckets[0].keys is None:
+                raise BadInputError(
+                    f"the loss takes its own randomness (`{random}`), but the batch has none: "
+                    "give plan.batches loss_keys=True"
+                )
+            if not checked:
+                check(params)
+                checked = True
+            trained, frozen = split(params, trainable)
+            units = step_arguments(self.mechanism, batch.units)
+            return ClippedSum(*summed(trained, *units, frozen))
+
+        return clipped
+
+    def check(
+        self,
+        summed: Callable[..., Any],
+        loss_fn: LossFn,
+        params: PyTree,
+        trained: PyTree,
+        frozen: PyTree,
+        pipeline: Pipeline,
+        group_size: int | None,
+        trainable: Trainable = None,
+        say: Callable[[str], object] = str,
+    ) -> None:
+        """Holds a compiled sum against one device's, and its norms against plain ones.
+
+        Only norms that no gradient is formed for are compared, for each shape of units.
+
+        Args:
+          summed: what trains; see ``check_sum``.
+          loss_fn: of one example, as the pipeline ships it.
+          params: all parameters.
+          trained: those that are trained, placed as in training.
+          frozen: the others, likewise.
+          pipeline: gives the first units.
+          group_size: the sampler's.
+          trainable: as for ``fit``.
+          say: is told what is being done.
+
+        Raises:
+          clipping.SelfCheckError: they disagree, or units mix.
+        """
+        say("its sum over a few units (the step is compiled for this)")
+        given = (summed, self.mechanism, loss_fn, trained, frozen, pipeline, group_size)
+        summed_up = check_sum(*given, trainable=trainable)
+        strategy = self.execution.strategy
+        formed = strategy in ("vmap", "scan") or in_pieces(
+            self.mechanism, self.mesh, **self.execution.cut
+        )
+        if formed or not self.mechanism.private:
+            return
+        bounded = self.mechanism.clipped_grad(loss_fn, strategy=strategy, trainable=trainable)
+        shapes = pipeline.first_units(2, group_size)
+        for number, some in enumerate(shapes, 1):
+            say(f"norms of two units, shape {number} of {len(shapes)}")
+            rows = jax.tree.map(lambda leaf: leaf[0], units_of(self.mechanism, some))
+            self_check(bounded, params, rows, tolerance=summed_up.tolerance)
+
+    def noise(self) -> optax.GradientTransformationExtraArgs:
+        """Turns a clipped sum into a private gradient: noise is added, and the sum divided.
+
+        What is accounted is one release for each batch. A second one under its noise key is refused
+        where it is seen: a batch gives its key once; outside ``jit``, ``update`` takes the same
+        words once, and within it the same traced array; and from a state that has released the step
+        already the gradient is NaN (outside ``jit``: BadInputError). So always go on with the state
+        that ``update`` returned. Who keeps a key and an old state, and gives both to compiled
+        functions twice, or to one within ``vmap``, ``scan`` or ``lax.map``, is not seen.
+
+        Returns:
+          ``init(params) -> state`` and ``update(sum, state, params=None, *, noise_key) ->
+          (gradient, state)``, with the batch's own ``noise_key`` (``noise.refuse_key_reuse``).
+        """
+        noise = self.calibrated.noise_transform()
+        return refuse_key_reuse(noise) if self.mechanism.private else noise
+
+    def _check_population(self) -> None:
+        """Refuses data with other counts than the accounted ones: how many are drawn would differ.
+
+        Looked at again before units are drawn, as records of a user-defined store may change.
+        """
+        drawn = self.mechanism.participation.population_of(self.data)
+        if drawn != self.population:
+            raise BadInputError(
+                f"the noise was calibrated for {self.population.description}, but these data hold "
+                f"{drawn.description}: what is stated would not be what runs; make the plan of "
+                "these data (mechanism.plan(data, ...)), and do not change them afterwards"
+            )
+
+    def sampler(self, key: RootKey) -> Sampler:
+        """Which units each step has, under the key of a run.
+
+        Raises:
+          BadInputError: the data have other counts than when the plan was made.
+        """
+        self._check_population()
+        return self.mechanism.sampler(self.data.user_offsets, key)
+
+    def pipeline(self, sampler: Sampler, loss_key: RootKey | None = None) -> Pipeline:
+        """Reads what a sampler draws, for the plan's mesh."""
+        how = self.execution
+        return training_pipeline(
+            sampler,
+            self.data,
+            self.mesh,
+            how.microbatch_size,
+            how.group_buckets,
+            loss_key,
+            how.packing,
+        )
+
+    def shipped_loss(self, loss_fn: LossFn) -> LossFn:
+        """A loss of one example as one of what the pipeline ships.
+
+        Raises:
+          BadInputError: examples are to be packed, and these or this loss cannot.
+        """
+        check_packing(loss_fn, self.data, self.execution)
+        return example_loss(loss_fn, self.data, bool(self.execution.packing))
+
+    def key_argument_of(self, loss_fn: LossFn) -> str | None:
+        """The name under which a loss takes each example's own key; None: it gets none."""
+        return None if self.execution.packing else key_argument(loss_fn)
+
+    def noise_key(self, key: RootKey, step: int) -> np.ndarray:
+        """uint32 [11] or more: of the noise of a step, under the key of a run.
+
+        Eight words; those of steps before it, if their noise is drawn again; the step, and two
+        words of the run.
+        """
+        steps = range(step, step - self.mechanism.noise.keys_per_step, -1)
+        words = [key.words("noise", max(s, 0)) for s in steps]
+        return np.concatenate([*words, np.full(1, step, np.uint32), key.words("run-of-noise")[:2]])
+
+    @functools.cached_property
+    def _public_seeds(self) -> set[str]:
+        """Fingerprints of the public keys that ``batches`` drew from."""
+        return set()
+
+    def _refuse_own_loop(self) -> None:
+        if isinstance(self.mechanism.clip, Adaptive):
+            raise BadInputError(
+                "mechanism.clip is adaptive: the clip norm of a step follows from the release "
+                "before it, which a loop of one's own does not keep: use fit, or another clip rule"
+            )
+        if self.mechanism.budget is not None:
+            raise BadInputError(
+                f"mechanism.kind={self.mechanism.kind} keeps what each user has spent, and looks "
+                "at everybody's gradients, which a loop of one's own does not: use fit"
+            )
+
+    def _own(self, key: RootKey) -> RootKey:
+        """Who compares runs under a seed wants their draws; nothing about that key is secret."""
+        return key if key.public else key.child("plan:" + self.digest)
+
+    # ---- what is accounted -----------------------------------------------------------------
+
+    @property
+    def bounding(self) -> Bounding | None:
+        """What was left out of data whose examples have several owners; None of other data."""
+        return bounding_of(self.data)
+
+    @functools.cached_property
+    def example(self) -> PyTree:
+        """The first example, to trace losses with."""
+        first = self.data.read(np.asarray(self.data.user_offsets)[:1])
+        return jax.tree.map(lambda x: x[0], first)
+
+    @functools.cached_property
+    def stated(self) -> dict[str, Any]:
+        """The plan as a report tells it: plain JSON."""
+        told = {
+            "mechanism": self.calibrated.to_section(),
+            "population": self.population.to_json(),
+            "delta": self.delta,
+            "steps": self.steps,
+        }
+        return json.loads(json.dumps(told, default=lambda number: number.item()))
+
+    @property
+    def data_digest(self) -> str:
+        """Identifies the training data; a function of them, without noise.
+
+        Computed at each call: records of a user-defined store may have changed, and then the noise
+        must differ.
+        """
+        offsets = np.asarray(self.data.user_offsets, np.int64)
+        digest = hashlib.sha256(offsets.tobytes())
+        digest.update(fingerprint_of(self.data, int(offsets[-1])).encode())
+        return digest.hexdigest()
+
+    @property
+    def code_outside(self) -> list[str]:
+        """Digests of the code of parts that are not this package's."""
+        return code_outside(self.mechanism, getattr(self.mechanism.participation, "scheme", None))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identifies mechanism, data, steps and delta. Execution is no part of it."""
+        content = json.dumps([self.stated, self.data_digest, *self.code_outside], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def event(self, steps: int | None = None) -> Any:
+        """The ``dp_accounting.DpEvent`` of the first ``steps`` steps (all) for one unit."""
+        return self.calibrated.event(steps)
+
+    def epsilons(self, counts: Sequence[int]) -> list[float]:
+        """Upper bounds on epsilon after these numbers of steps; inf where there is none."""
+        return self.calibrated.epsilons(counts)
+
+    def guarantee(
+        self,
+        steps: int | None = None,
+        caveats: tuple[str, ...] = (),
+        *,
+        key: RootKey | None = None,
+    ) -> accounting.Guarantee:
+        """What the first ``steps`` steps (all) guarantee.
+
+        A loop of one's own adds caveats for what it releases beside the parameters. If ``batches``
+        of this plan were drawn from a public seed, that is named.
+
+        Args:
+          steps: taken.
+          caveats: further sentences.
+          key: what was drawn from elsewhere; one that is public is named, too.
+
+        Raises:
+          BadInputError: the plan has fewer steps.
+        """
+        public = bool(self._public_seeds) or (key is not None and key.public)
+        if public and self.mechanism.private and PUBLIC_KEY_CAVEAT not in caveats:
+            caveats = (*caveats, PUBLIC_KEY_CAVEAT)
+        return self.with_public_inputs(self.calibrated.guarantee(steps, caveats))
+
+    def with_public_inputs(self, guarantee: accounting.Guarantee) -> accounting.Guarantee:
+        """A guarantee of this plan that names its unit's key and what it takes as public."""
+        inputs = public_inputs(self.population.description, self.mechanism.bounds)
+        return about(guarantee, unit_key_of(self.data), inputs)
+
+    def statement(self, guarantee: accounting.Guarantee, steps: int | None = None) -> Statement:
+        """What guarantee.json says of the first ``steps`` steps (all), with their guarantee."""
+        return self.calibrated.statement(guarantee, steps)

@@ -1,0 +1,316 @@
+"""The clipped sum over a step's units: microbatches in a loop, one reduction over ``data``.
+
+Where only units are split, each device sums its own share by hand (``shard_map``). Where parameters
+are split too, the compiler places everything, and each data-parallel part has a sum of its own, so
+that gradients still meet over ``data`` once, after the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dpfl_jax.clipping import Flat, accumulate, join
+from dpfl_jax.clipping.adaptive import CountedSum
+from dpfl_jax.clipping.convolutions import kernels
+from dpfl_jax.clipping.result import StepStats, leaf_name
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mesh import (
+    DATA_AXIS,
+    FSDP_AXIS,
+    SEQUENCE_AXIS,
+    parameter_sharding,
+    parameter_shardings,
+    replicated,
+    splits_parameters,
+)
+from dpfl_jax.models.transformer import constrain_activations
+
+if TYPE_CHECKING:
+    from dpfl_jax.mechanisms.mechanism import Mechanism
+
+PyTree = Any
+SumFn = Callable[..., tuple[PyTree, StepStats]]
+
+
+def clipped_sum_over_microbatches(
+    mechanism: Mechanism,
+    loss_fn: Callable[..., jax.Array],
+    mesh: Mesh,
+    *,
+    whole: Collection[str] | None = None,
+    **options: Any,
+) -> SumFn:
+    """Returns ``(params, units, mask, num_microbatches, frozen, clip_norm) -> (sum, stats)``.
+
+    ``params`` and ``frozen`` are the two parts of ``clipping.split`` (frozen may be left out). The
+    sum, before noise, has the structure of ``params``. If the clip norm adapts it is a
+    ``CountedSum`` of that, and ``clip_norm`` is that of this step (None: of the first).
+
+    Args:
+      mechanism: clips the gradients.
+      loss_fn: ``(params, example) -> scalar`` for one example.
+      mesh: from ``mesh.make_mesh``; the rows of ``units`` are split over its unit axes.
+      whole: as in ``mesh.parameter_shardings``. None: no parameter is; if the mesh would then split
+        the kernel of a convolution, that is refused when the sum is traced.
+      **options: passed to ``Mechanism.clipped_grad``; ``trainable`` as the parameters were split.
+        ``split_users`` shares the examples of each user out to the ``fsdp`` devices, of which each
+        then forms a part of the gradient, instead of one user a device; ``examples_at_once`` counts
+        those of one device.
+    """
+    cut = in_pieces(
+        mechanism,
+        mesh,
+        options.pop("examples_at_once", None),
+        options.pop("split_users", False),
+        whole or (),
+    )
+    options |= cut
+    if splits_parameters(mesh):
+        loss_fn = _in_place(loss_fn if whole is not None else _kernels_whole(loss_fn, mesh), mesh)
+        return _compiler_placed(mechanism, loss_fn, mesh, whole or (), options)
+    return _shard_mapped(mechanism, loss_fn, mesh, options)
+
+
+def unit_norms(
+    mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, **options: Any
+) -> Callable[..., jax.Array]:
+    """Returns ``(params, units, mask, frozen) -> float32 [rows, row]``: norms before clipping.
+
+    One unit after the other: a norm is a function of the unit and the model alone, to the bit. Of
+    several at once, the same unit rounds in another way at another place of the row.
+
+    Args:
+      mechanism: whose units these are.
+      loss_fn: ``(params, example) -> scalar`` for one example.
+      mesh: from ``mesh.make_mesh``, of which parameters are not split.
+      **options: passed to ``Mechanism.clipped_grad``.
+
+    Returns:
+      Norms; infinite where a gradient is not finite, 0 where there is no unit.
+    """
+    clipped_grad = mechanism.clipped_grad(loss_fn, **options)
+    rows, anything = PartitionSpec(None, DATA_AXIS), Flat(mechanism.clip_norm)
+
+    def local(params: PyTree, units: PyTree, mask: jax.Array, frozen: PyTree) -> jax.Array:
+        def alone(unit: tuple[PyTree, jax.Array]) -> jax.Array:
+            example, there = jax.tree.map(lambda x: x[None], unit)
+            bounded = clipped_grad(join(params, frozen), example, mask=there, rule=anything)
+            return jnp.where(bounded.nonfinite, jnp.inf, bounded.norms)[0]
+
+        every = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (units, mask))
+        # proof: individual-bound-5
+        return jax.lax.map(alone, every).reshape(mask.shape)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows, PartitionSpec()),
+        out_specs=rows,
+        axis_names={DATA_AXIS},
+    )
+
+
+def in_pieces(
+    mechanism: Mechanism,
+    mesh: Mesh,
+    examples_at_once: int | None,
+    split_users: bool,
+    whole: Collection[str] = (),
+) -> dict[str, Any]:
+    """How ``Mechanism.clipped_grad`` is told to form units piece by piece; empty if it is not.
+
+    Args:
+      mechanism: whose units these are.
+      mesh: from ``mesh.make_mesh``; one that does not split parameters splits no users either.
+      examples_at_once: of a unit, on one device; None: all.
+      split_users: whether the ``fsdp`` devices share each unit's examples.
+      whole: as in ``mesh.parameter_shardings``.
+    """
+    if not (split_users and splits_parameters(mesh)):
+        return {} if examples_at_once is None else {"examples_at_once": examples_at_once}
+    parts = mesh.shape[FSDP_AXIS]
+    if examples_at_once is None:
+        examples_at_once = -(-(mechanism.participation.unit_examples or 1) // parts)
+    return {
+        "examples_at_once": examples_at_once * parts,
+        "example_sharding": NamedSharding(mesh, PartitionSpec(FSDP_AXIS)),
+        "gradient_sharding": functools.partial(parameter_sharding, mesh=mesh, whole=whole),
+    }
+
+
+def _kernels_whole(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
+    """A loss that is refused where the mesh splits the kernel of a convolution: units would mix."""
+
+    def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
+        places = {
+            leaf_name(path): parameter_sharding(leaf_name(path), jnp.shape(x), mesh)
+            for path, x in jax.tree_util.tree_leaves_with_path(params)
+        }
+        found = kernels(functools.partial(loss_fn, **kwargs), params, example)
+        split = sorted(name for name in found if not places[name].is_fully_replicated)
+        if split:
+            raise BadInputError(
+                f"the mesh splits {', '.join(split)} over devices, which reach the kernel of a "
+                "convolution, where XLA mixes units: copy them to all devices, with whole= "
+                "clipping.convolutions.kernels(loss_fn, params, example) here and in "
+                "mesh.parameter_shardings"
+            )
+        return loss_fn(params, example, **kwargs)
+
+    return loss
+
+
+def _in_place(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
+    """A loss whose activations stay with their example, wherever the parameters are.
+
+    Positions, the first axis of a language model's activations, are split over ``sequence``.
+
+    Raises:
+      BadInputError: by the loss, if there are no positions to be split.
+    """
+    sequence = mesh.shape.get(SEQUENCE_AXIS, 1)
+
+    def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
+        split = sequence == 1
+
+        def pin(x: jax.Array) -> jax.Array:
+            nonlocal split
+            # The axes of examples and units are added by those who map over them.
+            axes: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+            if sequence > 1 and x.shape[0] % sequence == 0:
+                axes[0], split = SEQUENCE_AXIS, True
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+        with constrain_activations(pin):
+            found = loss_fn(params, example, **kwargs)
+        if not split:
+            raise BadInputError(
+                f"execution.mesh.sequence={sequence} splits the positions of a language model into "
+                f"equal parts: take a multiple of it as data.seq_len; for another model, 1"
+            )
+        return found
+
+    return loss
+
+
+def _shard_mapped(
+    mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, options: dict[str, Any]
+) -> SumFn:
+    """Every device has all parameters."""
+    summed = mechanism.sum_fn(mechanism.clipped_grad(loss_fn, **options))
+    rows = PartitionSpec(None, DATA_AXIS)
+
+    def local(
+        params: PyTree,
+        units: PyTree,
+        mask: Any,
+        num_microbatches: Any,
+        frozen: PyTree,
+        clip_norm: Any,
+    ) -> tuple[PyTree, StepStats]:
+        # Without this cast, the gradient with respect to replicated parameters is summed over
+        # devices *before* clipping, and the sensitivity becomes the number of devices.
+        params = jax.tree.map(lambda p: jax.lax.pcast(p, DATA_AXIS, to="varying"), params)
+
+        def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
+            bounded = summed(clip_norm, join(params, frozen), row, mask=mask)
+            above = jnp.float32(mechanism.clip_norm) if clip_norm is None else clip_norm
+            own = mechanism.rule.of_units(row)[1]
+            return bounded.sum, StepStats.of(bounded, mask, above if own is None else own)
+
+        carry = (mechanism.zero_sum(params), StepStats.zero())
+        carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
+        total = accumulate.over_microbatches(
+            one, carry, units, mask, num_microbatches, compensated=mechanism.rule.compensated
+        )
+        return jax.lax.psum(total, DATA_AXIS)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows, *[PartitionSpec()] * 3),
+        out_specs=PartitionSpec(),
+        axis_names={DATA_AXIS},
+    )
+
+    def total(
+        params: PyTree,
+        units: PyTree,
+        mask: Any,
+        num_microbatches: Any,
+        frozen: PyTree = None,
+        clip_norm: Any = None,
+    ) -> tuple[PyTree, StepStats]:
+        return mapped(params, units, mask, num_microbatches, frozen, clip_norm)
+
+    return total
+
+
+def _compiler_placed(
+    mechanism: Mechanism,
+    loss_fn: Callable[..., jax.Array],
+    mesh: Mesh,
+    whole: Collection[str],
+    options: dict[str, Any],
+) -> SumFn:
+    """Parameters are split; the units of a row [row, ...] become [data, row / data, ...]."""
+    # Where users are split, they come one by one to all devices together.
+    units = (None,) if "example_sharding" in options else (FSDP_AXIS,)
+    inner = NamedSharding(mesh, PartitionSpec(*units))
+    outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, *units))
+    summed = mechanism.sum_fn(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
+    parts = mesh.shape[DATA_AXIS]
+
+    def total(
+        params: PyTree,
+        units: PyTree,
+        mask: Any,
+        num_microbatches: Any,
+        frozen: PyTree = None,
+        clip_norm: Any = None,
+    ) -> tuple[PyTree, StepStats]:
+        places = parameter_shardings(params, mesh, whole)
+
+        def placed(tree: PyTree, *lead: str) -> PyTree:
+            def one(x: jax.Array, place: NamedSharding) -> jax.Array:
+                spec = PartitionSpec(*lead, *place.spec)
+                return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+            if isinstance(tree, CountedSum):
+                return tree._replace(gradient=jax.tree.map(one, tree.gradient, places))
+            return jax.tree.map(one, tree, places)
+
+        def part(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
+            bounded = summed(clip_norm, join(params, frozen), row, mask=mask)
+            above = mechanism.clip_norm if clip_norm is None else clip_norm
+            return bounded.sum, StepStats.of(bounded, mask, above)
+
+        def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
+            def split(x: jax.Array) -> jax.Array:
+                x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+                return jax.lax.with_sharding_constraint(x, outer)
+
+            every = jax.vmap(part, spmd_axis_name=DATA_AXIS)
+            sums, stats = every(jax.tree.map(split, row), split(mask))
+            return placed(sums, DATA_AXIS), stats
+
+        sums, stats = mechanism.zero_sum(params, parts), StepStats.zero(parts)
+        carry = accumulate.over_microbatches(
+            one,
+            (placed(sums, DATA_AXIS), stats),
+            units,
+            mask,
+            num_microbatches,
+            compensated=mechanism.rule.compensated,
+            parts=parts,
+        )
+        sums, stats = jax.tree.map(lambda x: x.sum(axis=0), carry)
+        return placed(sums), jax.lax.with_sharding_constraint(stats, replicated(mesh))
+
+    return total

@@ -1,0 +1,210 @@
+"""What is clipped of a unit: its gradient, or, in federated rounds, a *user update*.
+
+A user update is what some SGD steps on a user's own data, without noise, subtract from the
+parameters. It is clipped once. (The local steps of a silo are others: each of them is noised.)
+
+Source: McMahan, Ramage, Talwar and Zhang 2018, "Learning differentially private recurrent language
+models" (arXiv 1710.06963), Algorithm 1, DP-FedAvg; with noise that is correlated between rounds it
+is DP-FTRL as of Kairouz et al. 2021 (arXiv 2103.00039) and McMahan et al. 2024 (arXiv 2408.08868).
+
+    UserUpdate, on a device with the examples D, at the server's parameters p:
+      u = 0
+      in each epoch, for each batch of D:
+        u = u + learning rate * (gradient of the batch's mean loss at p - u)     # without noise
+      gives clip(u, C) to the server, which adds up, adds noise, and divides by M
+
+So a round is a step of central training in which the gradient of a user is u: the server's
+optimiser (sgd with rate 1 is federated averaging) is given it, and who takes part, the noise and
+what it costs are the mechanism's own. One step at rate 1 is ``uls``.
+
+Departures: examples are those that the mechanism draws of a user, at most ``group_size``, in the
+order in which they were drawn or, of a user with fewer, stored. A device that fails is one whose
+update is not finite: it adds nothing, and the divisor stays.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping import ClippedGrad, Rule, Trainable, clipped_grad, join, split
+from dpfl_jax.clipping.result import vary, varying_axes
+from dpfl_jax.config.kinds import UPDATES, Named
+from dpfl_jax.errors import BadInputError, at_least
+from dpfl_jax.mechanisms.participation import Participation, require_positive
+from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_unit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitUpdate(Named, abc.ABC, kinds=UPDATES):
+    """What is clipped of a unit."""
+
+    @property
+    def passes(self) -> int:
+        """How often a step evaluates the gradient of each example that it has."""
+        return 1
+
+    @property
+    def description(self) -> str:
+        """What a guarantee adds to the examples of a unit."""
+        return ""
+
+    @abc.abstractmethod
+    def clipped(
+        self, participation: Participation, loss_fn: LossFn, rule: Rule, **options: Any
+    ) -> ClippedGrad:
+        """Returns the function that sums what units give, clipped.
+
+        Args:
+          participation: whose units they are.
+          loss_fn: ``(params, example) -> scalar`` for one example.
+          rule: clips.
+          **options: ``examples_at_once`` and ``example_sharding`` of ``Mechanism.clipped_grad``,
+            and those of ``clipping.clipped_grad``.
+
+        Raises:
+          BadInputError: options that do not fit.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradient(UnitUpdate):
+    """The gradient of its loss.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import Gradient, uls
+      >>> uls(group_size=4, cohort_size=64).update == Gradient()
+      True
+    """
+
+    kind: ClassVar[str] = "gradient"
+
+    def clipped(
+        self, participation: Participation, loss_fn: LossFn, rule: Rule, **options: Any
+    ) -> ClippedGrad:
+        unit_loss = participation.unit_loss(loss_fn)
+        at_once, sharding = (options.pop(n, None) for n in ("examples_at_once", "example_sharding"))
+        if at_once is not None:
+            at_least("examples_at_once", at_once, 1)
+            unit_loss, options["pieces"] = participation.microbatched(loss_fn, at_once, sharding)
+        return clipped_grad(unit_loss, rule=rule, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UserUpdate(UnitUpdate):
+    """Parameters before minus after some SGD steps on the user's own examples, without noise.
+
+    Attributes:
+      user_learning_rate: of these steps.
+      user_batch_size: most examples of such a step; None: all.
+      user_epochs: passes over the user's examples.
+
+    Examples:
+      >>> from dpfl_jax.mechanisms import UserUpdate, Mechanism, Users
+      >>> users = Users(group_size=32, cohort_size=64)
+      >>> mechanism = Mechanism(participation=users, update=UserUpdate(user_learning_rate=0.1))
+      >>> mechanism.update.user_epochs
+      1
+    """
+
+    user_learning_rate: float
+    user_batch_size: int | None = None
+    user_epochs: int = 1
+
+    kind: ClassVar[str] = "user_update"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("user_learning_rate", self.user_learning_rate)
+        at_least("user_batch_size", self.user_batch_size, 1)
+        at_least("user_epochs", self.user_epochs, 1)
+
+    @property
+    def passes(self) -> int:
+        return self.user_epochs
+
+    @property
+    def description(self) -> str:
+        # `dpfl verify` compares these words with those of files that were written before.
+        epochs = "one epoch" if self.user_epochs == 1 else f"{self.user_epochs} epochs"
+        size = self.user_batch_size
+        batches = "" if size is None else f" in batches of {size}"
+        return f" (for {epochs} of local steps{batches}, rate {self.user_learning_rate:g})"
+
+    def clipped(
+        self, participation: Participation, loss_fn: LossFn, rule: Rule, **options: Any
+    ) -> ClippedGrad:
+        pieces = [options.pop(name, None) for name in ("examples_at_once", "example_sharding")]
+        if pieces != [None, None]:
+            raise BadInputError(
+                "a user update takes one batch after the other: set "
+                "mechanism.user_batch_size, and leave out execution.examples_at_once and "
+                "execution.split_users"
+            )
+        if options.get("unit_sharding") is not None:
+            raise BadInputError(
+                "mechanism.user_learning_rate: a device's update is formed in one place, which a "
+                "mesh that splits parameters has not: use execution.mesh with data alone"
+            )
+        asked = options.pop("strategy", "auto")
+        if asked == "ghost":
+            raise BadInputError(
+                "execution.strategy=ghost forms no user's gradient, and user updates "
+                "(mechanism.user_learning_rate) do: set it to auto, scan or vmap"
+            )
+        loss = self.loss_of_update(loss_fn, options.get("trainable"))
+        strategy: Any = "scan" if asked == "auto" else asked  # one user after the other
+        return clipped_grad(loss, rule=rule, strategy=strategy, **options)
+
+    def loss_of_update(self, loss_fn: LossFn, trainable: Trainable) -> LossFn:
+        """A loss of one user whose gradient is the update; its value is the mean loss on the way.
+
+        It is linear in the parameters about where they are, with the update as slope: so clipping,
+        checks and layouts are those of any other loss.
+        """
+        of_batch = mean_of_examples(loss_fn)
+        rate, epochs = self.user_learning_rate, self.user_epochs
+
+        def loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
+            if "count" in user:
+                raise BadInputError(
+                    "execution.packing lays a user's sequences into common rows, of which user "
+                    "updates (mechanism.user_learning_rate) cannot make batches: set it to 0"
+                )
+            trained, frozen = split(params, trainable)
+            start = jax.lax.stop_gradient(trained)
+            size = user["mask"].shape[0]
+            batches = pieces_of_unit(user, min(self.user_batch_size or size, size))
+            del batches["count"]  # that of the whole user
+
+            def mean(at: PyTree, batch: PyTree) -> jax.Array:
+                return of_batch(join(at, frozen), batch, **kwargs)
+
+            def sgd_step(moved: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+                now = jax.tree.map(lambda p, u: (p - u).astype(p.dtype), start, moved)
+                value, gradient = jax.value_and_grad(mean)(now, batch)
+                more = jax.tree.map(lambda u, g: u + rate * g.astype(u.dtype), moved, gradient)
+                return more, value * jnp.sum(batch["mask"])
+
+            def epoch(moved: PyTree, _: None) -> tuple[PyTree, jax.Array]:
+                moved, values = jax.lax.scan(sgd_step, moved, batches)
+                return moved, values.sum()
+
+            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), start)
+            nothing = vary(zeros, varying_axes(start, batches))
+            update, values = jax.lax.scan(epoch, nothing, length=epochs)
+            value = values.sum() / (epochs * jnp.maximum(jnp.sum(user["mask"]), 1))
+
+            def along(p: jax.Array, at: jax.Array, u: jax.Array) -> jax.Array:
+                return jnp.sum((p - at).astype(jnp.float32) * jax.lax.stop_gradient(u))
+
+            # A loss that is linear in the parameters, with the update for its gradient.
+            # proof: user-update-sensitivity-1
+            slopes = jax.tree.map(along, trained, start, update)
+            return jax.lax.stop_gradient(value) + sum(jax.tree.leaves(slopes))
+
+        return loss
