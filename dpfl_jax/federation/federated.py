@@ -34,7 +34,7 @@ from dpfl_jax.federation.engine import (
 )
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.rounds import PlacedChunk, RoundBuilder
-from dpfl_jax.mechanisms.plan.sum_check import HostSum, only, unmixed
+from dpfl_jax.mechanisms.plan.sum_check import HostSum, only, per_unit_reference
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
@@ -373,8 +373,8 @@ def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -
     """Checks, with the run's program, that masked data do not change what silos release.
 
     One microbatch of each local step of a chunk, without noise, a random half of its units and then
-    the other half left out (``sum_check.unmixed``). Silos are split over devices by hand, so no
-    compiler could split their sums wrongly: these are compared with no other program's.
+    the other half left out (``sum_check.per_unit_reference``). Silos are split over devices by
+    hand, so no compiler could split their sums wrongly: no other program's sums are compared.
 
     Raises:
       SelfCheckError: it changes.
@@ -400,7 +400,7 @@ def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -
         return HostSum(released.update, stats)
 
     for left in (half, ~half):
-        _, wrong = unmixed(functools.partial(run, left))
+        _, wrong = per_unit_reference(functools.partial(run, left))
         if wrong is not None:
             raise SelfCheckError(
                 f"what the silos release: {wrong}; no round was run: use another "

@@ -415,7 +415,7 @@ class _SeveralExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
     ) -> tuple[LossFn, Callable[[PyTree], PyTree]]:
         """A part is a unit with fewer examples, which knows how many there are in all."""
         axis = None if sharding is None else sharding.spec[0]
-        cut = functools.partial(pieces_of_unit, at_once=size, sharding=sharding)
+        cut = functools.partial(pieces_of_unit, microbatch_size=size, sharding=sharding)
         return mean_of_examples(loss_fn, axis), cut
 
     def _examples(self, more: str) -> str:

@@ -66,24 +66,25 @@ def _without_absent(unit: PyTree) -> PyTree:
 
 
 def pieces_of_unit(
-    unit: PyTree, at_once: int, sharding: jax.sharding.NamedSharding | None = None
+    unit: PyTree, microbatch_size: int, sharding: jax.sharding.NamedSharding | None = None
 ) -> PyTree:
     """Cuts a unit into pieces whose losses (``mean_of_examples``) add up to the unit's.
 
     Args:
       unit: ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``.
-      at_once: examples of a piece, >= 1; the last piece is filled up with absent ones.
+      microbatch_size: examples of a piece, >= 1; the last piece is filled up with absent ones.
       sharding: how the examples of a piece are split over devices; None: not.
 
     Returns:
-      Units of ``at_once`` examples with a ``"count"``, stacked: a pytree of arrays [pieces, ...].
+      Units of ``microbatch_size`` examples with a ``"count"``, stacked: a pytree of arrays
+      [pieces, ...].
     """
     size = unit["mask"].shape[0]
-    pieces = -(-size // at_once)
-    missing = pieces * at_once - size
+    pieces = -(-size // microbatch_size)
+    missing = pieces * microbatch_size - size
 
     def cut(x: jax.Array) -> jax.Array:
-        x = x.reshape(pieces, at_once, *x.shape[1:])
+        x = x.reshape(pieces, microbatch_size, *x.shape[1:])
         if sharding is None:
             return x
         spec = jax.sharding.PartitionSpec(None, *sharding.spec)

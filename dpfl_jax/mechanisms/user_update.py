@@ -199,12 +199,12 @@ class UserUpdate(UnitUpdate):
             update, values = jax.lax.scan(epoch, nothing, length=epochs)
             value = values.sum() / (epochs * jnp.maximum(jnp.sum(user["mask"]), 1))
 
-            def along(p: jax.Array, at: jax.Array, u: jax.Array) -> jax.Array:
+            def slope(p: jax.Array, at: jax.Array, u: jax.Array) -> jax.Array:
                 return jnp.sum((p - at).astype(jnp.float32) * jax.lax.stop_gradient(u))
 
             # A loss that is linear in the parameters, with the update for its gradient.
             # proof: user-update-sensitivity-1
-            slopes = jax.tree.map(along, trained, start, update)
+            slopes = jax.tree.map(slope, trained, start, update)
             return jax.lax.stop_gradient(value) + sum(jax.tree.leaves(slopes))
 
         return loss

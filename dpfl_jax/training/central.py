@@ -22,7 +22,7 @@ from dpfl_jax.mechanisms.plan.batches import (
     step_arguments,
     units_of,
 )
-from dpfl_jax.mechanisms.plan.sums import in_pieces
+from dpfl_jax.mechanisms.plan.sums import microbatched
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
@@ -155,7 +155,7 @@ class CentralSteps(Steps):
         )
         self.sampler = run.plan.sampler(key)
         self.pipeline = run.plan.pipeline(self.sampler, key if run.random else None)
-        self.pieces = in_pieces(run.mechanism, run.mesh, **how.cut)
+        self.pieces = microbatched(run.mechanism, run.mesh, **how.cut)
 
     def agreed(self) -> dict[str, Any]:
         """Processes that cut a batch apart differently would count units twice, or never."""

@@ -546,9 +546,9 @@ def _explain(
 ) -> str:
     import jax
 
-    from dpfl_jax.mechanisms.plan.sums import in_pieces
+    from dpfl_jax.mechanisms.plan.sums import microbatched
 
-    pieces = in_pieces(mechanism, mesh, **cut)
+    pieces = microbatched(mechanism, mesh, **cut)
     bounded = mechanism.clipped_grad(model.loss, **options, **pieces)
     if not hasattr(bounded, "explain"):
         return "not private"

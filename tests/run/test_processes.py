@@ -79,7 +79,7 @@ def test_half_an_address_is_refused(values, message, monkeypatch):
 def test_an_unknown_mode_is_refused(monkeypatch):
     clean(monkeypatch)
     monkeypatch.setenv("DPFL_PROCESSES", "maybe")
-    with pytest.raises(BadInputError, match="auto, detect or one"):
+    with pytest.raises(BadInputError, match="one of auto, detect, one"):
         processes.start(ProcessesConfig())
 
 

@@ -43,7 +43,7 @@ def test_the_noise_of_a_step_is_as_large_as_it_is_said_to_be(clipping):
     assert float(jnp.linalg.norm(got)) == pytest.approx(balance.noise, rel=0.06)
     assert balance.signal == mechanism.rule.sensitivity
     assert balance.ratio == pytest.approx(balance.noise / balance.signal / 3)
-    assert "over 9 steps" in str(balance)
+    assert "over all 9 steps" in str(balance)
 
 
 def test_noise_that_is_taken_back_is_not_judged():

@@ -187,7 +187,7 @@ PARAMS = {"w": np.zeros((6, 2), np.float32)}
         ),
         (batch_loss, PARAMS, "takes a batch of examples"),
         ("classification", PARAMS, "needs model="),
-        ("hinge", PARAMS, "no loss 'hinge': use causal_lm, classification, regression"),
+        ("hinge", PARAMS, "loss_fn is 'hinge'.*one of causal_lm, classification, regression"),
         ("classification", Normed(nnx.BatchNorm(6, rngs=nnx.Rngs(0))), "BatchNorm.*mix people"),
         (
             lambda v, e: v["params"]["w"].sum() * e["x"].sum(),  # Linen's, in a loss of one's own

@@ -43,7 +43,7 @@ from dpfl_jax.mechanisms.plan.batches import (
     units_of,
 )
 from dpfl_jax.mechanisms.plan.sum_check import check_sum
-from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, in_pieces
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, microbatched
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
 from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse
@@ -337,7 +337,7 @@ class Plan:
         given = (summed, self.mechanism, loss_fn, trained, frozen, pipeline, group_size)
         summed_up = check_sum(*given, trainable=trainable)
         strategy = self.execution.strategy
-        formed = strategy in ("vmap", "scan") or in_pieces(
+        formed = strategy in ("vmap", "scan") or microbatched(
             self.mechanism, self.mesh, **self.execution.cut
         )
         if formed or not self.mechanism.private:

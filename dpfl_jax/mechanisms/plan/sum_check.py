@@ -145,7 +145,7 @@ class _Check:
         everyone = self.where(True)
         rng = np.random.default_rng(0)
         half = [rng.random(w.shape) < 0.5 for w in self.which]
-        parts = [self.unmixed(half), self.unmixed([~h for h in half])]
+        parts = [self.per_unit_reference(half), self.per_unit_reference([~h for h in half])]
         got = self.trial.run(everyone)
         self.compare(got, everyone, "the sum of several units")
         size = max(got.size, *(part.size for part in parts))
@@ -206,9 +206,9 @@ class _Check:
                 f"{norms:.6g} in all)"
             )
 
-    def unmixed(self, real: Mask) -> HostSum:
+    def per_unit_reference(self, real: Mask) -> HostSum:
         """The sum of the units at ``real``, in which nothing may be of the others."""
-        got, wrong = unmixed(functools.partial(self.trial.run, real))
+        got, wrong = per_unit_reference(functools.partial(self.trial.run, real))
         self.wrong += [] if wrong is None else [wrong]
         return got
 
@@ -280,7 +280,7 @@ class HostSum:
         return self.names[worst], float(off[worst])
 
 
-def unmixed(run: Callable[[bool], HostSum]) -> tuple[HostSum, str | None]:
+def per_unit_reference(run: Callable[[bool], HostSum]) -> tuple[HostSum, str | None]:
     """Looks whether the data of units that are left out change a sum.
 
     Args:

@@ -63,7 +63,7 @@ def clipped_sum_over_microbatches(
         then forms a part of the gradient, instead of one user a device; ``examples_at_once`` counts
         those of one device.
     """
-    cut = in_pieces(
+    cut = microbatched(
         mechanism,
         mesh,
         options.pop("examples_at_once", None),
@@ -116,7 +116,7 @@ def unit_norms(
     )
 
 
-def in_pieces(
+def microbatched(
     mechanism: Mechanism,
     mesh: Mesh,
     examples_at_once: int | None,
