@@ -104,7 +104,7 @@ class UserUpdate(UnitUpdate):
       user_epochs: passes over the user's examples.
 
     Examples:
-      >>> from dpfl_jax.mechanisms import UserUpdate, Mechanism, Users
+      >>> from dpfl_jax.mechanisms import Mechanism, Users, UserUpdate
       >>> users = Users(group_size=32, cohort_size=64)
       >>> mechanism = Mechanism(participation=users, update=UserUpdate(user_learning_rate=0.1))
       >>> mechanism.update.user_epochs
