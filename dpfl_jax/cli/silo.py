@@ -253,8 +253,6 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:
-    import signal
-    import sys
 
     from dpfl_jax.cli.train import print_report
     from dpfl_jax.run.console import Console
@@ -278,7 +276,6 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
             raise BadInputError(f"there is no file {missing[0]}")
         tls = (str(pathlib.Path(given[0]).absolute()), str(pathlib.Path(given[1]).absolute()))
     console = Console(stderr=args.json)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with all that it has started
     report = serve(
         args.config,
         args.run_dir,

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -106,7 +107,7 @@ def serve(
     _wait_for_another(directory)
     with open_plain(study_log) as file:
         seen = file.seek(0, os.SEEK_END)
-    with contextlib.ExitStack() as stack:
+    with exits_on_sigterm() as check, contextlib.ExitStack() as stack:
         # Code is run from there, so it is not in the run directory: others may have sent that.
         fresh = tempfile.TemporaryDirectory(prefix="dpfl-", ignore_cleanup_errors=True)
         home = pathlib.Path(stack.enter_context(fresh))
@@ -123,9 +124,10 @@ def serve(
         file = stack.enter_context(open_plain(log))
         stack.enter_context(_running(command, environment, file))
         stack.enter_context(front(host, port, link, tls, silos))
-        _start(environment, home / "app", log, console)
+        _start(environment, home / "app", log, console, check)
         console.print(f"serving {config} at {host}:{port}; logs: {logs}", markup=False)
         while not outcome.exists():
+            check()
             time.sleep(0.2)
             seen = _print_new(study_log, seen, console)
         _print_new(study_log, seen, console)
@@ -136,6 +138,35 @@ def serve(
     if report is None:
         raise StoppedError("the server was stopped; the same command resumes")
     return report
+
+
+@contextlib.contextmanager
+def exits_on_sigterm() -> Iterator[Callable[[], None]]:
+    """Inside, SIGTERM exits with status 143, after all that was started has been ended.
+
+    Yields:
+      A function to call now and then: Python ignores an exception in a callback of the garbage
+      collector, and the function raises it again.
+    """
+    received = False
+
+    def handle(*_: Any) -> None:
+        nonlocal received
+        received = True
+        sys.exit(143)
+
+    def check() -> None:
+        if received:
+            sys.exit(143)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield check
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _write_app(home: pathlib.Path, link: int, wait: float, files: dict[str, pathlib.Path]) -> None:
@@ -160,10 +191,15 @@ def _print_new(log: pathlib.Path, seen: int, console: Console) -> int:
 
 
 def _start(
-    environment: dict[str, str], app: pathlib.Path, log: pathlib.Path, console: Console
+    environment: dict[str, str],
+    app: pathlib.Path,
+    log: pathlib.Path,
+    console: Console,
+    check: Callable[[], None],
 ) -> None:
     """Submits the study, once the SuperLink listens."""
     for attempt in range(60):
+        check()
         made = subprocess.run(
             ["flwr", "run", str(app), "study"], env=environment, capture_output=True, text=True
         )

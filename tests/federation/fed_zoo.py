@@ -59,7 +59,7 @@ MECHANISMS = {
     "local_item": lambda **k: local_item(**COMMON | k),
     "local_group": lambda **k: local_group(**COMMON | {"batch_cap": 2} | k),
     "hi_grad_avg": lambda **k: hi_grad_avg(**COMMON | k),
-    "average_then_clip": lambda **k: hi_grad_avg(**COMMON | {"order": "average_then_clip"} | k),
+    "average_then_clip": lambda **k: hi_grad_avg(**COMMON | {"average": "average_then_clip"} | k),
     "user_ldp": lambda **k: user_ldp(**COMMON | k),
     "subject_uls": lambda **k: subject_uls(**COMMON | {"group_size": 2} | k),
 }

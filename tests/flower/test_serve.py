@@ -1,6 +1,7 @@
 """What the server's process says, when it does not begin, and what it ends."""
 
 import contextlib
+import gc
 import io
 import os
 import pathlib
@@ -145,6 +146,23 @@ LINK = """#!/bin/sh
 sleep 60 > "$ALIVE" &
 wait
 """
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_during_garbage_collection_is_not_lost():
+    """Python ignores what its callbacks raise."""
+
+    def signals(phase, _):
+        if phase == "stop":
+            gc.callbacks.remove(signals)
+            signal.raise_signal(signal.SIGTERM)
+
+    with serving.exits_on_sigterm() as check:
+        check()
+        gc.callbacks.append(signals)
+        gc.collect()
+        with pytest.raises(SystemExit, match="143"):
+            check()
 
 
 @pytest.mark.slow
