@@ -23,7 +23,6 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
     """
     from dpfl_jax.federation.choice import by_reach, federated_options, other_steps
     from dpfl_jax.federation.federated_run import prepare
-    from dpfl_jax.planning.figures import draw_caps
 
     if config.variant == "isrl":
         raise BadInputError(
@@ -75,6 +74,8 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
     }
     _print(console, result, prepared)
     if args.png is not None:
+        from dpfl_jax.planning.figures import draw_caps  # and Matplotlib, which takes a second
+
         draw_caps(found, args.png)
         console.print(f"drawn: {args.png}")
     if args.out is not None:

@@ -137,7 +137,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints the table and answers, and writes files that options ask for."""
     from dpfl_jax.config import load_config
     from dpfl_jax.planning.costs import LazyStart, add_bills, add_memory, prices
-    from dpfl_jax.planning.figures import draw_heat_map
     from dpfl_jax.planning.questions import Scenario, predict
     from dpfl_jax.run.console import Console
 
@@ -217,6 +216,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result["overtake"] = {"examples_per_user": args.overtake, "users": found}
     _print(console, result)
     if args.png is not None:
+        from dpfl_jax.planning.figures import draw_heat_map  # and Matplotlib, which takes a second
+
         with console.status("calibrating the heat map"):
             draw_heat_map(planner, plan, args.png)
         console.print(f"drawn: {args.png}")
