@@ -324,8 +324,8 @@ def capped(
     """The records that the cap per subject and silo leaves, bool [n].
 
     Raises:
-      BadInputError: of personal budgets, which take one record of a subject, some would be left out
-        although the configuration does not say so.
+      BadInputError: records have personal budgets, of which a silo takes one record a subject, and
+        some would be dropped although the configuration does not say that they may be.
     """
     participation = config.mechanism.participation
     keep = cap_per_subject(subjects, silos, keys, participation.max_records_per_subject)

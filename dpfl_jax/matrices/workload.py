@@ -54,7 +54,7 @@ class Workload:
         return np.cumsum(given) if self.rates is None else given
 
     def columns(self, steps: int) -> Columns:
-        """The columns whose mean square a search minimises."""
+        """The columns whose mean square the search for a strategy minimises."""
         return next(self._columns(steps, _SEARCHED, _SEARCHED))
 
     def error(self, divided: np.ndarray) -> float:

@@ -72,7 +72,7 @@ class Population:
 
     @property
     def description(self) -> str:
-        """The numbers for people, as "90 users, 400 examples"."""
+        """The counts in words, such as "90 users, 400 examples"."""
         words = f"{self.num_users:,} users, {self.num_examples:,} examples"
         if self.num_units in (self.num_users, self.num_examples):
             return words

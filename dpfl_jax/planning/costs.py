@@ -25,10 +25,6 @@ from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning.candidates import CANDIDATES, at_budget, draws_examples, plain
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import slices
-from dpfl_jax.training.central_run import read_data
-from dpfl_jax.training.fitting import algorithm_of
-from dpfl_jax.training.optimizers import make_optimizer
-from dpfl_jax.training.start import starting_params, trained_by_name
 
 # Peak bfloat16 FLOP/s of one chip, dense: Google Cloud's TPU pages, NVIDIA's data sheets.
 PEAK = {
@@ -135,6 +131,10 @@ def time_steps(
     Returns:
       Seconds of ``steps`` steps after the program is compiled, and the rows of units they had.
     """
+    from dpfl_jax.training.fitting import algorithm_of
+    from dpfl_jax.training.optimizers import make_optimizer
+    from dpfl_jax.training.start import trained_by_name
+
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     calibrated = mechanism.calibrate(
         mechanism.participation.population(data.train.user_offsets),
@@ -207,11 +207,16 @@ class LazyStart:
     @functools.cached_property
     def data(self) -> Any:
         """(data set, model)."""
+        # Most plans read no data: what trains (and Orbax) takes half a second to import.
+        from dpfl_jax.training.central_run import read_data
+
         return read_data(self.config, self.console)
 
     @functools.cached_property
     def params(self) -> Any:
         """Parameters before the first step."""
+        from dpfl_jax.training.start import starting_params
+
         data, model = self.data
         return starting_params(self.config, data, model, make_mesh(), self.console)[0]
 

@@ -376,7 +376,7 @@ def _absolute(pair: Pair) -> jax.Array:
 
 
 def rounding(pairs: Sequence[Pair], machine: Machine) -> jax.Array | None:
-    """Most by which ``summed_gradient`` differs from the weighted gradients, over the weight; [n].
+    """Upper bound on the error of ``summed_gradient`` by unit, divided by its weight; [n].
 
     Weighted factors are rounded again where products take less than float32. Where positions
     cancel, that is not small beside the norm of their sum, so the bound must allow for it. None
