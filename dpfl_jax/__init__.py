@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0.dev0"
 
 # Loaded on first use, so that `dpfl --help` and `dpfl account` do not start JAX.
 _HOMES = {
@@ -48,8 +48,6 @@ _HOMES = {
     "from_rows": "dpfl_jax.data",
     "from_texts": "dpfl_jax.data",
     "functional": "dpfl_jax.training.modules",
-    "individual": "dpfl_jax.mechanisms",
-    "individual_els": "dpfl_jax.mechanisms",
     "load_dataset": "dpfl_jax.data",
     "load_exported": "dpfl_jax.training.exported",
     "non_private": "dpfl_jax.mechanisms",
@@ -72,8 +70,6 @@ __all__ = [
     "allocation",
     "truncated",
     "owner_sets",
-    "individual",
-    "individual_els",
     "non_private",
     "Mechanism",
     "Population",
@@ -102,11 +98,12 @@ __all__ = [
     "LanguageModel",
     "transformer_config",
     "accounting",
+    "experimental",
     "BadInputError",
 ]
 
 if TYPE_CHECKING:
-    from dpfl_jax import accounting
+    from dpfl_jax import accounting, experimental
     from dpfl_jax.accounting import Guarantee
     from dpfl_jax.clipping import ClippedGradResult, clipped_fun, clipped_grad
     from dpfl_jax.config import AuditConfig
@@ -131,8 +128,6 @@ if TYPE_CHECKING:
         bandmf,
         blt,
         els,
-        individual,
-        individual_els,
         non_private,
         owner_sets,
         truncated,
@@ -152,8 +147,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "accounting":
-        return importlib.import_module("dpfl_jax.accounting")
+    if name in ("accounting", "experimental"):
+        return importlib.import_module(f"dpfl_jax.{name}")
     raise AttributeError(f"module 'dpfl_jax' has no attribute {name!r}")
 
 

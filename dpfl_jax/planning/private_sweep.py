@@ -33,7 +33,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import RunResult
 from dpfl_jax.run.directory import RunDirectory, finished_report, write_atomically
-from dpfl_jax.run.pipeline import open_directory, run_experiment
+from dpfl_jax.run.pipeline import open_directory, run_experiment, warn_of_advisories
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, render_markdown
 from dpfl_jax.training.central_run import EVALUATION_CAVEAT, CentralRun, prepare
 from dpfl_jax.training.evaluate import Evaluator
@@ -163,6 +163,7 @@ class PrivateSweep:
             ]
             for line in first.warnings():
                 console.print(line)
+            warn_of_advisories(directory, selection.statement, console)
             guarantee = first.about(selection.guarantee())
             console.print(f"{len(runs)} cells, {self.expected_runs:g} runs expected; the whole:")
             console.print(guarantee.summary(), highlight=False)
