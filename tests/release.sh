@@ -47,6 +47,9 @@ rm -rf "$out" && mkdir -p "$out/dist" && out=$(cd "$out" && pwd)
 exec > >(tee "$out/release.log") 2>&1
 echo "== release of dpfl_jax $version${dry:+ (dry run)}, commit $(git rev-parse HEAD), $(date -u +%FT%TZ)"
 part() { local began=$SECONDS && "$@" && echo "== $((SECONDS - began)) s: $*"; }
+export NO_COLOR=1
+# uv looks for Pythons on the PATH; pyenv's are beside it.
+for python in "$HOME"/.pyenv/versions/3.1[1-3].*/bin; do PATH=$PATH:$python; done
 git clone --quiet . "$out/clone" && cd "$out/clone"
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) && export SOURCE_DATE_EPOCH # the same files from the same commit
 printf '%s\n' "$notes" >"$out/notes.md"
