@@ -390,8 +390,9 @@ def warn_of_advisories(
     if not directory.resumed or versions == [this_version()]:
         return ()
     found = advisories.met(stated().made_by(versions), advisories.known())
-    for one in found if console is not None else ():
-        console.print(f"warning: {one}", markup=False, highlight=False)
+    if console is not None:
+        for one in found:
+            console.print(f"warning: {one}", markup=False, highlight=False)
     return (advisories.caveat(found),) if found else ()
 
 
