@@ -53,7 +53,7 @@ class Advisory(Part):
     where: dict[str, Literal["differ"] | _Values] = Field({}, max_length=20)
     """Places of guarantee.json (``basis.cells.*.steps``; ``*`` is every entry of a list), and the
     values one of which must be there, or ``differ``: several that are not equal. A file that does
-    not fit all of them is not affected."""
+    not fit all of them is not affected; no value fits none, of holes older than such files."""
     certain: bool
     """Whether a file that fits is affected; else it may be, and ``condition`` says when."""
 
