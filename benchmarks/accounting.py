@@ -19,9 +19,8 @@ import dp_accounting
 from dp_accounting.pld import PLDAccountant
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import closed_forms, events
 from dpfl_jax.accounting.accountant import FINEST
-from dpfl_jax.accounting.closed_forms import group
 
 HELP = "time and answers of noise calibration, beside dp-accounting's"
 DESCRIPTION = """\
@@ -239,7 +238,7 @@ def black_box_noise(
 
     def spent(sigma: float) -> float:
         event = events.poisson(sigma, sampling_prob, steps)
-        return group.black_box_epsilon(event, group_size, delta)
+        return closed_forms.black_box_epsilon(event, group_size, delta)
 
     low = accounting.calibrate_noise_multiplier(
         lambda s: events.els(s, sampling_prob, group_size, steps), epsilon, delta

@@ -97,7 +97,7 @@ def epsilon(
 
     Args:
       event: what the mechanism does to one privacy unit.
-      delta: in (0, 1); 2^-20 of it pays for how the noise is drawn (``drawn.py``), if there is any.
+      delta: in (0, 1); 2^-20 of it pays for how the noise is drawn (``drawn``), if there is any.
       relation: adjacency; the events of this package are add-or-remove unless they say otherwise.
       resolution: epsilon may be overstated by about resolution^2 / 12 of itself; smaller is slower.
       accountant: "pld" (tight), or "rdp" or "zcdp" (looser, for comparison).
@@ -139,6 +139,22 @@ def accountant_of(
     """
     known = not any(isinstance(leaf, RenyiLeaf) for leaf, _ in flatten(event, relation).leaves)
     return "pld" if known else "rdp"
+
+
+def epsilon_or_inf(
+    event: dp_accounting.DpEvent,
+    delta: float,
+    relation: NeighboringRelation,
+    *,
+    resolution: float = FINE,
+    accountant: Accountant | None = None,
+) -> float:
+    """As ``epsilon``, by default by the tightest accountant; inf where it cannot be computed."""
+    known = accountant or accountant_of(event, relation)
+    try:
+        return epsilon(event, delta, relation=relation, resolution=resolution, accountant=known)
+    except (TooLittleNoiseError, TableTooLargeError):
+        return math.inf
 
 
 def delta(

@@ -29,9 +29,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import Guarantee, NoiseLaw, events
+from dpfl_jax.accounting import Guarantee, NoiseLaw, closed_forms, events
 from dpfl_jax.accounting.cells import cell_of
-from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import (
     TwoStage,
     Unreachable,
@@ -132,7 +131,9 @@ def assign(
     elif policy == "bisection":
         distinct, inverse = np.unique(budgets, return_inverse=True)
         form = setting.closed_form()
-        rates = np.array([rpdp.binary_search_rate(float(b), *form) for b in distinct])[inverse]
+        rates = np.array([closed_forms.binary_search_rate(float(b), *form) for b in distinct])[
+            inverse
+        ]
     else:
         least, mean = float(public.min()), float(np.minimum(public, _MOST_BUDGET).mean())
         threshold = least if policy == "minimum" else mean

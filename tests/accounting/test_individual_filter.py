@@ -12,8 +12,7 @@ from scipy import integrate, stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import event_types, events
-from dpfl_jax.accounting.renyi import ORDERS
-from dpfl_jax.accounting.renyi_filter import (
+from dpfl_jax.accounting.filters import (
     LEVELS,
     RenyiFilter,
     best_order,
@@ -21,6 +20,7 @@ from dpfl_jax.accounting.renyi_filter import (
     levels_of,
     sizes,
 )
+from dpfl_jax.accounting.renyi import ORDERS
 from dpfl_jax.errors import BadInputError
 
 SETTINGS = [(0.1, 1.2, 5.0), (0.5, 0.7, 3.0), (0.01, 1.0, 8.0), (1.0, 4.0, 6.0)]

@@ -13,7 +13,7 @@ import pytest
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import Account, BudgetExceededError, Guarantee, Ledger, event_types, events
-from dpfl_jax.accounting.privacy_filter import filtered_epsilon
+from dpfl_jax.accounting.filters import filtered_epsilon
 from dpfl_jax.errors import BadInputError
 
 USERS = Account("fingerprint-1")

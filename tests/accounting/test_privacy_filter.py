@@ -8,9 +8,9 @@ import pytest
 from scipy import special
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import REPLACE, accountant, events, leaves, privacy_filter, renyi
+from dpfl_jax.accounting import REPLACE, accountant, events, filters, leaves, renyi
 from dpfl_jax.accounting.event_types import ApproximateDpEvent, OneOfDpEvent
-from dpfl_jax.accounting.privacy_filter import dominates, filtered_epsilon
+from dpfl_jax.accounting.filters import dominates, filtered_epsilon
 
 # Losses so far, and outputs of one run in standard deviations of its noise.
 STEP, LOSSES = 0.05, np.arange(-240, 361) * 0.05
@@ -135,7 +135,7 @@ def test_every_event_is_below_its_gaussian(event, relation, tail):
     """At epsilons between the points that are looked at, too, by another way to compute deltas."""
     flat = leaves.flatten(event, relation)
     most = 40.0
-    share = privacy_filter._share(flat, most, tail)
+    share = filters._share(flat, most, tail)
     if isinstance(event, ApproximateDpEvent) and tail < event.delta:
         assert share == np.inf
         return
@@ -167,11 +167,11 @@ def test_a_gaussian_is_its_own_and_no_smaller_one_will_do():
 
 def test_the_parts_of_delta_add_up():
     """Of Gaussians each is its own: what is told beside them is paid for all the same."""
-    parts = (privacy_filter.STEPS, privacy_filter.GAUSSIANS, privacy_filter.RENYI)
+    parts = (filters.STEPS, filters.GAUSSIANS, filters.RENYI)
     assert sum(parts) == 1.0
     delta, tail = 1e-6, 0.25e-6
     runs = [events.gaussian(4.0, 1), events.gaussian(3.0, 1)]
-    found = privacy_filter._by_gaussians(runs, delta, accounting.ADD_OR_REMOVE)
+    found = filters._by_gaussians(runs, delta, accounting.ADD_OR_REMOVE)
     told = tail + (1 - tail) * gaussian_delta(np.hypot(1 / 4, 1 / 3), found)
     assert 0.99 * delta < told <= delta
 
@@ -179,7 +179,7 @@ def test_the_parts_of_delta_add_up():
 def test_a_budget_allows_what_a_smaller_one_does():
     """Each has a Renyi order of its own: none refuses what is said to be enough."""
     runs = [events.uls(1.0, 0.02, 100), events.gaussian(8.0, 1)]
-    found = privacy_filter._by_renyi(runs, 1e-6, accounting.ADD_OR_REMOVE)
+    found = filters._by_renyi(runs, 1e-6, accounting.ADD_OR_REMOVE)
     orders = renyi.ORDERS[(renyi.ORDERS > 1.02) & (renyi.ORDERS < 128.0)]
     spent = sum(renyi.renyi_divergences(run, orders) for run in runs)
     for budget in found * np.array([1.0, 1.01, 1.1, 1.5, 3.0]):
