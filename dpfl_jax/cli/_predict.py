@@ -114,8 +114,7 @@ def answer(args: argparse.Namespace, scenarios: dict[str, Any], console: Any) ->
     from rich.table import Table
 
     from dpfl_jax.planning.figures import draw_answer
-    from dpfl_jax.planning.hover import to_svg
-    from dpfl_jax.planning.questions import ask
+    from dpfl_jax.planning.questions import ask, to_svg
 
     with console.status("calibrating noise for every cell"):
         result = ask(args.ask, scenarios, args.target_loss)

@@ -22,7 +22,7 @@ from typing import IO, Any
 import yaml
 
 from dpfl_jax.accounting.statement import NAME
-from dpfl_jax.audit import run_audit
+from dpfl_jax.audit import proof
 from dpfl_jax.config.load import other_run, with_moved
 from dpfl_jax.config.text import write_yaml
 from dpfl_jax.errors import BadInputError
@@ -36,7 +36,7 @@ RELEASED_STEPS = "private/released_steps.json"  # the largest step that may have
 RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
 SPENT = "private/users.csv"  # what each user of a central run with budgets of their own has spent
 # Written when a run ends or is interrupted.
-REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, SPENT, *run_audit.FILES)
+REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, SPENT, *proof.FILES)
 
 
 def open_plain(path: pathlib.Path) -> IO[str]:
