@@ -15,14 +15,14 @@ from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import FederatedRun, with_calibrated_noise
 from dpfl_jax.federation.mechanisms import (
-    SiloFacts,
+    PRESETS,
     SiloMechanism,
     hi_grad_avg,
     local_group,
     subject_uls,
     user_ldp,
 )
-from dpfl_jax.federation.mechanisms.presets import PRESETS
+from dpfl_jax.federation.participation import SiloFacts
 
 Preset = Callable[..., SiloMechanism]
 _STEP_FACTORS = (0.25, 0.5, 2.0, 4.0)  # steps, times what is configured

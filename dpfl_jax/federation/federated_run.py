@@ -31,13 +31,8 @@ from dpfl_jax.federation.engine import OptimizerServer
 from dpfl_jax.federation.federated import FederatedAlgorithm
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
-from dpfl_jax.federation.mechanisms import (
-    Records,
-    SiloFacts,
-    SiloMechanism,
-    Subjects,
-    WholeBatch,
-)
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import Records, SiloFacts, Subjects, WholeBatch
 from dpfl_jax.federation.partition import SubjectData, load_subjects, spread, subject_keys
 from dpfl_jax.federation.personal import (
     BudgetTable,

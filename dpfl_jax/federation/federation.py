@@ -13,7 +13,8 @@ import numpy as np
 from dpfl_jax.accounting.cells import NoisedSums
 from dpfl_jax.errors import BadInputError, at_least, positive
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.balance import Balance

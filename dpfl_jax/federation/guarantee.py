@@ -13,7 +13,8 @@ from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, worst_cases
 from dpfl_jax.federation.federation import Cohort, Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.run.public_inputs import of_the_mechanism
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.training.central_statement import renamed

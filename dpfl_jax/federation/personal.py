@@ -47,7 +47,8 @@ from dpfl_jax.errors import BadInputError, one_of
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import ASSUMPTIONS, as_written, parse_known
-from dpfl_jax.federation.mechanisms import PersonalRecords, SiloMechanism
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import PersonalRecords
 from dpfl_jax.federation.personal_budgets import public_quantiles, record_budgets
 from dpfl_jax.files import csv_text, unquoted
 from dpfl_jax.run.directory import RECORDS, RECORDS_SUMMARY, write_atomically

@@ -22,7 +22,7 @@ from dpfl_jax.data.pipeline import local_columns
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Chunk
 from dpfl_jax.federation.federation import Federation
-from dpfl_jax.federation.mechanisms import SiloDraw
+from dpfl_jax.federation.participation import SiloDraw
 from dpfl_jax.mesh import DATA_AXIS, place
 from dpfl_jax.randomness import RootKey
 

@@ -35,7 +35,7 @@ from dpfl_jax.federation.federated_run import (
 )
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.mechanisms import SiloFacts
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.federation.partition import capped, subject_keys
 from dpfl_jax.federation.personal import personal_guarantee, personalise
 from dpfl_jax.federation.rounds import RoundBuilder

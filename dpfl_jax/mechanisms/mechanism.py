@@ -39,8 +39,8 @@ from dpfl_jax.clipping import (
     Rule,
 )
 from dpfl_jax.clipping.adaptive import CountedSum, clipped_and_counted
+from dpfl_jax.clipping.gradients import unclipped_sum
 from dpfl_jax.clipping.result import ClippedGradResult
-from dpfl_jax.clipping.unclipped import unclipped_sum
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import (
     BUDGETS,
@@ -59,9 +59,15 @@ from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.calibrated import Calibrated
 from dpfl_jax.mechanisms.individual_budget import IndividualBudget
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy
-from dpfl_jax.mechanisms.participation import SHARED_KINDS, Examples, Participation, Population
+from dpfl_jax.mechanisms.participation import (
+    SHARED_KINDS,
+    Examples,
+    LossFn,
+    Participation,
+    Population,
+    PyTree,
+)
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mechanisms.user_update import Gradient, UnitUpdate, UserUpdate
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.noise import workload_of

@@ -10,7 +10,8 @@ import jax
 import optax
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import Trainable, convolutions, join, split
+from dpfl_jax.clipping import Trainable, join, split
+from dpfl_jax.clipping.jaxprs import convolution_kernels
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
@@ -63,7 +64,7 @@ class Central(Algorithm):
         self.traced = with_any_key(loss_fn, key_argument(loss_fn))
         check_one_example(self.traced, params, plan.example)
         self.copied = (
-            convolutions.kernels(self.traced, params, plan.example)
+            convolution_kernels(self.traced, params, plan.example)
             if splits_parameters(self.mesh)
             else ()
         )

@@ -22,14 +22,8 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import OptimizerServer, make_release
 from dpfl_jax.federation.federated import FederatedAlgorithm, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import (
-    SiloDraw,
-    SiloFacts,
-    SiloMechanism,
-    fed_avg,
-    local_item,
-    rpdp,
-)
+from dpfl_jax.federation.mechanisms import SiloMechanism, fed_avg, local_item, rpdp
+from dpfl_jax.federation.participation import SiloDraw, SiloFacts
 from dpfl_jax.federation.personal import (
     BudgetTable,
     RateAssignment,

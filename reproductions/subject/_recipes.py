@@ -31,10 +31,8 @@ from dpfl_jax.federation.accountant import calibrate_federation, federated_epsil
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.federated import FederatedAlgorithm, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import (
-    SiloDraw,
-    SiloMechanism,
-)
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import SiloDraw
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
 from reproductions._seeds import of

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import Flat, accumulate, join
 from dpfl_jax.clipping.adaptive import CountedSum
-from dpfl_jax.clipping.convolutions import kernels
+from dpfl_jax.clipping.jaxprs import convolution_kernels
 from dpfl_jax.clipping.result import StepStats, leaf_name
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import (
@@ -152,13 +152,13 @@ def _kernels_whole(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..
             leaf_name(path): parameter_sharding(leaf_name(path), jnp.shape(x), mesh)
             for path, x in jax.tree_util.tree_leaves_with_path(params)
         }
-        found = kernels(functools.partial(loss_fn, **kwargs), params, example)
+        found = convolution_kernels(functools.partial(loss_fn, **kwargs), params, example)
         split = sorted(name for name in found if not places[name].is_fully_replicated)
         if split:
             raise BadInputError(
                 f"the mesh splits {', '.join(split)} over devices, which reach the kernel of a "
                 "convolution, where XLA mixes units: copy them to all devices, with whole= "
-                "clipping.convolutions.kernels(loss_fn, params, example) here and in "
+                "clipping.jaxprs.convolution_kernels(loss_fn, params, example) here and in "
                 "mesh.parameter_shardings"
             )
         return loss_fn(params, example, **kwargs)

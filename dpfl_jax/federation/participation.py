@@ -25,8 +25,7 @@ from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.kinds import DERIVED, SILO_PARTICIPATIONS, Named
 from dpfl_jax.errors import BadInputError, at_least, probability
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.mechanisms.participation import require_positive
-from dpfl_jax.mechanisms.unit_losses import LossFn, mean_of_examples
+from dpfl_jax.mechanisms.participation import LossFn, mean_of_examples, require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PersonalizedPoisson, Poisson, choose_within_users
 from dpfl_jax.sampling.schemes import binomial_bound
@@ -68,7 +67,7 @@ class SiloDraw:
 
     Examples:
       >>> import numpy as np
-      >>> from dpfl_jax.federation.mechanisms import SiloDraw
+      >>> from dpfl_jax.federation.participation import SiloDraw
       >>> SiloDraw.of(np.array([3, 8])).weight.tolist()
       [1.0, 1.0]
     """
@@ -98,7 +97,7 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     Examples:
       >>> from dpfl_jax.federation import Subjects
-      >>> from dpfl_jax.federation.mechanisms import SiloParticipation
+      >>> from dpfl_jax.federation.participation import SiloParticipation
       >>> isinstance(Subjects(sampling_prob=0.1), SiloParticipation)
       True
     """
@@ -295,7 +294,7 @@ class Records(_AtOneRate):
 
     Examples:
       >>> from dpfl_jax.federation import SiloFacts
-      >>> from dpfl_jax.federation.mechanisms import Records
+      >>> from dpfl_jax.federation.participation import Records
       >>> facts = SiloFacts(num_records=500, num_subjects=200)
       >>> Records(batch_size=50).sampling_prob_of(facts)
       0.1
