@@ -81,8 +81,7 @@ def calibrate_noise_multiplier(
       0.959
     """
     epsilon, delta = check_epsilon(epsilon), check_delta(delta)
-    flat = flatten(make_event(1.0), relation)
-    if flat.private and not flat.leaves and flat.gaussian == 0.0:
+    if flatten(make_event(1.0), relation).reveals_nothing:
         return 0.0
     if accountant != "pld":
 

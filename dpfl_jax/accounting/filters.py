@@ -81,7 +81,7 @@ def filtered_epsilon(
     Returns:
       Epsilon >= 0; ``inf`` if no budget allows them.
     """
-    some = [event for event in runs if not _reveals_nothing(flatten(event, relation))]
+    some = [event for event in runs if not flatten(event, relation).reveals_nothing]
     if not some:
         return 0.0
     if len(some) == 1:
@@ -93,10 +93,6 @@ def filtered_epsilon(
         _by_gaussians(some, GAUSSIANS * delta, relation),
         _by_renyi(some, RENYI * delta, relation),
     )
-
-
-def _reveals_nothing(flat: Flat) -> bool:
-    return flat.private and not flat.leaves and flat.gaussian == 0
 
 
 def _by_steps(

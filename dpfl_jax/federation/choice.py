@@ -137,7 +137,6 @@ def _options(
         federation, _ = with_calibrated_noise(new, facts)
     except BadInputError:  # no noise meets the target
         return
-    members = federation.participants.tolist()
     whole = sum(silo.num_records for silo in prepared.data.silos)
     yield FederatedOption(
         kind.__name__,
@@ -145,7 +144,7 @@ def _options(
         rounds,
         config.federation.local_steps,
         batch,
-        max(federation.silos[i].sigma for i in members),
+        max(plan.sigma for plan in federation.members),
         sum(known.num_records for known in facts) / whole,
         federation.balance(prepared.num_params).ratio,
         new,

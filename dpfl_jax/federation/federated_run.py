@@ -223,30 +223,14 @@ class FederatedRun(FederatedStudy):
         del directory, console
         if self.personal is not None:
             self.personal.check_rates(self.data)
-        return self._algorithm(self.federation)
+        return make_algorithm(self.config, self.model, self.data, self.federation, self.delta)
 
     def without_privacy(self, algorithm: Any = None) -> FederatedAlgorithm:
         """The baseline clips, too: its learning rate is that of clipped gradients."""
         del algorithm
         without_noise = self.federation.with_noise([0.0] * len(self.federation.silos))
-        return self._algorithm(without_noise, show_spent=False)
-
-    def _algorithm(self, federation: Federation, show_spent: bool = True) -> FederatedAlgorithm:
-        config, section = self.config, self.config.federation
-        local, server = round_optimizers(config)
-        return FederatedAlgorithm(
-            loss_fn=self.model.loss,
-            params=self.model.init(jax.random.key(config.init_seed)),
-            data=self.data,
-            federation=federation,
-            local_optimizer=local,
-            delta=self.delta,
-            mesh=data_parallel_mesh(),
-            server=server,
-            keep_local_state=section.local_state == "keep",
-            execution=config.execution,
-            show_spent=show_spent,
-        )
+        given = (self.config, self.model, self.data, without_noise, self.delta)
+        return make_algorithm(*given, show_spent=False)
 
     def evaluator(self) -> Evaluate:
         mesh, size = data_parallel_mesh(), self.config.eval.batch_size
@@ -342,7 +326,7 @@ class FederatedRun(FederatedStudy):
 
     def price(self) -> dict[str, Any]:
         federation, steps = self.federation, self.federation.silos[0].local_steps
-        members = [federation.silos[i] for i in federation.participants.tolist()]
+        members = federation.members
         sigmas = [p.sigma for p in members]
         means = [p.noise_stddev / p.mechanism.participation.divisor(p.facts) for p in members]
         records = sum(p.mechanism.participation.expected_records(p.facts) for p in members)
@@ -405,6 +389,30 @@ def round_optimizers(config: RunConfig) -> tuple[Any, OptimizerServer]:
     section = config.federation
     local = make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
     return local, OptimizerServer(make_optimizer(section.server_optimizer, section.rounds))
+
+
+def make_algorithm(
+    config: RunConfig,
+    model: Any,
+    data: FederatedData,
+    federation: Federation,
+    delta: float,
+    **options: Any,
+) -> FederatedAlgorithm:
+    """The rounds of a configuration; ``options``: of ``FederatedAlgorithm``."""
+    local, server = round_optimizers(config)
+    options = {"mesh": data_parallel_mesh(), "execution": config.execution} | options
+    return FederatedAlgorithm(
+        loss_fn=model.loss,
+        params=model.init(jax.random.key(config.init_seed)),
+        data=data,
+        federation=federation,
+        local_optimizer=local,
+        delta=delta,
+        server=server,
+        keep_local_state=config.federation.local_state == "keep",
+        **options,
+    )
 
 
 def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:

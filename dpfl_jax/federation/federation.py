@@ -147,6 +147,11 @@ class Federation:
         return np.flatnonzero([plan.facts.num_records > 0 for plan in self.silos])
 
     @property
+    def members(self) -> list[SiloPlan]:
+        """The plans of silos that hold records."""
+        return [plan for plan in self.silos if plan.facts.num_records > 0]
+
+    @property
     def least_subjects(self) -> int:
         """The fewest subjects in all silos together that the silos' numbers allow."""
         counts = [plan.facts.num_subjects for plan in self.silos]
@@ -225,7 +230,7 @@ class Federation:
 
         A run whose noise goes farther than its gradients could at best learns nothing.
         """
-        plans = [self.silos[i] for i in self.participants.tolist()]
+        plans = self.members
         # On average so many take part, and weights are those of them.
         total = sum(plan.weight for plan in plans) * self.participation
         variance = signal = 0.0

@@ -68,7 +68,7 @@ def federated_guarantee(
     mechanism, unit = federation.mechanism, federation.mechanism.privacy_unit
     reach, silos = federation.max_silos_per_subject, len(federation.silos)
     cap = max(p.mechanism.participation.max_records_per_subject for p in federation.silos)
-    members = [federation.silos[i] for i in federation.participants.tolist()]
+    members = federation.members
     sigmas = sorted(plan.sigma for plan in members)
     steps = sorted(plan.local_steps for plan in members)
     probs = sorted(p.mechanism.participation.sampling_prob_of(p.facts) for p in members)

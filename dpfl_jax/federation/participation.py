@@ -28,6 +28,7 @@ from dpfl_jax.federation.data import Silo
 from dpfl_jax.mechanisms.participation import LossFn, mean_of_examples, require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PersonalizedPoisson, Poisson, choose_within_users
+from dpfl_jax.sampling.samplers import places_in_runs
 from dpfl_jax.sampling.schemes import binomial_bound
 
 Self = TypeVar("Self", bound="SiloParticipation")
@@ -324,24 +325,21 @@ class Records(_AtOneRate):
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Looks at each subject's records of the whole batch, before anything is split."""
         subjects = silo.subject_of_record[chosen]
-        starts, lengths = _runs_of(subjects)
+        _, row, count = np.unique(subjects, return_inverse=True, return_counts=True)
+        places = places_in_runs(subjects)
         if self.average == "average_then_clip":
             # proof: hi-grad-avg-sensitivity-2
-            rows = np.repeat(np.arange(len(starts)), lengths)
-            columns = np.arange(len(chosen)) - np.repeat(starts, lengths)
-            positions = np.full((len(starts), self.max_records_per_subject), -1, np.int64)
-            positions[rows, columns] = silo.first + chosen
+            positions = np.full((len(count), self.max_records_per_subject), -1, np.int64)
+            positions[row, places] = silo.first + chosen
             return SiloDraw.of(positions)
         if self.average == "clip_then_average":
             # proof: hi-grad-avg-sensitivity-1
-            weight = np.repeat(1.0 / lengths, lengths).astype(np.float32)
-            return SiloDraw(silo.first + chosen, weight)
+            return SiloDraw(silo.first + chosen, (1.0 / count)[row].astype(np.float32))
         if self.batch_cap is not None and len(chosen):
             ticket = key.numpy("batch-cap", step).random(len(chosen))
-            order = np.lexsort((ticket, subjects))
-            rank = np.arange(len(chosen)) - np.repeat(starts, lengths)
+            order = np.lexsort((ticket, subjects))  # places in runs are those of ``subjects``
             # proof: local-group-sampling-1
-            chosen = np.sort(chosen[order[rank < self.batch_cap]])
+            chosen = np.sort(chosen[order[places < self.batch_cap]])
         return SiloDraw.of(silo.first + chosen)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
@@ -579,9 +577,3 @@ class PersonalRecords(SiloParticipation):
                 f"silo {silo.index} has {silo.num_records} records but {len(rates)} sampling rates"
             )
         return rates
-
-
-def _runs_of(subjects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the runs of equal values in a sorted array."""
-    starts = np.flatnonzero(np.diff(subjects, prepend=-1))
-    return starts, np.diff(np.concatenate([starts, [len(subjects)]]))

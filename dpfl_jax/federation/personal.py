@@ -478,9 +478,6 @@ def read_records(directory: pathlib.Path) -> tuple[dict[str, Any], list[dict[str
     return summary, [row | {COLUMNS[0]: unquoted(row[COLUMNS[0]])} for row in rows]
 
 
-_MOST_GROUPS = 16
-
-
 # ---- what is guaranteed --------------------------------------------------------------------------
 
 

@@ -16,7 +16,6 @@ that have names. How much noise there is follows from a target, or is given: ``c
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
@@ -55,7 +54,7 @@ from dpfl_jax.config.kinds import (
     fields_of,
 )
 from dpfl_jax.data.store import Readable, check_offsets, expect_store
-from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.errors import BadInputError, at_least, expect
 from dpfl_jax.mechanisms.calibrated import Calibrated
 from dpfl_jax.mechanisms.individual_budget import IndividualBudget
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy
@@ -314,7 +313,8 @@ class Mechanism(Composed):
           BadInputError: neither of the two or both are given, nobody is there to protect, the
             target is out of reach, or of this combination nothing is proven.
         """
-        steps = _count_of_steps(steps)
+        at_least("the number of steps", steps, 1, whole=True)
+        steps = int(steps)
         for name, number in (
             ("epsilon", epsilon),
             ("noise_multiplier", noise_multiplier),
@@ -413,16 +413,6 @@ class Mechanism(Composed):
 
 
 CENTRAL.without_kind = Mechanism
-
-
-def _count_of_steps(steps: Any) -> int:
-    try:
-        steps = operator.index(steps)
-    except TypeError:
-        raise BadInputError(f"the number of steps is {steps!r}: give a whole number") from None
-    if steps < 1:
-        raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
-    return int(steps)
 
 
 def check_bounded(clip: Rule | Adaptive) -> None:

@@ -268,6 +268,13 @@ def check_group_size(group_size: int) -> int:
     return int(group_size)
 
 
+def places_in_runs(values: np.ndarray) -> np.ndarray:
+    """int64 [n]: of each value the number of equal ones before it; equal ones lie together."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    lengths = np.diff(np.append(starts, len(values)))
+    return np.arange(len(values)) - np.repeat(starts, lengths)
+
+
 def limit_contributions(
     rng: np.random.Generator, user_offsets: np.ndarray, group_size: int
 ) -> np.ndarray:
@@ -299,11 +306,7 @@ def limit_contributions(
     heavy_positions, heavy_user = positions[over], user[over]
     # Rank random tickets within each heavy user; ties of 53-bit tickets are broken by position.
     order = np.lexsort((rng.random(len(heavy_positions)), heavy_user))
-    sorted_user = heavy_user[order]
-    starts = np.r_[0, np.flatnonzero(np.diff(sorted_user)) + 1] if len(order) else order
-    run_length = np.diff(np.r_[starts, len(order)])
-    rank = np.arange(len(order)) - np.repeat(starts, run_length)
-    kept_heavy = heavy_positions[order[rank < group_size]]
+    kept_heavy = heavy_positions[order[places_in_runs(heavy_user[order]) < group_size]]
     return np.sort(np.concatenate([positions[~over], kept_heavy]))
 
 

@@ -20,7 +20,7 @@ from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.jaxprs import every_program
 from dpfl_jax.clipping.per_unit import squared_norms, weighted_sum
 from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem, UnitWeights
-from dpfl_jax.clipping.result import axes_of, pinned, unit_where, vary, varying_axes
+from dpfl_jax.clipping.result import axes_of, pinned, vary, varying_axes
 from dpfl_jax.clipping.taps import leaves
 from dpfl_jax.clipping.taps.evaluate import Recorded, Tokens, evaluate
 from dpfl_jax.clipping.taps.factors import Pair, factorise, formed, merge, same_form
@@ -161,15 +161,7 @@ def solve_ghost(
 
     units, sums = clip_and_sum(problem, squared, rounded, formed, size)
     sums |= {i: f(units.weights[i], units.keeps[i]) for i, f in summed.items()}
-    return ClippedSums(
-        sums=[sums[i] for i in range(len(problem.leaves))],
-        norms=units.norms,
-        leaf_norms=units.leaf_norms,
-        weights=units.reported,
-        losses=unit_where(problem.real, losses),
-        nonfinite=units.nonfinite,
-        aux=aux,
-    )
+    return problem.clipped_sums([sums[i] for i in range(len(sums))], units, losses, aux)
 
 
 def _passes(

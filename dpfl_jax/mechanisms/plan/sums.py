@@ -73,8 +73,21 @@ def clipped_sum_over_microbatches(
     options |= cut
     if splits_parameters(mesh):
         loss_fn = _in_place(loss_fn if whole is not None else _kernels_whole(loss_fn, mesh), mesh)
-        return _compiler_placed(mechanism, loss_fn, mesh, whole or (), options)
-    return _shard_mapped(mechanism, loss_fn, mesh, options)
+        summed = _compiler_placed(mechanism, loss_fn, mesh, whole or (), options)
+    else:
+        summed = _shard_mapped(mechanism, loss_fn, mesh, options)
+
+    def total(
+        params: PyTree,
+        units: PyTree,
+        mask: Any,
+        num_microbatches: Any,
+        frozen: PyTree = None,
+        clip_norm: Any = None,
+    ) -> tuple[PyTree, StepStats]:
+        return summed(params, units, mask, num_microbatches, frozen, clip_norm)
+
+    return total
 
 
 def unit_norms(
@@ -231,25 +244,13 @@ def _shard_mapped(
         )
         return jax.lax.psum(total, DATA_AXIS)
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(PartitionSpec(), rows, rows, *[PartitionSpec()] * 3),
         out_specs=PartitionSpec(),
         axis_names={DATA_AXIS},
     )
-
-    def total(
-        params: PyTree,
-        units: PyTree,
-        mask: Any,
-        num_microbatches: Any,
-        frozen: PyTree = None,
-        clip_norm: Any = None,
-    ) -> tuple[PyTree, StepStats]:
-        return mapped(params, units, mask, num_microbatches, frozen, clip_norm)
-
-    return total
 
 
 def _compiler_placed(
@@ -272,8 +273,8 @@ def _compiler_placed(
         units: PyTree,
         mask: Any,
         num_microbatches: Any,
-        frozen: PyTree = None,
-        clip_norm: Any = None,
+        frozen: PyTree,
+        clip_norm: Any,
     ) -> tuple[PyTree, StepStats]:
         places = parameter_shardings(params, mesh, whole)
 
