@@ -356,11 +356,8 @@ def els_epsilons(
       >>> {examples: round(epsilon, 2) for examples, epsilon in spent.items()}
       {1: 0.19, 4: 0.87}
     """
-    return epsilon_table(
-        lambda count: els(noise_multiplier, sampling_prob, count, steps),
-        contributions,
-        delta,
-    )
+    event = functools.partial(els, noise_multiplier, sampling_prob, steps=steps)
+    return epsilon_table(event, contributions, delta)
 
 
 def delta_curve(
@@ -463,7 +460,7 @@ def _curve(whole: Composition, least: float, points: int) -> Curve:
 
 
 def _renyi_curve(flat: Flat, least: float, points: int) -> Curve:
-    """The curve for both directions, where only Renyi known are known."""
+    """The curve for both directions, where only Renyi divergences are known."""
     known = renyi.flat_divergences(flat, renyi.ORDERS)
     at = np.linspace(0.0, _finite(renyi.epsilon_from_renyi(known, renyi.ORDERS, least)), points)
     deltas = np.exp(renyi.log_delta_from_renyi(known, renyi.ORDERS, at))
@@ -677,7 +674,7 @@ def _composed(
     unit = _common_unit(units)
     if unit > 0 and len(units) == len(flat.leaves) and flat.gaussian == 0:
         return sketch.gridded(_aligned(factor * unit, unit))
-    steps = sum(count for _, count in flat.leaves) + 1
+    steps = _steps(flat) + 1
     grid = min(math.sqrt(12.0 * m / (t * (t + 1.0) * steps)) for m, (t, _) in zip(allowed, asked))
     # An atom is rounded up by a step of the grid, which matters where few steps may all meet it.
     tops = [
