@@ -167,11 +167,12 @@ MECHANISMS = ("local_item", "local_group", "hi_grad_avg", "subject_uls", "user_l
 def _unequal(kind: str, count: int, reach: int) -> Any:
     from dpfl_jax.federation import mechanisms
     from dpfl_jax.federation.federation import Federation, SiloPlan
+    from dpfl_jax.federation.participation import SiloFacts
 
     options = {"group_size": 2} if kind == "subject_uls" else {}
     mechanism = getattr(mechanisms, kind)(batch_size=32, max_records_per_subject=2, **options)
     sizes = range(200, 200 + count * 97, 97)
-    facts = [mechanisms.SiloFacts(n, n // 3) for n in sizes]
+    facts = [SiloFacts(n, n // 3) for n in sizes]
     return Federation(tuple(SiloPlan(mechanism, f, 5) for f in facts), 20, reach, None)
 
 

@@ -401,7 +401,7 @@ def make_algorithm(
 ) -> FederatedAlgorithm:
     """The rounds of a configuration; ``options``: of ``FederatedAlgorithm``."""
     local, server = round_optimizers(config)
-    options = {"mesh": data_parallel_mesh(), "execution": config.execution} | options
+    usual: dict[str, Any] = {"mesh": data_parallel_mesh(), "execution": config.execution}
     return FederatedAlgorithm(
         loss_fn=model.loss,
         params=model.init(jax.random.key(config.init_seed)),
@@ -411,7 +411,7 @@ def make_algorithm(
         delta=delta,
         server=server,
         keep_local_state=config.federation.local_state == "keep",
-        **options,
+        **(usual | options),
     )
 
 

@@ -55,7 +55,8 @@ class _Buffers(RoundBuilder):
     def capacity(self) -> int:
         plans = self.federation.silos
         bounds = [
-            plans[i].mechanism.participation.size_bound(self.data.silos[i]) for i in self._members
+            plans[i].mechanism.participation.size_bound(self.data.silos[i])
+            for i in self.federation.participants
         ]
         rows = math.ceil(max(1, max(bounds, default=1)) / self.row)
         unit = 1 << max(0, rows.bit_length() - 2)
