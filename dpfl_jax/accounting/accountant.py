@@ -22,7 +22,6 @@ from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeError
 from dpfl_jax.accounting.discretize import StepLoss
 from dpfl_jax.accounting.drawn import RESERVED
-from dpfl_jax.accounting.events import els
 from dpfl_jax.accounting.leaves import ApproximateLeaf, Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
 from dpfl_jax.errors import BadInputError, at_least, require
 
@@ -316,11 +315,11 @@ def epsilon_table(
 
     Examples:
       >>> from dpfl_jax import accounting
-      >>> def event(sampling_prob):
-      ...     return accounting.events.uls(1.0, sampling_prob, steps=100)
-      >>> table = accounting.epsilon_table(event, [0.01, 0.02, 0.01], delta=1e-5)
-      >>> {prob: round(epsilon, 2) for prob, epsilon in table.items()}
-      {0.01: 0.72, 0.02: 1.43}
+      >>> def event(examples):
+      ...     return accounting.events.els(2.0, 0.01, examples, steps=100)
+      >>> table = accounting.epsilon_table(event, [1, 4, 1], delta=1e-5)
+      >>> {examples: round(epsilon, 2) for examples, epsilon in table.items()}
+      {1: 0.19, 4: 0.87}
     """
     distinct = sorted(set(values))
     if not distinct:
@@ -329,35 +328,6 @@ def epsilon_table(
         value: epsilon(make_event(value), delta, relation=relation, resolution=resolution)
         for value in distinct
     }
-
-
-def els_epsilons(
-    noise_multiplier: float,
-    sampling_prob: float,
-    contributions: Iterable[int],
-    steps: int,
-    delta: float,
-) -> dict[int, float]:
-    """Epsilon of an ELS run for users of each number of examples; the largest governs the run.
-
-    Each user's is exact for them alone (``events.els`` with their own number in place of the group
-    size), as the examples of a user who has fewer are in a batch more rarely.
-
-    Args:
-      noise_multiplier: sigma_ELS.
-      sampling_prob: p, of each example in each step.
-      contributions: declared numbers of examples (>= 1), after contribution limiting.
-      steps: T.
-      delta: in (0, 1).
-
-    Examples:
-      >>> from dpfl_jax import accounting
-      >>> spent = accounting.els_epsilons(2.0, 0.01, contributions=[1, 4], steps=100, delta=1e-5)
-      >>> {examples: round(epsilon, 2) for examples, epsilon in spent.items()}
-      {1: 0.19, 4: 0.87}
-    """
-    event = functools.partial(els, noise_multiplier, sampling_prob, steps=steps)
-    return epsilon_table(event, contributions, delta)
 
 
 def delta_curve(

@@ -84,14 +84,14 @@ def _coarse(profiles: list[_Profile]) -> list[_Profile]:
     def cell(x: float) -> int:
         return math.floor(math.log(x) / math.log(_GRID)) if x > 0 else -(10**9)
 
+    names = [(cell(p.sampling_prob), p.cap, cell(p.sigma), p.steps) for p in profiles]
     classes: dict[Any, list[_Profile]] = {}
-    for p in profiles:
-        classes.setdefault((cell(p.sampling_prob), p.cap, cell(p.sigma), p.steps), []).append(p)
+    for name, p in zip(names, profiles):
+        classes.setdefault(name, []).append(p)
     worst = {name: _envelope(members) for name, members in classes.items()}
     return [
-        dataclasses.replace(p, sampling_prob=w.sampling_prob, sigma=w.sigma)
-        for p in profiles
-        for w in (worst[(cell(p.sampling_prob), p.cap, cell(p.sigma), p.steps)],)
+        dataclasses.replace(p, sampling_prob=worst[name].sampling_prob, sigma=worst[name].sigma)
+        for name, p in zip(names, profiles)
     ]
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.guarantee import without_infinities
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
 from dpfl_jax.data.splits import limit_store
@@ -378,7 +379,7 @@ class FederatedRun(FederatedStudy):
                 "sampling_prob": plan.mechanism.participation.sampling_prob_of(plan.facts),
                 "local_steps": plan.local_steps,
                 "noise_multiplier": plan.sigma,
-                "epsilon_alone": "inf" if math.isinf(epsilon) else epsilon,
+                "epsilon_alone": without_infinities(epsilon),
             }
             for i, (plan, epsilon) in enumerate(zip(self.federation.silos, alone))
         ]

@@ -21,7 +21,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -31,6 +30,7 @@ import numpy as np
 from dpfl_jax import accounting
 from dpfl_jax.accounting import Guarantee, NoiseLaw, closed_forms, events
 from dpfl_jax.accounting.cells import cell_of
+from dpfl_jax.accounting.guarantee import without_infinities
 from dpfl_jax.accounting.rates import (
     TwoStage,
     Unreachable,
@@ -443,16 +443,9 @@ class BudgetTable:
         text = csv_text([COLUMNS, *zip(self.names, *(c.tolist() for c in columns))])
         (directory / "private").mkdir(mode=0o700, exist_ok=True)
         write_atomically(directory / RECORDS, text, mode=0o600)
-        text = json.dumps(_without_infinities(summary), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(without_infinities(summary), indent=2, allow_nan=False) + "\n"
         write_atomically(directory / RECORDS_SUMMARY, text, mode=0o600)
         return summary
-
-
-def _without_infinities(values: Any) -> Any:
-    """Infinities, which JSON lacks, become the string "inf"."""
-    if isinstance(values, dict):
-        return {name: _without_infinities(value) for name, value in values.items()}
-    return "inf" if values == math.inf else values
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
@@ -552,7 +545,7 @@ def personal_statement(
     rows, groups = [], []
     for budget, rate, stay in public.groups:
         stay = min(stay, rounds)
-        rows.append([budget if math.isfinite(budget) else "inf", rate, stay])
+        rows.append([without_infinities(budget), rate, stay])
         event = setting.event(rate, stay) if rate > 0 else events.repeated(setting.event(1.0), 0)
         groups.append((f"records of budget {budget:g}", event))
     basis = {

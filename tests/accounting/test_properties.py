@@ -226,13 +226,16 @@ def test_shuffled_passes_and_truncation():
 
 
 def test_each_user_spends_their_own_epsilon():
-    table = accounting.els_epsilons(2.0, 0.01, [8, 1, 3, 8, 1], 200, 1e-6)
+    def event(examples):
+        return events.els(2.0, 0.01, examples, 200)
+
+    table = accounting.epsilon_table(event, [8, 1, 3, 8, 1], 1e-6)
     assert list(table) == [1, 3, 8]
     assert list(table.values()) == sorted(table.values())
     assert table[1] == accounting.epsilon(events.uls(2.0, 0.01, 200), 1e-6)
     assert table[8] == accounting.epsilon(events.els(2.0, 0.01, 8, 200), 1e-6)
     with pytest.raises(BadInputError, match="at least one"):
-        accounting.els_epsilons(2.0, 0.01, [], 200, 1e-6)
+        accounting.epsilon_table(event, [], 1e-6)
 
 
 @pytest.mark.nightly
