@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from dpfl_jax.federation.isrl.losses import LinearLoss
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.parameters import Parameters, choose
 from dpfl_jax.federation.isrl.privacy import SiloNoise, silo_guarantee
-from dpfl_jax.federation.isrl.rounds import CompiledRound, IsrlAlgorithm, IsrlSteps, make_method
+from dpfl_jax.federation.isrl.rounds import CompiledRound, IsrlAlgorithm, blocks, make_method
 from dpfl_jax.federation.isrl.schedule import silo_draws
 from dpfl_jax.federation.isrl.silos import load_silos
 from dpfl_jax.flower.remote import Ask, RemoteRun, RemoteSilos
@@ -32,7 +32,7 @@ from dpfl_jax.flower.silo_folder import PlanDemands, Policy, RefusedError, check
 from dpfl_jax.flower.study import StudyPlan
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import StepOutput
+from dpfl_jax.run.algorithm import StepOutput, Steps
 from dpfl_jax.run.pipeline import Charge
 from dpfl_jax.run.public_inputs import about
 from dpfl_jax.run.state import TrainState
@@ -248,12 +248,16 @@ class RemoteIsrlAlgorithm(IsrlAlgorithm):
         return RemoteIsrlSteps(self, start)
 
 
-class RemoteIsrlSteps(IsrlSteps):
+class RemoteIsrlSteps(Steps):
     """Blocks of rounds of the server."""
 
     def __init__(self, run: RemoteIsrlAlgorithm, start: int) -> None:
         self.run, self.start = run, start
         self.round = CompiledRound(run.config, run.loss, run.parameters, run.method)
+
+    def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
+        yield from blocks(self.start, rounds, size)
 
     def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, StepOutput]:
         run, now, answered = self.run, state.opt_state["state"], 0

@@ -219,6 +219,13 @@ class IsrlAlgorithm(Algorithm):
 _take = jax.jit(lambda tree, r: jax.tree.map(lambda x: x[r], tree))
 
 
+def blocks(start: int, rounds: int, size: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Blocks of ``size`` rounds, the last one shorter: (end, (begin, end))."""
+    for begin in range(start, rounds, size):
+        end = min(begin + size, rounds)
+        yield end, (begin, end)
+
+
 class IsrlSteps(Steps):
     """The schedule, cut into blocks of rounds."""
 
@@ -237,10 +244,8 @@ class IsrlSteps(Steps):
         self.train_loss = lambda w: float(evaluate(w)["loss_by_silo"])
 
     def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        size = self.run.config.execution.rounds_per_block
-        for begin in range(self.start, self.run.steps, size):
-            end = min(begin + size, self.run.steps)
-            yield end, (begin, end)
+        size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
+        yield from blocks(self.start, rounds, size)
 
     def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, StepOutput]:
         run, (begin, end) = self.run, inputs
