@@ -38,7 +38,7 @@ class Build(options.Options):
     """A build.
 
     Attributes:
-      source: files, python_source, tfds, or a named data set (see docs/guides/data.md).
+      source: files, python_source, tfds, or a named data set (see docs/guides/data_reference.md).
       input: files, patterns or folders.
       format: jsonl, parquet, csv, folder or huggingface (else by name).
       split: which split (tfds and named data sets).
