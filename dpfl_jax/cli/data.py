@@ -143,7 +143,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
             bar.update(tasks[phase], completed=done, total=total or None)
 
         if args.engine == "beam":
-            from dpfl_jax.data.beam import build_with_beam
+            from dpfl_jax.data.build import build_with_beam
 
             if args.source != "files":
                 raise BadInputError("--engine beam reads files: leave --source out")

@@ -177,7 +177,7 @@ def _whole(field: Any) -> Any:
 def _add_key(parser: Any, key: str, default: Any) -> None:
     from pydantic import TypeAdapter, ValidationError
 
-    from dpfl_jax.config.text import read_yaml
+    from dpfl_jax.config.load import read_yaml
 
     section, _, name = key.partition(".")
     owner = dict(_sections())[section]

@@ -12,8 +12,7 @@ from dpfl_jax.cli import options
 from dpfl_jax.cli.bench import from_checkout
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, at_least
-from dpfl_jax.run.console import Console
-from dpfl_jax.run.interrupt import default_signal_handling
+from dpfl_jax.run.console import Console, default_signal_handling
 
 DESCRIPTION = """\
 Reproduce a figure or a table of a paper: what it claims, what is measured, whether it holds, and

@@ -198,7 +198,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     if not (name and equals and values):
         raise BadInputError(f"--grid {text!r} must look like epsilon=1,4,16")
-    from dpfl_jax.config.text import read_yaml
+    from dpfl_jax.config.load import read_yaml
 
     return name, read_yaml(f"[{values}]", f"--grid {text!r}", one_value=True)
 

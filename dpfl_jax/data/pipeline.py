@@ -17,10 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from dpfl_jax.data import packing
-from dpfl_jax.data.example_keys import example_keys
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, example_keys
 from dpfl_jax.sampling import Draw, share_of
 
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.data import python_source
 from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.documents import read_documents
 from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, expand_paths, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
-from dpfl_jax.data.sets import data_source
+from dpfl_jax.data.sets import data_source, installed_package_files
 from dpfl_jax.errors import BadInputError
 
 Row = tuple[str, bytes]  # user, and text or packed records
@@ -89,7 +88,7 @@ def file_source(
 
 def python_files_source() -> Source:
     """Returns the source files of the installed packages, one user each."""
-    files = python_source.installed_package_files()
+    files = installed_package_files()
     sizes = {user: len(data) for user, data in files.items()}
     return Source(lambda: iter(files.items()), {"python_files": sizes}, sum(sizes.values()))
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
-from dpfl_jax.data.splits import limit_store
+from dpfl_jax.data.load import limit_store
 from dpfl_jax.data.store import Store, scale_warning, unit_key_of
 from dpfl_jax.federation.accountant import (
     calibrate_federation,
@@ -51,10 +51,9 @@ from dpfl_jax.federation.personal import (
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
 from dpfl_jax.run.algorithm import RunResult
-from dpfl_jax.run.balance import Balance, Knob, doubled, knob
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate
-from dpfl_jax.run.pipeline import Charge, Run
+from dpfl_jax.run.pipeline import Balance, Charge, Knob, Run, doubled, knob
 from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.task import Task

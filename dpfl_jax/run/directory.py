@@ -23,8 +23,7 @@ import yaml
 
 from dpfl_jax.accounting.statement import NAME
 from dpfl_jax.audit import run_audit
-from dpfl_jax.config.load import other_run, with_moved
-from dpfl_jax.config.text import write_yaml
+from dpfl_jax.config.load import other_run, with_moved, write_yaml
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import read_text
 from dpfl_jax.randomness import RootKey

@@ -11,6 +11,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -32,10 +33,8 @@ from dpfl_jax.run.checkpoint import (
     shapes_of,
     stopped_caveat,
 )
-from dpfl_jax.run.console import RunConsole, StepProgress
+from dpfl_jax.run.console import RunConsole, StepProgress, StopRequest
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.interrupt import StopRequest
-from dpfl_jax.run.profile import Profile
 from dpfl_jax.run.state import content_digest
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 
@@ -71,7 +70,7 @@ class LoopConfig:
       log_every: steps between rows of metrics.
       keep_best: the checkpoint with the lowest held-out loss is kept, too.
       patience: the run stops once so many evaluations in a row found no lower held-out loss.
-      profile: turns of the loop that are traced (``profile.Profile``).
+      profile: turns of the loop that are traced (``Profile``).
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -637,3 +636,55 @@ class _Log:
         call = self.hooks.on_evaluation if "eval" in row else self.hooks.on_step
         if call is not None:
             call(row)
+
+
+# ---- a trace of a few steps ----------------------------------------------------------------------
+# As xprof, TensorBoard and Perfetto open it.
+
+
+class Profile:
+    """Traces turns of the loop after the first one, which compiles.
+
+    A trace tells how long single steps took, and so how much was drawn for them: it is as private
+    as the data (``report.PRIVATE_METRICS_CAVEAT``). It changes nothing that is computed.
+    """
+
+    def __init__(self, folder: pathlib.Path | None, turns: int) -> None:
+        """Writes into ``folder`` (None: nowhere), for its owner alone; ``turns`` of the loop."""
+        self._folder, self._left = folder, turns if folder is not None else 0
+        self._running, self._compiled = False, False
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def before(self) -> None:
+        """To be called before each turn."""
+        if self._compiled and self._left and not self._running:
+            assert self._folder is not None
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # calls of Python would be most of the file
+            jax.profiler.start_trace(self._folder, profiler_options=options)
+            self._running = True
+        self._compiled = True
+
+    def after(self, state: Any) -> None:
+        """To be called after each turn, with what it has computed."""
+        if self._running:
+            self._left -= 1
+            if not self._left:
+                jax.block_until_ready(state)
+                self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dpfl_jax.config.base import ProcessesConfig
+from dpfl_jax.config.execution import ProcessesConfig
 from dpfl_jax.errors import BadInputError, StoppedError, one_of
 from dpfl_jax.randomness import RootKey
 
@@ -101,7 +101,7 @@ def start(section: ProcessesConfig) -> bool:
             "process_id": int(mine),
             "cluster_detection_method": "deactivate",
         }
-    # SIGTERM is the run's own affair (``interrupt``): it stops all processes at the same step.
+    # SIGTERM is the run's own affair (``console.StopRequest``): it stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Programs that send to each other must run in the same order everywhere; on accelerators a

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dpfl_jax.accounting import Guarantee
-from dpfl_jax.data.splits import FEW
+from dpfl_jax.data.load import FEW
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.task import Task
 

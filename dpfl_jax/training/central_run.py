@@ -1,6 +1,6 @@
 """Central training from a configuration: data, model, pre-training, mechanism and report.
 
-Noise over signal (``run.balance``): a step moves along (clipped sum + noise) / M. A clipped sum
+Noise over signal (``run.pipeline``): a step moves along (clipped sum + noise) / M. A clipped sum
 of M units has norm M C at most, its noise standard deviation sigma C in each of d coordinates; over
 T steps, in units of the learning rate:
 
@@ -24,8 +24,8 @@ from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
-from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.config.schema import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import Bounding, bounding_of, grouped_by_owner_set, shared_store
@@ -38,10 +38,9 @@ from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.algorithm import RunResult
-from dpfl_jax.run.balance import Balance, Knob, doubled, knob
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate
-from dpfl_jax.run.pipeline import Charge, Run
+from dpfl_jax.run.pipeline import Balance, Charge, Knob, Run, doubled, knob
 from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.run.report import PACKING_CAVEAT
 from dpfl_jax.run.state import content_digest

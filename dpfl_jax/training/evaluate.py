@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
 from dpfl_jax.clipping import Trainable, join, split
-from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.data.pipeline import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.data.tokenizers import Tokenizer, prompt_ids
@@ -23,6 +22,7 @@ from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.mesh import make_mesh, replicated, unit_axes, unit_parts
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate
+from dpfl_jax.randomness import key_argument
 from dpfl_jax.task import Task
 
 PyTree = Any

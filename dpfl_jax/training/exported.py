@@ -23,8 +23,8 @@ from dpfl_jax.data.table import read_inputs
 from dpfl_jax.errors import BadInputError, repeated
 from dpfl_jax.models import FunctionalModel, LanguageModel, TransformerConfig, build_by_name
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config
+from dpfl_jax.models.checkpoint.convert import ADAPTER_CONFIG
 from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, TensorWriter
-from dpfl_jax.models.checkpoint.save import ADAPTER_CONFIG
 from dpfl_jax.task import Task
 from dpfl_jax.training.modules import built, forward_of, functional
 

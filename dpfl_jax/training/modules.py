@@ -14,10 +14,10 @@ import numpy as np
 
 from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.data import Store
-from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.owners import grouped_by_owner_set
 from dpfl_jax.errors import BadInputError, imported, one_of, repeated
 from dpfl_jax.models.small import Classifier, LogisticRegression, cross_entropy
+from dpfl_jax.randomness import key_argument, with_any_key
 from dpfl_jax.task import Task
 
 PyTree = Any

@@ -309,7 +309,7 @@ class Step:
         from dpfl_jax.clipping import split
         from dpfl_jax.mesh import parameter_shardings, replicated, unit_axes
         from dpfl_jax.run.state import TrainState, shardings_of
-        from dpfl_jax.training.step import make_train_step
+        from dpfl_jax.training.central import make_train_step
 
         capacity = 2  # any number of microbatches runs in the same loop
         rows = NamedSharding(self.mesh, PartitionSpec(None, unit_axes(self.mesh)))

@@ -17,13 +17,12 @@ from jax.sharding import Mesh
 
 from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.data.example_keys import key_argument, keyed, with_keys
 from dpfl_jax.data.packing import SAMPLE_UNITS, Shape, choose_shapes, pack_units
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import unit_axes, unit_parts
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, key_argument, keyed, with_keys
 from dpfl_jax.sampling import Sampler
 from dpfl_jax.task import handles_segments
 
