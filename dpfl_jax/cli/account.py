@@ -320,10 +320,7 @@ _OWN = "most examples of a user (of the whole run), or records of a subject"
 _CAP = "most units (truncated Poisson), or records of a subject, in a batch"
 # By field, or keyword of a matrix: the option and its help.
 OPTIONS = {
-    "sampling_prob": (
-        "sampling_prob",
-        "of each unit in a step (at which it may be drawn)",
-    ),
+    "sampling_prob": ("sampling_prob", "of each unit in a step (at which it may be drawn)"),
     "period": ("period", "steps of which each unit may take part in one"),
     "size": ("batch_size", "units in every batch"),
     "cap": ("batch_cap", _CAP),

@@ -264,12 +264,7 @@ def _check_costs(args: argparse.Namespace) -> None:
 
 
 def _planner(
-    config: Any,
-    args: argparse.Namespace,
-    epsilon: float,
-    start: Any,
-    console: Any,
-    law: Any = None,
+    config: Any, args: argparse.Namespace, epsilon: float, start: Any, console: Any, law: Any = None
 ) -> Any:
     import numpy as np
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -356,10 +356,10 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 def _one_sentence(error: ValidationError, raw: Mapping[str, Any], where: str) -> str:
     """The first thing that is wrong; unknown keys before those that are missing for them."""
-    found = sorted(error.errors(), key=lambda one: one["type"] not in _UNKNOWN)
-    first, location = found[0], [str(part) for part in found[0]["loc"]]
+    errors = sorted(error.errors(), key=lambda one: one["type"] not in _UNKNOWN)
+    first, location = errors[0], [str(part) for part in errors[0]["loc"]]
     key = ".".join(location)
-    more = f" ({len(found) - 1} more after this one)" if len(found) > 1 else ""
+    more = f" ({len(errors) - 1} more after this one)" if len(errors) > 1 else ""
     if first["type"] in _UNKNOWN:
         near, known = near_keys(location, _variant_in(raw))
         hint = f"did you mean {' or '.join(map(repr, near))}?"
@@ -406,17 +406,27 @@ def _keys_at(location: list[str], variant: Variant | None) -> list[str]:
     for part in location:
         fields = getattr(section, "model_fields", {})
         if part in fields:
-            section = _section_type(fields[part].annotation)
-    if dataclasses.is_dataclass(section):
-        names = [f.name for f in dataclasses.fields(section)]
-    else:
-        names = list(getattr(section, "model_fields", {}))
+            section = section_type(fields[part].annotation)
+    names = section_fields(section)
     return [n for n in names if variant is None or takes(variant, ".".join([*location, n][:2]))]
 
 
-def _section_type(annotation: Any) -> Any:
+def section_type(annotation: Any) -> Any:
+    """The class of a section, of the type of its key; None may be among what that allows."""
     inner = [a for a in get_args(annotation) if a is not type(None)]
     return inner[0] if inner else annotation
+
+
+def section_fields(section: Any) -> dict[str, tuple[Any, Any]]:
+    """Type and default of each key of a section; nothing of what is none."""
+    if dataclasses.is_dataclass(section):
+        hints: dict[str, Any] = get_type_hints(section, include_extras=True)
+        return {f.name: (hints[f.name], f.default) for f in dataclasses.fields(section)}
+    fields = getattr(section, "model_fields", {})
+    return {
+        name: (Annotated[(f.annotation, *f.metadata)] if f.metadata else f.annotation, f.default)
+        for name, f in fields.items()
+    }
 
 
 # ---- YAML as people write it ---------------------------------------------------------------------

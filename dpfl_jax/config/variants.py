@@ -12,14 +12,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
-from dpfl_jax.config.kinds import (
-    CENTRAL,
-    ISRL,
-    PARTICIPATIONS,
-    SILO_PARTICIPATIONS,
-    SILOS,
-    Kinds,
-)
+from dpfl_jax.config.kinds import CENTRAL, ISRL, PARTICIPATIONS, SILO_PARTICIPATIONS, SILOS, Kinds
 from dpfl_jax.data.sections import DataConfig
 from dpfl_jax.errors import BadInputError, nearest
 

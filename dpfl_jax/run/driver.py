@@ -11,7 +11,6 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -657,12 +656,7 @@ class Profile:
     def __enter__(self) -> Profile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop()
 
     def before(self) -> None:

@@ -425,12 +425,7 @@ def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, Any]:
     bill, loop, evaluate = _Bill(run, directory, console), run.loop, run.evaluator()
     algorithm = run.algorithm(directory, console)
     result = drive(
-        algorithm,
-        run_dir=directory,
-        evaluate=evaluate,
-        loop=loop,
-        charge=bill.pay,
-        console=console,
+        algorithm, run_dir=directory, evaluate=evaluate, loop=loop, charge=bill.pay, console=console
     )
     more = run.after_steps(algorithm, result)
     baseline = None

@@ -101,7 +101,7 @@ def start(section: ProcessesConfig) -> bool:
             "process_id": int(mine),
             "cluster_detection_method": "deactivate",
         }
-    # SIGTERM is the run's own affair (``console.StopRequest``): it stops all processes at the same step.
+    # SIGTERM is the run's own affair (``StopRequest``): it stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Programs that send to each other must run in the same order everywhere; on accelerators a

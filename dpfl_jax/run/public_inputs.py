@@ -33,10 +33,7 @@ _BOUNDS = {
 
 
 def about(
-    guarantee: Guarantee,
-    unit_key: str,
-    public_inputs: tuple[str, ...],
-    account: str | None = None,
+    guarantee: Guarantee, unit_key: str, public_inputs: tuple[str, ...], account: str | None = None
 ) -> Guarantee:
     """A guarantee that says what it is about.
 
@@ -56,10 +53,7 @@ def about(
         )
     caveats = [c for c in guarantee.caveats if c not in (OTHER_RUNS_CAVEAT, counted)]
     return dataclasses.replace(
-        guarantee,
-        unit_key=unit_key,
-        public_inputs=public_inputs,
-        caveats=(*caveats, counted),
+        guarantee, unit_key=unit_key, public_inputs=public_inputs, caveats=(*caveats, counted)
     )
 
 

@@ -20,13 +20,7 @@ _HOMES = {
     "make_train_step": "dpfl_jax.training.central",
 }
 
-__all__ = [
-    "fit",
-    "FitResult",
-    "make_train_step",
-    "TrainState",
-    "data_parallel_mesh",
-]
+__all__ = ["fit", "FitResult", "make_train_step", "TrainState", "data_parallel_mesh"]
 
 
 def __getattr__(name: str) -> Any:
