@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from dp_accounting import DpEvent, NeighboringRelation
+from rich.table import Table
 
 from dpfl_jax import accounting, matrices
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, epsilon, events
@@ -33,6 +34,7 @@ from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import save_figure
+from dpfl_jax.run.console import Console
 from dpfl_jax.sampling import schemes
 
 ACCOUNTANTS = {
@@ -283,10 +285,7 @@ def _plot(
 
 
 def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any], meaning: Any) -> None:
-    from rich.table import Table
-
     from dpfl_jax.accounting.guarantee import rounded_up
-    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     solved = result["solved_for"]

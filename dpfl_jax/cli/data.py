@@ -10,6 +10,7 @@ from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.data.sections import CONVERSATION
 from dpfl_jax.errors import BadInputError, require
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Build a store of examples grouped by user, or look into one.
@@ -111,7 +112,6 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
 
     from dpfl_jax.data.build import BuildPlan, build_store, default_num_shards
     from dpfl_jax.data.owners import SharedStore
-    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     started = time.monotonic()
@@ -248,7 +248,6 @@ def _inspect(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.data import inspect as inspection
     from dpfl_jax.data.owners import grouped_by_owner_set
     from dpfl_jax.data.shards import open_store
-    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     store = open_store(args.store)

@@ -9,9 +9,12 @@ import pathlib
 import shlex
 from typing import Annotated, Any, ClassVar
 
+from rich.table import Table
+
 from dpfl_jax.cli.options import Configured, Flag
 from dpfl_jax.config.load import load_config, write_config
 from dpfl_jax.errors import BadInputError, at_least
+from dpfl_jax.run.console import Console
 
 QUESTIONS = {
     "algorithm": "which algorithm, and where do examples overtake users as compute grows",
@@ -153,7 +156,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.config import load_config
     from dpfl_jax.planning.costs import LazyStart, add_bills, add_memory, prices
     from dpfl_jax.planning.questions import Scenario, predict
-    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides, args.allow_code)
@@ -373,8 +375,6 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
 
 
 def _print(console: Any, result: dict[str, Any]) -> None:
-    from rich.table import Table
-
     from dpfl_jax.planning.candidates import CANDIDATES, plain
     from dpfl_jax.planning.costs import in_order
 
@@ -566,8 +566,6 @@ def _laws(files: list[pathlib.Path] | None) -> dict[str, Any]:
 
 def _answer(args: argparse.Namespace, scenarios: dict[str, Any], console: Any) -> dict[str, Any]:
     """Answers ``--ask``, and draws."""
-    from rich.table import Table
-
     from dpfl_jax.planning.figures import draw_answer
     from dpfl_jax.planning.hover import to_svg
     from dpfl_jax.planning.questions import ask
@@ -709,8 +707,6 @@ def _steps(choice: Any) -> int:
 
 
 def _print_federation(console: Any, result: dict[str, Any], prepared: Any) -> None:
-    from rich.table import Table
-
     section = prepared.config.federation
     table = Table(
         "mechanism", "cap", "records kept", "noise multiplier", "noise / signal",

@@ -8,6 +8,8 @@ import pathlib
 import time
 from typing import Annotated, Any
 
+from rich.table import Table
+
 from dpfl_jax.cli import options
 from dpfl_jax.cli.bench import from_checkout
 from dpfl_jax.cli.options import Flag
@@ -140,8 +142,6 @@ def _check(args: argparse.Namespace, modules: dict[str, Any], many: bool) -> Non
 
 
 def _list(console: Console, modules: dict[str, Any]) -> dict[str, Any]:
-    from rich.table import Table
-
     table = Table("figure", "what", "source")
     rows = []
     for name, module in modules.items():
@@ -152,8 +152,6 @@ def _list(console: Console, modules: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(console: Console, result: dict[str, Any]) -> None:
-    from rich.table import Table
-
     table = Table("claim", "source", "measured", "expected", "verdict")
     for claim in result["claims"]:
         style = {True: "green", False: "red", None: "yellow"}[claim["holds"]]
@@ -168,8 +166,6 @@ def _print(console: Console, result: dict[str, Any]) -> None:
 
 
 def _tally(console: Console, found: dict[str, dict[str, int]]) -> None:
-    from rich.table import Table
-
     table = Table("source", *next(iter(found.values()), {}))
     for source, counts in found.items():
         table.add_row(source, *map(str, counts.values()))

@@ -9,6 +9,7 @@ import shlex
 from typing import Annotated, Any
 
 from rich.markdown import Markdown
+from rich.table import Table
 
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
@@ -117,8 +118,6 @@ def _in_short(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str, Any]:
-    from rich.table import Table
-
     from dpfl_jax.accounting.guarantee import rounded_up
     from dpfl_jax.federation.personal import COLUMNS, read_records
     from dpfl_jax.run.directory import RECORDS

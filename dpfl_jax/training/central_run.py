@@ -515,7 +515,7 @@ def read_data(
             f"pretrain needs a public corpus, but data.source={config.data.source} has none: "
             "remove the pretrain section, or name one as data.public"
         )
-    model = build_model(config, data)
+    model = build_model(config, data.task, data.train)
     check_trainable(config.model, model)
     return data, model
 

@@ -22,7 +22,7 @@ from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError, positive
 from dpfl_jax.mesh import make_mesh, parameter_shardings
-from dpfl_jax.models import LanguageModel, build_by_name, not_reference
+from dpfl_jax.models import LanguageModel, not_reference
 from dpfl_jax.models.checkpoint import fingerprint, save_adapter, save_checkpoint
 from dpfl_jax.models.checkpoint.families import family_of
 from dpfl_jax.models.params import flat_paths, is_adapter, merge, nested, without_adapters
@@ -30,7 +30,7 @@ from dpfl_jax.run.checkpoint import Checkpoints, load_params, released
 from dpfl_jax.run.directory import finished_report, write_atomically
 from dpfl_jax.run.state import content_digest
 from dpfl_jax.task import Task
-from dpfl_jax.training.exported import filled, save_named
+from dpfl_jax.training.exported import filled, library_model, save_named
 from dpfl_jax.training.modules import built, functional
 from dpfl_jax.training.start import (
     base_from_checkpoint,
@@ -199,7 +199,7 @@ def _other(
             params = filled(params, lambda: _built(build, section, task, key, digest))
         else:
             structure["kind"] = section.kind
-            model = build_by_name(section.kind, task, section.options)
+            model = library_model(structure, task)
             if isinstance(model, LanguageModel):
                 return *_transformer(out, model, params, None, size), model.num_params
             params = filled(params, lambda: model.init(key))

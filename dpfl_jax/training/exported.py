@@ -22,7 +22,7 @@ from dpfl_jax.data.in_memory import table_rows
 from dpfl_jax.data.table import read_inputs
 from dpfl_jax.errors import BadInputError, repeated
 from dpfl_jax.models import FunctionalModel, LanguageModel, TransformerConfig, build_by_name
-from dpfl_jax.models.checkpoint import load_checkpoint, read_config
+from dpfl_jax.models.checkpoint import load_model
 from dpfl_jax.models.checkpoint.convert import ADAPTER_CONFIG
 from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, TensorWriter
 from dpfl_jax.task import Task
@@ -147,15 +147,13 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
         )
     guarantee = _checked(folder).privacy
     if like is None and (folder / CONFIG).exists():
-        language = LanguageModel(read_config(folder))
-        shapes = jax.eval_shape(language.init, jax.random.key(0))
-        params = load_checkpoint(folder, language.config, shapes)
+        language, params = load_model(folder)
         return Exported(params, language, None, guarantee)
     files = TensorFiles(folder, STRUCTURE)
     found = {name: jnp.asarray(files.whole(name)) for name in files}
     structure = files.config
     task = Task.from_json(structure["task"]) if structure.get("task") else None
-    model = _library_model(structure, task) if model is None else model
+    model = library_model(structure, task) if model is None else model
     if like is None:
         params = _nested(found, structure["parameters"])
         return Exported(params, model, task, guarantee, structure)
@@ -186,7 +184,8 @@ def _checked(folder: pathlib.Path) -> Statement:
     return stated
 
 
-def _library_model(structure: Mapping[str, Any], task: Task | None) -> Any:
+def library_model(structure: Mapping[str, Any], task: Task | None) -> Any:
+    """The model of the library that an export describes; None of other models."""
     if "transformer" in structure:
         return LanguageModel(TransformerConfig(**structure["transformer"]))
     if "kind" in structure and task is not None:

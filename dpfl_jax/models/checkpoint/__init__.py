@@ -8,6 +8,7 @@ from dpfl_jax.models.checkpoint.convert import (
     describe,
     fingerprint,
     load_checkpoint,
+    load_model,
     read_config,
     save_adapter,
     save_checkpoint,
@@ -16,6 +17,7 @@ from dpfl_jax.models.checkpoint.files import checkpoint_dir, tokenizer_file
 
 __all__ = [
     "load_checkpoint",
+    "load_model",
     "save_checkpoint",
     "save_adapter",
     "read_config",

@@ -144,6 +144,23 @@ def load_checkpoint(
     return nested(loaded)
 
 
+def load_model(path: Any) -> tuple[LanguageModel, PyTree]:
+    """The language model of a checkpoint, and its parameters.
+
+    Raises:
+      BadInputError: as of ``read_config`` and ``load_checkpoint``.
+
+    Examples:
+      >>> from dpfl_jax.models.checkpoint import checkpoint_dir, load_model
+      >>> model, params = load_model(checkpoint_dir("bundled:quickstart"))
+      >>> model.config.num_layers
+      2
+    """
+    model = LanguageModel(read_config(path))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return model, load_checkpoint(path, model.config, shapes)
+
+
 def _sources(
     files: TensorFiles, config: TransformerConfig, family: Family, wanted: Mapping[str, Any]
 ) -> dict[str, list[Entry]]:
