@@ -163,20 +163,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     elif solved != "epsilon":
         values[solved] = _solve(row, solved, noise, values, epsilon, delta)
     event = row.event_of(noise, values)
-    found = accounting.epsilon(event, delta, relation=row.relation, accountant=args.accountant)
+    bound = accounting.epsilon(event, delta, relation=row.relation, accountant=args.accountant)
     sampling, assumptions = row.describe(noise, values)
     guarantee = accounting.Guarantee(
         unit=row.unit,
         adjacency=row.neighbours,
         trust=row.trust,
-        epsilon=found,
+        epsilon=bound,
         delta=delta,
         noise_multiplier=noise,
         accountant=ACCOUNTANTS[args.accountant],
         sampling=sampling,
         assumptions=(
             *assumptions,
-            *accounting.noise_assumptions("exact", found, delta, values["steps"]),
+            *accounting.noise_assumptions("exact", bound, delta, values["steps"]),
         ),
         caveats=("this is a calculation, not the report of a run",),
         steps=values["steps"],
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "target_epsilon": epsilon,
     }
     if args.compare:
-        result["comparison"] = _compare(row, noise, values, delta, found)
+        result["comparison"] = _compare(row, noise, values, delta, bound)
     if getattr(args, "contributions", None):
         result["epsilon_by_contribution"] = _by_contribution(row, noise, values, args)
     meaning = None
@@ -220,9 +220,9 @@ def _solve(row: Row, name: str, noise: float, values: Values, epsilon: float, de
 
 
 def _compare(
-    row: Row, noise: float, values: Values, delta: float, found: float
+    row: Row, noise: float, values: Values, delta: float, pld: float
 ) -> list[dict[str, Any]]:
-    rows: dict[str, tuple[float, bool]] = {"this event, PLD": (found, True)}
+    rows: dict[str, tuple[float, bool]] = {"this event, PLD": (pld, True)}
     event = row.event_of(noise, values)
     for accountant in ("rdp", "zcdp"):
         with contextlib.suppress(BadInputError):

@@ -229,8 +229,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.overtake is not None:
         at_least("--overtake", args.overtake, 1)
         with console.status("calibrating larger populations"):
-            found = planner.users_at_overtake(budget, args.overtake)
-        result["overtake"] = {"examples_per_user": args.overtake, "users": found}
+            users = planner.users_at_overtake(budget, args.overtake)
+        result["overtake"] = {"examples_per_user": args.overtake, "users": users}
     _print(console, result)
     if args.png is not None:
         from dpfl_jax.planning.figures import draw_heat_map  # and Matplotlib, which takes a second
@@ -398,11 +398,11 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     marks = {"best": "least noise", "median": "median", "doubling": "double"}
     keys = set(result["doubling"])
     for option in in_order(result):
-        own = {key: value for key, value in option.items() if key in keys}
+        cell = {key: value for key, value in option.items() if key in keys}
         notes = [
             words
             for name, words in marks.items()
-            if result[name] and {k: result[name][k] for k in keys} == own
+            if result[name] and {k: result[name][k] for k in keys} == cell
         ]
         table.add_row(
             CANDIDATES[option["kind"]].name
@@ -654,19 +654,19 @@ def _plan_federation(args: argparse.Namespace, config: Any, console: Any) -> dic
     prepared = prepare(config, console)
     with console.status("calibrating noise"):
         # Of equal noise, what leaves out the fewest records.
-        found = sorted(
+        choices = sorted(
             federated_options(prepared), key=lambda c: (float(f"{c.ratio:.3g}"), -c.kept)
         )
-        if not found:
+        if not choices:
             raise BadInputError(
                 f"no mechanism meets epsilon {config.privacy.epsilon:g}: raise privacy.epsilon, or "
                 "lower mechanism.max_records_per_subject or federation.max_silos_per_subject"
             )
         of_kind: dict[str, Any] = {}
-        for choice in found:
+        for choice in choices:
             of_kind.setdefault(choice.kind, choice)
         paced = [sorted([c, *other_steps(prepared, c)], key=_steps) for c in of_kind.values()]
-        best, reason = found[0], "at the configuration's steps"
+        best, reason = choices[0], "at the configuration's steps"
         if best.ratio > 1:
             best, reason = min(paced[0], key=lambda c: c.ratio), "as noise swamps signal"
         reach = by_reach(prepared, best)
@@ -682,7 +682,7 @@ def _plan_federation(args: argparse.Namespace, config: Any, console: Any) -> dic
         "delta": prepared.delta,
         "parameters": prepared.model.num_params,
         "best": best.to_json(),
-        "options": [choice.to_json() for choice in found],
+        "options": [choice.to_json() for choice in choices],
         "by_steps": {each[0].kind: {str(_steps(c)): c.ratio for c in each} for each in paced},
         "by_reach": {str(silos): ratio for silos, ratio in reach.items()},
         "reason": reason,
@@ -691,7 +691,7 @@ def _plan_federation(args: argparse.Namespace, config: Any, console: Any) -> dic
     if args.png is not None:
         from dpfl_jax.planning.figures import draw_caps  # and Matplotlib, which takes a second
 
-        draw_caps(found, args.png)
+        draw_caps(choices, args.png)
         console.print(f"drawn: {args.png}")
     if args.out is not None:
         # With the target as it was asked for: a delta that follows from the data is left to them.

@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config, model = _load(folder, args.which, build)
     form = csv_format(args)
     if config is not None:
-        own = config.data
-        form = CsvFormat(form.delimiter or own.delimiter, form.encoding or own.encoding)
+        data = config.data
+        form = CsvFormat(form.delimiter or data.delimiter, form.encoding or data.encoding)
     if source.suffix == ".npy":
         if args.held_out:
             raise BadInputError("--held-out is for tables: an array does not say whose rows are")

@@ -220,8 +220,8 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     table.add_row("study", f"{result['study']} (the same at all parties)")
     table.add_row("policy", ", ".join(f"{k} {v}" for k, v in result["policy"].items()))
     for name, row in result["runs"].items():
-        own, every = (rounded_up(row[name], 4) for name in ("epsilon", "ledger"))
-        spent = f"epsilon {own} of this run, {every} of all by then"
+        of_run, every = (rounded_up(row[name], 4) for name in ("epsilon", "ledger"))
+        spent = f"epsilon {of_run} of this run, {every} of all by then"
         table.add_row(f"run {name}", f"{row['rounds']} rounds answered, {spent}")
     for sentence in result["refused"]:
         table.add_row("refused", sentence)

@@ -298,11 +298,11 @@ class Composed(abc.ABC):
     def _section(self) -> dict[str, Any]:
         # It is looked for, and not remembered: what is spelled out is the preset that it equals,
         # and keys of runs follow from that.
-        found = self.kinds.section_of(self.without_derived(), self.preset_options())
-        if found is None:
+        preset = self.kinds.section_of(self.without_derived(), self.preset_options())
+        if preset is None:
             given = {name: getattr(self, name) for name in options(type(self))}
             return {name: Kinds.dump(value) for name, value in given.items()}
-        kind, given = found
+        kind, given = preset
         return {"kind": kind} | {name: Kinds.dump(value) for name, value in given.items()}
 
     def to_section(self) -> dict[str, Any]:

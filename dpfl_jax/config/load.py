@@ -108,7 +108,7 @@ def _check_size(raw: Mapping[str, Any], where: str) -> None:
             if depth == _MOST_DEPTH or len(value) > _MOST_VALUES:
                 break
             inner = value.values() if isinstance(value, Mapping) else value
-            left += [(found, depth + 1) for found in inner]
+            left += [(part, depth + 1) for part in inner]
     raise BadInputError(
         f"{where} holds more than {_MOST_VALUES:,} values, or more than {_MOST_DEPTH} within each "
         "other: no configuration does"
@@ -161,8 +161,8 @@ def _code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _kinds_in(raw.get("mechanism"), "mechanism")
     for key in ("model.module", "data.source", "data.user_column"):
         section, name = key.split(".")
-        found = raw.get(section)
-        value = found.get(name) if isinstance(found, Mapping) else None
+        values = raw.get(section)
+        value = values.get(name) if isinstance(values, Mapping) else None
         # Only of a column is a colon something else, too.
         names = names_function if name == "user_column" else lambda text: ":" in text
         if isinstance(value, str) and names(value):

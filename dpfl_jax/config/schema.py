@@ -616,13 +616,13 @@ class RunConfig(Section):
 
     def _check_central(self) -> None:
         mechanism, execution, model = self.mechanism, self.execution, self.model
-        own = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
-        for name in ("options",) if model.is_transformer else own:
+        of_transformers = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
+        for name in ("options",) if model.is_transformer else of_transformers:
             default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
             check(
                 getattr(model, name) == default,
                 f"model.{name} does not go with model.{model.what}: remove it "
-                f"(transformers take {', '.join(own)}, other kinds options)",
+                f"(transformers take {', '.join(of_transformers)}, other kinds options)",
             )
         check(
             self.pretrain is None or model.is_transformer,

@@ -192,8 +192,8 @@ def keys_of_variant(raw: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
         if not takes(variant, section):
             continue
         if isinstance(values, Mapping):
-            own = {name: v for name, v in values.items() if takes(variant, f"{section}.{name}")}
-            result[section] = own
+            kept = {name: v for name, v in values.items() if takes(variant, f"{section}.{name}")}
+            result[section] = kept
         else:
             result[section] = values
     return result

@@ -473,9 +473,7 @@ class LanguageModel:
         return cast(jax.Array, out)
 
     @takes_segments
-    def loss(
-        self, params: PyTree, example: dict[str, jax.Array], rng: jax.Array | None = None
-    ) -> jax.Array:
+    def loss(self, params: PyTree, example: dict[str, jax.Array]) -> jax.Array:
         """Mean next-token cross-entropy of ONE example over its real tokens, in nats.
 
         Args:
@@ -485,12 +483,10 @@ class LanguageModel:
             are not predicted, but later ones see them: padding belongs at the end. With
             ``segments``, int32 [length], it is a row of several examples, and the loss is the sum
             of theirs.
-          rng: unused (there is no dropout).
 
         Returns:
           float32 scalar; 0 for an example without real tokens.
         """
-        del rng
         tokens, real = example["tokens"], example["mask"].astype(bool)
         segments = example.get("segments")
         if self.config.bos_id is None:
@@ -598,9 +594,7 @@ class PreferenceModel(LanguageModel):
         self.beta = beta
         self._base = LanguageModel(dataclasses.replace(config, lora=None))
 
-    def loss(
-        self, params: PyTree, example: dict[str, jax.Array], rng: jax.Array | None = None
-    ) -> jax.Array:
+    def loss(self, params: PyTree, example: dict[str, jax.Array]) -> jax.Array:
         """-log sigmoid(beta (margin of the model - margin of the reference)) of ONE pair.
 
         A margin is log p(chosen answer) - log p(rejected answer), summed over their tokens.
@@ -609,12 +603,10 @@ class PreferenceModel(LanguageModel):
           params: of ``with_reference``.
           example: ``tokens`` int32 [2, length], the chosen sequence first, and ``mask`` bool [2,
             length], True for the answers' tokens.
-          rng: unused (there is no dropout).
 
         Returns:
           float32 scalar; log 2 where the model is the reference.
         """
-        del rng
         model_params = {name: value for name, value in params.items() if name != REFERENCE}
         reference = flat_paths(params.get(REFERENCE, {}))
         base_params = nested({**flat_paths(without_adapters(model_params)), **reference})

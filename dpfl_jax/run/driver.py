@@ -282,11 +282,11 @@ class _Driven:
     def evaluate(self) -> None:
         if self._evaluate is None or evaluation_after(self.log.rows, self.done) is not None:
             return
-        found = self._evaluate(self.algorithm.params(self.state))
-        if self.done == 0 and not math.isfinite(found["loss"]):
+        evaluation = self._evaluate(self.algorithm.params(self.state))
+        if self.done == 0 and not math.isfinite(evaluation["loss"]):
             before = "before the first step the mean loss of held-out examples is"
             raise BadInputError(_NO_LOSS.format(before))
-        self.log.append({"step": self.done, "eval": found})
+        self.log.append({"step": self.done, "eval": evaluation})
 
     def check_first_step(self) -> None:
         """Makes the steps; processes and, if the run is private, the compiled sum are checked."""
@@ -517,14 +517,14 @@ def _show_progress(console: Console | None, line: Any, part: str) -> None:
         console.begin(f"{_CHECKING}: {part}")
 
 
-def _check_losses(found: dict[str, Any]) -> bool:
+def _check_losses(raw: dict[str, Any]) -> bool:
     """Whether a step had units; raises BadInputError if many have no loss or gradient.
 
     A single one, which is left out and counted, must not decide whether others are trained on.
     """
-    if found.get("nonfinite_units", 0) > max(1, found.get("units", 0) / 4):
+    if raw.get("nonfinite_units", 0) > max(1, raw.get("units", 0) / 4):
         raise BadInputError(_NO_LOSS.format("of many units of the first step loss or gradient is"))
-    return found.get("units", 1) > 0
+    return raw.get("units", 1) > 0
 
 
 def _status(row: dict[str, Any]) -> str:

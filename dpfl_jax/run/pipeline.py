@@ -472,19 +472,19 @@ class _Bill:
         privacy, charge = self._run.config.privacy, self._run.charge()
         account = charge.account(privacy.account)
         self._paid = f"{self._run_id}:{draws}"
-        found = self._ledger.reserve(
+        entry = self._ledger.reserve(
             account, self._paid, charge.event, charge.delta, privacy.budget
         )
         # What is left is rounded down.
-        left = "" if found.left is None else f", {-float(rounded_up(-found.left, 4)):.4g} left"
-        before, after = rounded_up(found.before, 4), rounded_up(found.after, 4)
+        left = "" if entry.left is None else f", {-float(rounded_up(-entry.left, 4)):.4g} left"
+        before, after = rounded_up(entry.before, 4), rounded_up(entry.after, 4)
         delta = rounded_up(charge.delta, 3)
-        lines = [f"a new ledger was made at {self._ledger.path}"] * found.new_ledger
+        lines = [f"a new ledger was made at {self._ledger.path}"] * entry.new_ledger
         lines.append(
             f"ledger {self._ledger.path}, account {privacy.account}: epsilon "
             f"{before} spent before this run, {after} with it{left} (delta {delta})"
         )
-        lines += found.notes
+        lines += entry.notes
         self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
     def commit(self) -> None:
@@ -537,13 +537,13 @@ def train_baseline(
 
 def compare_to_baseline(
     report: dict[str, Any],
-    found: Evaluations | None,
+    baseline: Evaluations | None,
     describe: Callable[[dict[str, Any]], Mapping[str, Any]],
 ) -> None:
     """Adds to a report what ``train_baseline`` found; ``describe`` adds to its last evaluation."""
-    if found is not None:
-        report["outside_guarantee"]["without_privacy"] = found
-        report.setdefault("baselines", {})[WITHOUT_PRIVACY] = describe(found[-1])
+    if baseline is not None:
+        report["outside_guarantee"]["without_privacy"] = baseline
+        report.setdefault("baselines", {})[WITHOUT_PRIVACY] = describe(baseline[-1])
 
 
 # ---- noise over signal ---------------------------------------------------------------------------
@@ -607,7 +607,7 @@ def advice(
     """
     if balance.ratio <= 1.0:
         return [str(balance)]
-    found, tried = [], []
+    enough, tried = [], []
     for key, values in knobs:
         tried += [key] if values else []
         for value, changed in values:
@@ -616,11 +616,11 @@ def advice(
             except BadInputError:  # no such mechanism, or no noise that meets the target
                 continue
             if would_be is not None and would_be.ratio <= _ENOUGH:
-                found.append(f"{key}={value} ({would_be.ratio:.2g})")
+                enough.append(f"{key}={value} ({would_be.ratio:.2g})")
                 break
     better = (
-        f"one of these would do, the noise then being so many times the signal: {', '.join(found)}"
-        if found
+        f"one of these would do, the noise then being so many times the signal: {', '.join(enough)}"
+        if enough
         else "no single change of these would do: "
         f"{', '.join(tried)}; take a smaller model, or more people"
     )

@@ -115,8 +115,10 @@ def _of_the_data(data: Any, task: Task | None, remote: bool) -> Iterator[str]:
     task = task or Task("tokens")
     source = "the silos" if remote else f"data.source={data.source}"
     if task.kind in ("tokens", "preferences"):
-        own = "that of the checkpoint" if data.tokenizer == "checkpoint" else _name(data.tokenizer)
-        yield f"tokenizer: {own}"
+        tokenizer = (
+            "that of the checkpoint" if data.tokenizer == "checkpoint" else _name(data.tokenizer)
+        )
+        yield f"tokenizer: {tokenizer}"
     elif task.vocab_size:
         yield f"vocabulary: {task.vocab_size} ids of {source}"
     if data.chat_template is not None:

@@ -181,14 +181,14 @@ class CentralRun(Run):
         del algorithm
         if not self.config.eval.personalize or self.held_out is None or result.last is None:
             return {}
-        found = personalize(
+        personalization = personalize(
             self.model.loss,
             result.params,
             self.held_out,
             trainable=trained_by_name(self.config.model, self.model),
             mesh=self.mesh,
         )
-        return {"personalization": dataclasses.asdict(found)}
+        return {"personalization": dataclasses.asdict(personalization)}
 
     def facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -401,7 +401,7 @@ class CentralRun(Run):
     ) -> dict[str, Any]:
         config, data, population = self.config, self.data, self.calibrated.population
         assert data is not None
-        baselines, found, held_out = {}, {}, {}
+        baselines, written, held_out = {}, {}, {}
         if data.public is not None and self.held_out is not None and data.task.kind == "tokens":
             unigram = UnigramModel.fit(data.public, data.public.schema.vocab_size)
             losses = unigram.losses(self.held_out)
@@ -409,7 +409,7 @@ class CentralRun(Run):
             baselines["unigram model of the public corpus"] = evaluation.to_json()
         if config.eval.prompt is not None and result.last is not None:
             named = {"before": self.params, "after": result.params}
-            found["samples"] = samples(self.model, data.tokenizer, config.eval.prompt, named)
+            written["samples"] = samples(self.model, data.tokenizer, config.eval.prompt, named)
         if self.held_out is not None:
             rule = data.rules[config.eval.split]
             held_out["held_out"] = f"{config.eval.split} part: {rule}"
@@ -418,7 +418,7 @@ class CentralRun(Run):
             outside["contribution_bounding"] = self.bounding.to_json()
         base, pretrained = directory.facts.get("base"), self.pretrained
         return {
-            **found,
+            **written,
             "baselines": baselines,
             "model": {**self.model_facts, **({} if base is None else {"base": base})},
             "data": {

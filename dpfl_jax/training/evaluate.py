@@ -312,9 +312,9 @@ def personalize(
         for start in range(0, len(users), users_at_once):
             part = users[start : start + users_at_once]
             padded = np.concatenate([part, np.repeat(part[-1:], users_at_once - len(part))])
-            own = _halves(store, offsets, counts, padded[mine], half)
-            own = ship_columns(own, mine, users_at_once, 0, sharding)
-            out = scores(trained, frozen, *own, np.float32(rate))
+            halves = _halves(store, offsets, counts, padded[mine], half)
+            halves = ship_columns(halves, mine, users_at_once, 0, sharding)
+            out = scores(trained, frozen, *halves, np.float32(rate))
             result.append([np.asarray(x)[: len(part)] for x in out])
         before, after = zip(*result)
         return np.concatenate(before), np.concatenate(after)
@@ -346,8 +346,8 @@ def _halves(
     for first in (0, 1):
         positions = [np.arange(offsets[u] + first, offsets[u] + counts[u], 2) for u in users]
         mask = np.zeros((len(users), half), bool)
-        for row, found in enumerate(positions):
-            mask[row, : len(found)] = True
+        for row, places in enumerate(positions):
+            mask[row, : len(places)] = True
         examples = store.read(np.concatenate(positions))
 
         def scatter(leaf: np.ndarray, mask: np.ndarray = mask) -> np.ndarray:

@@ -150,12 +150,12 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
         language, params = load_model(folder)
         return Exported(params, language, None, guarantee)
     files = TensorFiles(folder, STRUCTURE)
-    found = {name: jnp.asarray(files.whole(name)) for name in files}
+    values = {name: jnp.asarray(files.whole(name)) for name in files}
     structure = files.config
     task = Task.from_json(structure["task"]) if structure.get("task") else None
     model = library_model(structure, task) if model is None else model
     if like is None:
-        params = _nested(found, structure["parameters"])
+        params = _nested(values, structure["parameters"])
         return Exported(params, model, task, guarantee, structure)
     if callable(like) and not functional(like).is_module and task is not None:
         place, options = structure.get("module"), structure.get("options", {})
@@ -163,7 +163,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
         if model is not None and not hasattr(model, "apply"):  # a loss of its own
             structure = {**structure, "loss": None}
     arrays, rebuild, _ = functional(like)
-    params = rebuild(_replaced(arrays, found, structure))
+    params = rebuild(_replaced(arrays, values, structure))
     return Exported(params, model, task, guarantee, structure)
 
 
@@ -195,15 +195,15 @@ def library_model(structure: Mapping[str, Any], task: Task | None) -> Any:
 
 def _placed(tree: PyTree) -> list[tuple[str, list[Any], Any]]:
     """(name, keys, leaf) of each leaf, None too."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
     placed = []
-    for path, leaf in found:
+    for path, leaf in leaves:
         keys = [getattr(k, "key", getattr(k, "name", getattr(k, "idx", None))) for k in path]
         placed.append(("/".join(map(str, keys)) or "params", keys, leaf))
     return placed
 
 
-def _nested(found: Mapping[str, jax.Array], held: Mapping[str, list[Any]]) -> PyTree:
+def _nested(values: Mapping[str, jax.Array], held: Mapping[str, list[Any]]) -> PyTree:
     """Dicts and lists of the parameters; one alone is itself."""
     root: dict[Any, Any] = {}
     for name, keys in held.items():
@@ -211,7 +211,7 @@ def _nested(found: Mapping[str, jax.Array], held: Mapping[str, list[Any]]) -> Py
         *parents, last = ["", *keys]
         for key in parents:
             node = node.setdefault(key, {})
-        node[last] = found[name]
+        node[last] = values[name]
     return _with_lists(root[""])
 
 
@@ -223,24 +223,26 @@ def _with_lists(node: Any) -> Any:
     return [made[i] for i in range(len(made))] if whole else made
 
 
-def _replaced(like: PyTree, found: Mapping[str, jax.Array], structure: Mapping[str, Any]) -> PyTree:
+def _replaced(
+    like: PyTree, exported: Mapping[str, jax.Array], structure: Mapping[str, Any]
+) -> PyTree:
     """``like`` with the values that were found, in its own types."""
     values, frozen = [], set(structure["not_trained"])
     placed = _placed(like)
-    if more := sorted(set(found) - {name for name, _, _ in placed}):
+    if more := sorted(set(exported) - {name for name, _, _ in placed}):
         raise BadInputError(f"`like` has no parameter {more[0]!r}, which the export holds")
     for name, _, leaf in placed:
         if leaf is None or name in frozen:
             values.append(leaf)
-        elif name not in found:
+        elif name not in exported:
             raise BadInputError(f"`like` has a parameter {name!r}, which the export does not hold")
-        elif found[name].shape != jnp.shape(leaf):
+        elif exported[name].shape != jnp.shape(leaf):
             raise BadInputError(
                 f"the parameter {name!r} of `like` has shape {jnp.shape(leaf)}, but the exported "
-                f"one {found[name].shape}"
+                f"one {exported[name].shape}"
             )
         else:
-            values.append(found[name].astype(jnp.result_type(leaf)))
+            values.append(exported[name].astype(jnp.result_type(leaf)))
     return _with_leaves(like, values)
 
 
@@ -349,7 +351,7 @@ def _forward(params: PyTree, model: Any) -> tuple[Any, PyTree]:
             "load_exported(DIR, like=module), or, for parameters, model= (as of fit)"
         )
     forward = forward_of(params, model)
-    return lambda found, x: forward(rebuild(found), x), arrays
+    return lambda leaves, x: forward(rebuild(leaves), x), arrays
 
 
 def _features(x: np.ndarray, linear: Mapping[str, Any]) -> np.ndarray:

@@ -388,14 +388,14 @@ def _naming(place: str) -> Iterator[None]:
         raise BadInputError(f"model.module={place}: {name}{text}") from error
 
 
-def _parts(found: Any) -> tuple[Any, Any]:
+def _parts(made: Any) -> tuple[Any, Any]:
     """(a loss, a model, or None for a module; parameters)."""
-    pair = isinstance(found, tuple) and len(found) == 2
-    if pair and callable(getattr(found[0], "apply", found[0])):
-        return found
-    if functional(found).is_module:
-        return None, found
+    pair = isinstance(made, tuple) and len(made) == 2
+    if pair and callable(getattr(made[0], "apply", made[0])):
+        return made
+    if functional(made).is_module:
+        return None, made
     raise BadInputError(
-        f"it returns {type(found).__name__}: return an NNX or Equinox module, or a pair: (model, "
+        f"it returns {type(made).__name__}: return an NNX or Equinox module, or a pair: (model, "
         "params) of a Linen module or Haiku transform, or (loss, params) with loss(params, example)"
     )

@@ -154,15 +154,15 @@ class Units:
         import jax
         import jax.numpy as jnp
 
-        own = {"bound": jax.ShapeDtypeStruct(lead, jnp.float32)} if self.bounds else {}
+        bounds = {"bound": jax.ShapeDtypeStruct(lead, jnp.float32)} if self.bounds else {}
         lead = lead if self.group is None else (*lead, self.group)
         example = {
             "tokens": jax.ShapeDtypeStruct((*lead, self.length), jnp.int32),
             "mask": jax.ShapeDtypeStruct((*lead, self.length), jnp.bool_),
         }
         if self.group is None:
-            return example | own
-        return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)} | own
+            return example | bounds
+        return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)} | bounds
 
 
 def kind_of(topology: str) -> str:
@@ -291,7 +291,7 @@ class Step:
         import jax
 
         try:
-            return [dataclasses.asdict(found) for found in self.read(compiled.as_text())]
+            return [dataclasses.asdict(collective) for collective in self.read(compiled.as_text())]
         except jax.errors.JaxRuntimeError:
             return None
 

@@ -424,12 +424,12 @@ def check_pretrained(pretrained: Pretrained, directory: RunDirectory, needed: bo
         may differ in rounding: enough to take steps twice with one noise on different sums, unless
         all parameters are in a checkpoint of the run.
     """
-    found = pretrained.facts
+    facts = pretrained.facts
 
     def check() -> None:
-        known = directory.facts.get("base", found)
+        known = directory.facts.get("base", facts)
         kept = any(p.name.isdigit() for p in (directory.path / "checkpoints").glob("*"))
-        if known["name"] != found["name"] or (known != found and (needed or not kept)):
+        if known["name"] != facts["name"] or (known != facts and (needed or not kept)):
             raise BadInputError(
                 f"the pre-trained checkpoint {pretrained.path} is not the one that the run in "
                 f"{directory.path} began with ({known['name']}): bring back the public corpus and "
@@ -438,7 +438,7 @@ def check_pretrained(pretrained: Pretrained, directory: RunDirectory, needed: bo
 
     processes.on_primary(check)
     if "base" not in directory.facts:
-        directory.note("base", found)
+        directory.note("base", facts)
 
 
 def _shuffled(key: RootKey, first: int, stop: int, rows: int, step: int) -> np.ndarray:

@@ -182,7 +182,7 @@ def _sources(
                 f"{CONFIG} asks for {expected}"
             )
         sources[entry.path].append(entry)
-    if unknown := [name for name, found in sources.items() if not found]:
+    if unknown := [name for name, parts in sources.items() if not parts]:
         raise BadInputError(
             f"a {family.model_type} checkpoint has no tensor for the parameter {unknown[0]!r}"
         )
