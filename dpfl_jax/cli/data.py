@@ -147,16 +147,8 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
 
             if args.source != "files":
                 raise BadInputError("--engine beam reads files: leave --source out")
-            store = build_with_beam(
-                args.input,
-                args.out,
-                plan,
-                format=args.format,
-                user_column=args.user_column,
-                text_column=args.text_column or "text",
-                csv=csv_format(args),
-                flags=args.engine_flags,
-            )
+            files = _document_files(args, None)
+            store = build_with_beam(args.input, args.out, plan, files, args.engine_flags)
         else:
             if args.engine_flags:
                 raise BadInputError(f"unknown arguments {args.engine_flags}: only Beam takes flags")
@@ -215,19 +207,21 @@ def _conversations(args: argparse.Namespace) -> Any:
     return result
 
 
+def _document_files(args: argparse.Namespace, conversations: Any) -> Any:
+    from dpfl_jax.data.documents import DocumentFiles
+
+    text_column = args.text_column or "text"
+    return DocumentFiles(
+        args.format, args.user_column, text_column, csv_format(args), conversations
+    )
+
+
 def _source(args: argparse.Namespace, conversations: Any) -> Any:
     from dpfl_jax.data import sources
 
     if args.source == "files":
-        return sources.file_source(
-            args.input or (),
-            args.format,
-            args.user_column,
-            args.text_column or "text",
-            csv_format(args),
-            args.on_bad_row == "drop",
-            conversations,
-        )
+        how = _document_files(args, conversations)
+        return sources.file_source(args.input or (), how, args.on_bad_row == "drop")
     if args.source == "python_source":
         return sources.python_files_source()
     inputs = args.input or (None,)

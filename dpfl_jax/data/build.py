@@ -26,11 +26,17 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from dpfl_jax.data.chats import Conversations
-from dpfl_jax.data.documents import encode_user, none_usable, read_documents, text_schema
+from dpfl_jax.data.documents import (
+    DocumentFiles,
+    encode_user,
+    none_usable,
+    read_documents,
+    text_schema,
+)
 from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.owners import grouped_by_owner_set
 from dpfl_jax.data.records import STORE_FORMATS, disk_error, write_records
-from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, expand_paths
+from dpfl_jax.data.rows import BadRows, expand_paths
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.shards import INDEX, USERS, FileEntry, Manifest, ShardStore
 from dpfl_jax.data.sources import Row, file_source
@@ -489,16 +495,10 @@ _Keyed = tuple[int, tuple[bytes, str, int, bytes]]
 
 
 def _read(
-    item: tuple[int, str],
-    plan: BuildPlan,
-    format: str | None,
-    user_column: str,
-    text_column: str,
-    csv: CsvFormat,
-    todo: frozenset[int],
+    item: tuple[int, str], plan: BuildPlan, how: DocumentFiles, todo: frozenset[int]
 ) -> Iterator[_Keyed]:
     file, path = item
-    documents = read_documents([pathlib.Path(path)], format, user_column, text_column, csv)
+    documents = read_documents([pathlib.Path(path)], how)
     for row, (user, text) in enumerate(documents):
         shard = plan.partition(user)
         if shard in todo:  # a user's rows in the order of files, and of rows in each
@@ -518,18 +518,13 @@ def build_with_beam(
     path: str | Sequence[str],
     out: str | os.PathLike[str],
     plan: BuildPlan,
-    *,
-    format: str | None = None,
-    user_column: str = "user",
-    text_column: str = "text",
-    csv: CsvFormat = PLAIN_CSV,
+    how: DocumentFiles | None = None,
     flags: Sequence[str] = (),
 ) -> ShardStore:
     """Builds a store from files with an Apache Beam runner.
 
-    Paths must be the same on all workers, that of ``out`` too. ``format``, columns and ``csv`` are
-    as in ``documents.read_documents``; ``flags`` go to the runner, e.g. ``["--runner=FlinkRunner",
-    ...]``.
+    Paths must be the same on all workers, that of ``out`` too. ``how`` is as of ``read_documents``;
+    ``flags`` go to the runner, e.g. ``["--runner=FlinkRunner", ...]``.
 
     Raises:
       BadInputError: Beam is not installed, ``out`` exists, or a row is bad.
@@ -539,12 +534,9 @@ def build_with_beam(
         from apache_beam.options.pipeline_options import PipelineOptions
     except ImportError as error:
         raise BadInputError("--engine beam needs Apache Beam: pip install apache-beam") from error
-    out = pathlib.Path(out).absolute()
+    out, how = pathlib.Path(out).absolute(), how or DocumentFiles()
     paths = [os.fspath(p.absolute()) for p in expand_paths(path)]
-    identity = {
-        "engine": "beam",
-        **file_source(paths, format, user_column, text_column, csv).identity,
-    }
+    identity = {"engine": "beam", **file_source(paths, how).identity}
     staging = prepare(out, plan, identity)
     todo = frozenset(s for s in range(plan.num_shards) if not side_path(staging, plan, s).exists())
     try:
@@ -553,10 +545,7 @@ def build_with_beam(
                 pipeline
                 | "Files" >> beam.Create(list(enumerate(paths)))
                 | "Spread files" >> beam.Reshuffle()
-                | "Read"
-                >> beam.FlatMap(
-                    _read, plan, format, user_column, text_column, csv, todo
-                ).with_output_types(tuple[int, tuple[bytes, str, int, bytes]])
+                | "Read" >> beam.FlatMap(_read, plan, how, todo).with_output_types(_Keyed)
                 | "Group by partition" >> beam.GroupByKey()
                 | "Encode" >> beam.Map(_encode, os.fspath(staging), plan)
             )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dpfl_jax.data.chats import conversations_in
-from dpfl_jax.data.documents import read_documents, store_from_documents
+from dpfl_jax.data.documents import DocumentFiles, read_documents, store_from_documents
 from dpfl_jax.data.keys import key_name, value_to_id
 from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set, store_from_users
 from dpfl_jax.data.rows import FORMATS, BadRows, expand_paths
@@ -289,15 +289,10 @@ def _texts(config: SourceConfig, bad: BadRows) -> LoadedExamples:
         return _tokens(store, tokenizer, "a source file of an installed package")
     columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
     conversations = conversations_in(columns, config.tokenizer, config.chat_template)
-    documents = read_documents(
-        expand_paths(config.path),
-        config.source,
-        config.user_column or "",
-        config.text_column,
-        config.csv,
-        bad,
-        conversations,
+    how = DocumentFiles(
+        config.source, config.user_column or "", config.text_column, config.csv, conversations
     )
+    documents = read_documents(expand_paths(config.path), how, bad)
     store = store_from_documents(
         documents, tokenizer, config.seq_len, limit, conversations=conversations, bad=bad
     )
@@ -437,7 +432,9 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
         return store_from_documents(texts, tokenizer, config.seq_len)
     paths = expand_paths(kind)
     if paths[0].is_dir():
-        return store_from_documents(read_documents(paths, "folder"), tokenizer, config.seq_len)
+        return store_from_documents(
+            read_documents(paths, DocumentFiles("folder")), tokenizer, config.seq_len
+        )
     try:
         text = paths[0].read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -134,18 +134,6 @@ class Hooks:
     on_checkpoint: Callable[[int], Any] | None = None
 
 
-def _promotes(function: Callable[..., RunResult]) -> Callable[..., RunResult]:
-    """Optax and the engine promote integers to floats, whatever callers forbid their own code."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **options: Any) -> RunResult:
-        with jax.numpy_dtype_promotion("standard"):
-            return function(*args, **options)
-
-    return wrapped
-
-
-@_promotes
 def drive(
     algorithm: Algorithm,
     *,
@@ -179,15 +167,17 @@ def drive(
     """
     loop = loop or LoopConfig()
     _check_options(loop, evaluate, run_dir)
-    run = _Driven(algorithm, run_dir, evaluate, loop, console, hooks or Hooks())
-    run.begin(key)
-    run.pay(charge)
-    run.restore()
-    if run.done == 0:
-        run.evaluate()
-    run.check_first_step()
-    run.take_steps()
-    return run.result()
+    # Optax and the engine promote integers to floats, whatever callers forbid their own code.
+    with jax.numpy_dtype_promotion("standard"):
+        run = _Driven(algorithm, run_dir, evaluate, loop, console, hooks or Hooks())
+        run.begin(key)
+        run.pay(charge)
+        run.restore()
+        if run.done == 0:
+            run.evaluate()
+        run.check_first_step()
+        run.take_steps()
+        return run.result()
 
 
 def _check_options(
@@ -507,7 +497,7 @@ def _warn_of(clipping: dict[str, Any], console: Console | None) -> None:
     if console is not None and clipping["warning"]:
         console.print(clipping["warning"], highlight=False)
     elif clipping["warning"]:
-        warnings.warn(clipping["warning"], stacklevel=6)
+        warnings.warn(clipping["warning"], stacklevel=5)
 
 
 def _show_progress(console: Console | None, line: Any, part: str) -> None:

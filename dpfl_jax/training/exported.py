@@ -69,7 +69,38 @@ class Exported:
           BadInputError: columns that are not there or hold something else; a language model; or
             nobody said what computes with the parameters.
         """
-        return predict(self.params, self.model, self.task, self.structure, rows)
+        params, model, task, structure = self.params, self.model, self.task, self.structure
+        if isinstance(model, LanguageModel) or structure.get("loss") in ("causal_lm", "tokens"):
+            raise BadInputError("this is a language model, which continues a prompt: dpfl sample")
+        linear = structure.get("linear")
+        kind = structure.get("loss")
+        classes = kind in ("classification", "logistic", "softmax", "hinge")
+        if not classes and kind not in ("regression", "squared", "absolute"):
+            raise BadInputError(
+                "this model was trained by a loss of its own, of which it is not known what "
+                "outputs mean: compute with .params"
+            )
+        x = _inputs(task, rows)
+        if linear:
+            x, forward = _features(x, linear), _linear
+        else:
+            forward, params = _forward(params, model)
+        compute = jax.jit(jax.vmap(forward, (None, 0)))
+        parts = [
+            np.asarray(compute(params, x[start : start + _BATCH]), np.float64)
+            for start in range(0, len(x), _BATCH)
+        ]
+        out = np.concatenate(parts) if parts else np.zeros((0, 1))
+        if classes:
+            return _classes(out, _names(task, linear), kind == "hinge")
+        value = out.reshape(len(x))
+        if linear and linear["target"] is not None:
+            middle, width = linear["target"]
+            value = value * width + middle
+        if task is not None and task.table is not None:
+            middle, width = task.table.scale.get(task.table.target, (0.0, 1.0))
+            value = value * width + middle
+        return {"prediction": value}
 
 
 def save_named(
@@ -262,51 +293,6 @@ def _with_leaves(tree: PyTree, leaves: list[Any]) -> PyTree:
 # ---- predictions ---------------------------------------------------------------------------------
 
 _BATCH = 1024
-
-
-def predict(
-    params: PyTree, model: Any, task: Task | None, structure: Mapping[str, Any], rows: Any
-) -> dict[str, np.ndarray]:
-    """Predictions for new rows; see ``exported.Exported.predict``.
-
-    Args:
-      params: the parameters, or a module.
-      model: what computes with them.
-      task: of the training data.
-      structure: content of model.json.
-      rows: what is predicted for.
-    """
-    if isinstance(model, LanguageModel) or structure.get("loss") in ("causal_lm", "tokens"):
-        raise BadInputError("this is a language model, which continues a prompt: dpfl sample")
-    linear = structure.get("linear")
-    kind = structure.get("loss")
-    classes = kind in ("classification", "logistic", "softmax", "hinge")
-    if not classes and kind not in ("regression", "squared", "absolute"):
-        raise BadInputError(
-            "this model was trained by a loss of its own, of which it is not known what outputs "
-            "mean: compute with .params"
-        )
-    x = _inputs(task, rows)
-    if linear:
-        x, forward = _features(x, linear), _linear
-    else:
-        forward, params = _forward(params, model)
-    compute = jax.jit(jax.vmap(forward, (None, 0)))
-    parts = [
-        np.asarray(compute(params, x[start : start + _BATCH]), np.float64)
-        for start in range(0, len(x), _BATCH)
-    ]
-    out = np.concatenate(parts) if parts else np.zeros((0, 1))
-    if classes:
-        return _classes(out, _names(task, linear), kind == "hinge")
-    value = out.reshape(len(x))
-    if linear and linear["target"] is not None:
-        middle, width = linear["target"]
-        value = value * width + middle
-    if task is not None and task.table is not None:
-        middle, width = task.table.scale.get(task.table.target, (0.0, 1.0))
-        value = value * width + middle
-    return {"prediction": value}
 
 
 def _inputs(task: Task | None, rows: Any) -> np.ndarray:

@@ -308,27 +308,28 @@ class UserModel:
     loss: Callable[..., jax.Array]
     predict: Callable[[PyTree, jax.Array], jax.Array] | None = None
 
-    def __init__(
-        self, place: str, task: Task, options: Mapping[str, Any], key: jax.Array, example: PyTree
-    ) -> None:
-        """Calls ``build(task, key, **options)``.
+    def __init__(self, section: ModelConfig, task: Task, store: Store, init_seed: int) -> None:
+        """Calls ``build(task, key, **options)``, which ``model.module`` names.
 
         It returns an NNX or Equinox module, whose loss is that of the task; or a pair: a Linen
         module or Haiku transform and its parameters, or ``loss(params, example)`` and parameters
         (or a module).
 
         Args:
-          place: ``package.module:build``.
+          section: names the function and its options.
           task: shapes and classes of the data.
-          options: further arguments of the function.
-          key: JAX key of the initial parameters.
-          example: one of the data, to try the loss on.
+          store: of the data, on whose first example the loss is tried.
+          init_seed: of the initial parameters.
 
         Raises:
           BadInputError: there is no such function, it takes other arguments or fails, or what it
             returns cannot be trained on these data.
         """
-        model, params = built(imported(place, "model.module"), place, task, options, key)
+        place, key = str(section.module), jax.random.key(init_seed)
+        build = imported(place, "model.module")
+        model, params = built(build, place, task, section.options, key)
+        first = store.read(np.asarray(grouped_by_owner_set(store).user_offsets)[:1])
+        example = jax.tree.map(lambda x: x[0], first)
         with _naming(place):
             arrays, rebuild, is_module = functional(params)
             loss: Any = model
@@ -343,14 +344,6 @@ class UserModel:
             check_one_example(with_any_key(self.loss, key_argument(self.loss)), arrays, example)
         self._params = arrays
         self.num_params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(arrays))
-
-    @classmethod
-    def of(cls, section: ModelConfig, task: Task, store: Store, init_seed: int) -> UserModel:
-        """As a configuration names it, for data like those of ``store``."""
-        assert section.module is not None
-        first = store.read(np.asarray(grouped_by_owner_set(store).user_offsets)[:1])
-        example, key = jax.tree.map(lambda x: x[0], first), jax.random.key(init_seed)
-        return cls(section.module, task, section.options, key, example)
 
     def init(self, key: jax.Array) -> PyTree:
         """The parameters as they were built: ``key`` was given to the function."""

@@ -70,7 +70,7 @@ def build_model(config: RunConfig, task: Task, store: Store) -> Any:
     """
     section = config.model
     if section.module is not None:
-        return UserModel.of(section, task, store, config.init_seed)
+        return UserModel(section, task, store, config.init_seed)
     pairs = task.kind == "preferences"
     if section.dpo is not None and not pairs:
         raise BadInputError(
