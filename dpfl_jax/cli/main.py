@@ -199,21 +199,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"`dpfl {command}`", "lower its batch sizes, or use a larger machine"
         ):
             result = args.handler(args)
-    except BadInputError as error:
+    except (BadInputError, OSError) as error:
+        sentence = str(error)
+        if isinstance(error, OSError):
+            if error.errno is None or isinstance(error, BrokenPipeError):
+                raise
+            sentence = _of_a_file(error)
         if verbose:
             traceback.print_exc()
-        print(plain(f"dpfl: error: {error}"), file=sys.stderr)
+        print(plain(f"dpfl: error: {sentence}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)
         return 1
-    except OSError as error:
-        if error.errno is None or isinstance(error, BrokenPipeError):
-            raise
-        if verbose:
-            traceback.print_exc()
-        print(plain(f"dpfl: error: {_of_a_file(error)}"), file=sys.stderr)
-        return 2
     except StoppedError as error:
         print(plain(f"dpfl: {error}"), file=sys.stderr)
         return 1

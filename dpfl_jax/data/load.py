@@ -561,8 +561,7 @@ def limit_store(
             "mechanism.group_size says how many of each owner's are used"
         )
     for name, value in (("max_users", max_users), ("max_examples_per_user", max_examples_per_user)):
-        if value is not None and value < 1:
-            raise BadInputError(f"data.{name} is {value}, but it must be at least 1")
+        at_least(f"data.{name}", value, 1)
     users = np.arange(min(store.num_users, max_users or store.num_users))
     counts = None
     if max_examples_per_user is not None:

@@ -328,7 +328,6 @@ class Pipeline:
                 "arrays": {name: laid(array) for name, array in arrays.items()},
                 "unit_mask": share.slots >= 0,
                 "example_mask": None if used is None else laid(used),
-                "keys": None,
                 "counts": None if counts is None else laid(counts),
                 "per_unit": numbers,
             }, tokens
@@ -350,7 +349,6 @@ class Pipeline:
             "keys": None
             if self.loss_key is None
             else example_keys(self.loss_key, (step,), share.positions),
-            "counts": None,
             "per_unit": numbers,
         }, tokens
 

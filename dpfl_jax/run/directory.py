@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import yaml
 
-from dpfl_jax.accounting.statement import NAME
+from dpfl_jax.accounting import digests, statement
 from dpfl_jax.audit import run_audit
 from dpfl_jax.config.load import other_run, with_moved, write_yaml
 from dpfl_jax.errors import BadInputError
@@ -35,7 +35,15 @@ RELEASED_STEPS = "private/released_steps.json"  # the largest step that may have
 RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
 SPENT = "private/users.csv"  # what each user of a central run with budgets of their own has spent
 # Written when a run ends or is interrupted.
-REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, SPENT, *run_audit.FILES)
+REPORTS = (
+    "report.json",
+    "report.md",
+    statement.NAME,
+    RECORDS,
+    RECORDS_SUMMARY,
+    SPENT,
+    *run_audit.FILES,
+)
 
 
 def open_plain(path: pathlib.Path) -> IO[str]:
@@ -400,6 +408,29 @@ def finished_report(path: pathlib.Path) -> dict[str, Any] | None:
     file = path / "report.json"
     report = _parsed(file) if file.exists() else {}
     return report if report.get("status") == FINISHED else None
+
+
+def stated_report(path: pathlib.Path) -> tuple[statement.Statement, dict[str, Any]]:
+    """What a run states, and its report.
+
+    Raises:
+      BadInputError: the report states another guarantee than guarantee.json, or config.yaml is not
+        the one that this was written for.
+    """
+    stated = statement.read(path / statement.NAME)
+    report, unlike = statement.read_report(path, stated)
+    if unlike:
+        raise BadInputError(f"{unlike}: bring it back")
+    refuse_changed(path, stated, digests.CONFIG)
+    return stated, report
+
+
+def refuse_changed(path: pathlib.Path, stated: statement.Statement, name: str) -> None:
+    """Raises BadInputError unless a file of a run is the one that its guarantee was written for."""
+    if stated.digests is None:  # of a release that had none
+        return
+    if changed := digests.compare(path, stated.digests.run, [name]).changed:
+        raise BadInputError(f"{changed[0]}: bring it back")
 
 
 def _parsed(file: pathlib.Path) -> dict[str, Any]:

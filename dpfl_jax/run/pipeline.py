@@ -392,7 +392,9 @@ def save_report(
     report["run_dir"] = str(directory.path)
     report["data"]["keyed_digest"] = directory.facts["data"]
     report["eval"] = {name: describe(value) for name, value in report["eval"].items()}
-    compare_to_baseline(report, baseline, describe)
+    if baseline is not None:
+        report["outside_guarantee"]["without_privacy"] = baseline
+        report.setdefault("baselines", {})[WITHOUT_PRIVACY] = describe(baseline[-1])
     if result.audit is not None:
         report["audit"] = result.audit.write(directory.path, statement)
     write_report(directory.path, report, statement, result.metrics)
@@ -533,17 +535,6 @@ def train_baseline(
     if result.interrupted is not None:
         return None
     return [{"step": row["step"], **row["eval"]} for row in result.metrics if "eval" in row]
-
-
-def compare_to_baseline(
-    report: dict[str, Any],
-    baseline: Evaluations | None,
-    describe: Callable[[dict[str, Any]], Mapping[str, Any]],
-) -> None:
-    """Adds to a report what ``train_baseline`` found; ``describe`` adds to its last evaluation."""
-    if baseline is not None:
-        report["outside_guarantee"]["without_privacy"] = baseline
-        report.setdefault("baselines", {})[WITHOUT_PRIVACY] = describe(baseline[-1])
 
 
 # ---- noise over signal ---------------------------------------------------------------------------
