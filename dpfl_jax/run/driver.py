@@ -104,7 +104,7 @@ class LoopConfig:
             section.checkpoint_every * steps,
             section.keep_checkpoints,
             section.eval_every * steps,
-            getattr(section, "log_every", 1),
+            section.log_every,
             section.keep_best,
             section.patience,
             config.execution.profile,

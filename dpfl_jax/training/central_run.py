@@ -406,7 +406,7 @@ class CentralRun(Run):
             unigram = UnigramModel.fit(data.public, data.public.schema.vocab_size)
             losses = unigram.losses(self.held_out)
             evaluation = summarize(losses, self.held_out.user_offsets)
-            baselines["unigram model of the public corpus"] = evaluation.to_json()
+            baselines["unigram model of the public corpus"] = dataclasses.asdict(evaluation)
         if config.eval.prompt is not None and result.last is not None:
             named = {"before": self.params, "after": result.params}
             written["samples"] = samples(self.model, data.tokenizer, config.eval.prompt, named)

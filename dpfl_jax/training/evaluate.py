@@ -57,10 +57,6 @@ class Evaluation:
     base_rate: float | None = None
     auc: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return dataclasses.asdict(self)
-
 
 def summarize(losses: np.ndarray, user_offsets: np.ndarray) -> Evaluation:
     """Averages per-example losses [n] of the users given by ``user_offsets`` (cut off at n)."""
@@ -166,7 +162,7 @@ class Evaluator:
 
     def of(self, store: Readable) -> Callable[[PyTree], dict[str, Any]]:
         """``params -> dict``: what a run logs of ``store``."""
-        return lambda params: self(params, store).to_json()
+        return lambda params: dataclasses.asdict(self(params, store))
 
     def __call__(self, params: PyTree, store: Readable) -> Evaluation:
         losses, hits, scores, labels = self._columns(params, store)

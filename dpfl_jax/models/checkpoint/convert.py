@@ -40,7 +40,6 @@ from dpfl_jax.models.transformer import LanguageModel
 
 
 PyTree = Any
-Place = Callable[[PyTree], PyTree]
 
 
 def read_config(path: Any) -> TransformerConfig:
