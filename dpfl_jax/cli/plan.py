@@ -153,7 +153,6 @@ class Options(Configured):
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints the table and answers, and writes files that options ask for."""
-    from dpfl_jax.config import load_config
     from dpfl_jax.planning.costs import LazyStart, add_bills, add_memory, prices
     from dpfl_jax.planning.questions import Scenario, predict
 
@@ -458,7 +457,6 @@ def _memory_words(option: dict[str, Any]) -> tuple[str, str]:
 
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
-    from dpfl_jax.config.load import load_config, write_config
     from dpfl_jax.planning.candidates import at_budget
 
     base: Any = load_config(args.config, args.overrides, args.allow_code)
