@@ -173,12 +173,8 @@ class Central(Algorithm):
         trainable: Trainable = None,
     ) -> None:
         """See ``fit``."""
-        self.loss_fn, self.plan, self.data, self.mechanism = (
-            loss_fn,
-            plan,
-            plan.data,
-            plan.mechanism,
-        )
+        self.loss_fn, self.plan = loss_fn, plan
+        self.data, self.mechanism = plan.data, plan.mechanism
         self.optimizer, self.steps, self.delta = optimizer, plan.steps, plan.delta
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private

@@ -187,7 +187,7 @@ def example_loss(
     """Turns a loss of one example of ``store`` into one of what the pipeline ships of it.
 
     Token sequences cross to the devices as stored (two bytes a token, not five) and are unpacked
-    there, one microbatch at a time. A loss that takes a key (``example_keys.key_argument``) gets
+    there, one microbatch at a time. A loss that takes a key (``randomness.key_argument``) gets
     that of its example. With ``packing`` an example is a row of several, and has no key.
     """
     if packing:
