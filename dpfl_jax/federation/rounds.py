@@ -55,7 +55,7 @@ class RoundBuilder:
       width: silos of a device that are vmapped.
       microbatch_size: units in a microbatch.
       chunk_silos: silos in a chunk; None: as many as 192 MiB of buffers hold.
-      loss_keys: whether each record comes with its key (``data.example_keys``).
+      loss_keys: whether each record comes with its key (``randomness.example_keys``).
     """
 
     federation: Federation
