@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from dpfl_jax.accounting import NoiseLaw
-from dpfl_jax.config.base import Positive
+from dpfl_jax.config.execution import Positive
 from dpfl_jax.config.kinds import ISRL, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.schedule import rows_for_use
