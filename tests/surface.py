@@ -87,6 +87,8 @@ def _members(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _signature(value: Any) -> str:
+    if getattr(getattr(value, "__init__", None), "__name__", "") == "_no_init_or_replace_init":
+        return "()"  # of a typing.Protocol: the first object replaces it
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):

@@ -9,6 +9,7 @@ import shlex
 from typing import Annotated, Any, ClassVar
 
 from rich.panel import Panel
+from rich.table import Table
 
 from dpfl_jax.cli.options import Configured, Flag, overrides
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -147,7 +148,6 @@ def _new_run_dir(name: str) -> pathlib.Path:
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Prints what a person wants to see at the end."""
-    from rich.table import Table
     from rich.text import Text
 
     from dpfl_jax.accounting import Guarantee
@@ -250,8 +250,6 @@ def _in_words(value: Any) -> str:
 
 
 def _print_price(console: Console, price: dict[str, Any]) -> None:
-    from rich.table import Table
-
     table = Table(title=f"{price['name']} (dry run)", title_justify="left", show_header=False)
     for key, value in price.items():
         if key in ("privacy", "guarantee", "meaning", "status", "name"):
