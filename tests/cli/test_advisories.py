@@ -15,6 +15,7 @@ from dpfl_jax.accounting import advisories, statement, versions
 from dpfl_jax.cli.main import main
 from dpfl_jax.mechanisms import uls
 from dpfl_jax.run import pipeline
+from tests.runs import DiedError
 from tests.statements import SOUND
 
 LATER = "dpfl_jax 9.0.0"  # than all that has advisories
@@ -258,7 +259,7 @@ def a_run(folder, console=None, steps=3, die_at=None):
 
     def on_step(*_, **__):
         if die_at is not None:
-            raise KeyboardInterrupt
+            raise DiedError
 
     return dpfl.fit(
         lambda params, example: jnp.sum(example["x"] * params),
@@ -283,7 +284,7 @@ def test_a_resumed_run_names_the_advisories_of_the_version_that_began_it(
     monkeypatch.setattr(pipeline.advisories, "known", lambda path=known: read(path))
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "this_version", lambda: "1.0.0")
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(DiedError):
             a_run(tmp_path / "run", die_at=1)
     capsys.readouterr()
     result = a_run(tmp_path / "run", Console(width=500))
