@@ -221,6 +221,7 @@ class Calibrated:
             sampling=sampling,
             assumptions=(
                 *COMMON_ASSUMPTIONS,
+                *([mechanism.clip.assumption] if isinstance(mechanism.clip, Adaptive) else ()),
                 *accounting.noise_assumptions(mechanism.noise.arithmetic, epsilon, delta, steps),
                 # A cyclic scheme of one period draws nothing that a run would have to keep.
                 *(cell.assumptions if self.scheme.is_stateful else ()),

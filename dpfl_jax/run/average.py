@@ -43,7 +43,7 @@ def started(params: PyTree) -> PyTree:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def moved(averaged: PyTree, params: PyTree, weight: float) -> PyTree:
-    """The average with another iterate, which weighs ``weight`` in it; the one before is donated."""
+    """The average with another iterate, which weighs ``weight`` in it; ``averaged`` is donated."""
     return jax.tree.map(
         lambda a, p: (1 - weight) * a + weight * p.astype(a.dtype), averaged, params
     )

@@ -257,7 +257,6 @@ def training_digest(
     Raises:
       BadInputError: as of ``traced_parts``.
     """
-
     told = optax.with_extra_args_support(optimizer)
 
     def trains(trained: Any, frozen: Any, example: Any) -> Any:

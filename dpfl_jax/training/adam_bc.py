@@ -147,6 +147,4 @@ def dp_adam_bc(
       >>> dpfl.fit(loss, jnp.zeros(1), plan, dp_adam_bc(0.1)).params.shape
       (1,)
     """
-    return optax.chain(
-        scale_by_adam_bc(b1, b2, floor), optax.scale_by_learning_rate(learning_rate)
-    )
+    return optax.chain(scale_by_adam_bc(b1, b2, floor), optax.scale_by_learning_rate(learning_rate))

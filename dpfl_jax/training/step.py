@@ -121,7 +121,6 @@ def make_train_step(
       >>> callable(step)
       True
     """
-
     told = optax.with_extra_args_support(optimizer)
 
     def update(state: TrainState, total: PyTree, noise_key: jax.Array) -> TrainState:

@@ -1,6 +1,5 @@
 """DP-AdamBC: its update, and that it is told the noise that is really on its gradients."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
