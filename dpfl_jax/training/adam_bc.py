@@ -33,7 +33,7 @@ class AdamBCState(NamedTuple):
     """What DP-AdamBC knows between steps.
 
     Attributes:
-      count: int32 scalar, steps taken.
+      step: int32 scalar, steps taken.
       mu: first moment.
       nu: second moment, with the noise's.
       phi: float32 scalar, second moment of the noise.
@@ -42,11 +42,11 @@ class AdamBCState(NamedTuple):
       >>> import jax.numpy as jnp
       >>> from dpfl_jax.training import AdamBCState, scale_by_adam_bc
       >>> state: AdamBCState = scale_by_adam_bc().init({"w": jnp.zeros(2)})
-      >>> int(state.count), float(state.phi)
+      >>> int(state.step), float(state.phi)
       (0, 0.0)
     """
 
-    count: jax.Array
+    step: jax.Array
     mu: PyTree
     nu: PyTree
     phi: jax.Array
@@ -103,16 +103,16 @@ def scale_by_adam_bc(
                 "dp_adam_bc is not told the noise on the gradient here: take adam where there is "
                 "none, or give update(..., noise_stddev=...)"
             )
-        count = optax.safe_increment(state.count)
+        step = optax.safe_increment(state.step)
         mu = optax.tree.update_moment(gradient, state.mu, b1, 1)
         nu = optax.tree.update_moment_per_elem_norm(gradient, state.nu, b2, 2)
         phi = b2 * state.phi + (1 - b2) * jnp.square(jnp.float32(noise_stddev))
         m, v, noise = (
-            optax.tree.bias_correction(moment, decay, count)
+            optax.tree.bias_correction(moment, decay, step)
             for moment, decay in ((mu, b1), (nu, b2), (phi, b2))
         )
         updates = jax.tree.map(lambda m, v: m / jnp.sqrt(jnp.maximum(v - noise, floor)), m, v)
-        return updates, AdamBCState(count, mu, nu, phi)
+        return updates, AdamBCState(step, mu, nu, phi)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -134,7 +134,8 @@ def make_train_step(
             gradient, parameter_shardings(gradient, mesh, whole or ())
         )
         stddev = jnp.asarray(calibrated.noise_on_mean, jnp.float32)[state.step]
-        stddev *= (*_adapting(state), 1.0)[0]
+        for clip_norm in _adapting(state):
+            stddev *= clip_norm
         updates, opt_state = told.update(
             gradient, state.opt_state, state.params, noise_stddev=stddev
         )
