@@ -92,7 +92,7 @@ class Calibrated:
         return self.noise_multiplier * self.mechanism.clip.sensitivity if self.private else 0.0
 
     @property
-    def noise_on_mean(self) -> np.ndarray:
+    def noise_on_gradients(self) -> np.ndarray:
         """Float [T]: standard deviation of the noise on each entry of the mean gradient, by step.
 
         Noise that is correlated over steps is K^-1 Z: that of a step has the norm of a row of K^-1.

@@ -65,7 +65,7 @@ def scale_by_adam_bc(
     Returns:
       ``update(gradient, state, params, *, noise_stddev)``, where noise_stddev is the standard
       deviation of the noise on each entry of the mean gradient. ``fit`` and silos tell it; a loop
-      of one's own gives ``plan.calibrated.noise_on_mean[step]``.
+      of one's own gives ``plan.calibrated.noise_on_gradients[step]``.
 
     Raises:
       BadInputError: an argument is out of range; from ``update``, nobody told the noise.

@@ -133,7 +133,7 @@ def make_train_step(
         gradient = jax.lax.with_sharding_constraint(
             gradient, parameter_shardings(gradient, mesh, whole or ())
         )
-        stddev = jnp.asarray(calibrated.noise_on_mean, jnp.float32)[state.step]
+        stddev = jnp.asarray(calibrated.noise_on_gradients, jnp.float32)[state.step]
         for clip_norm in _adapting(state):
             stddev *= clip_norm
         updates, opt_state = told.update(

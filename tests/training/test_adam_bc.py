@@ -1,5 +1,7 @@
 """DP-AdamBC: its update, and that it is told the noise that is really on its gradients."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -81,7 +83,7 @@ def test_the_noise_it_is_told_is_the_noise_there_is(mechanism):
         state, _ = steps.step(state, inputs)
     measured, told, _ = state.opt_state
     np.testing.assert_allclose(told, measured, rtol=0.03)
-    assert not np.any(algorithm.without_privacy().plan.calibrated.noise_on_mean)
+    assert not np.any(algorithm.without_privacy().plan.calibrated.noise_on_gradients)
 
 
 def slope(params, example):
@@ -90,16 +92,20 @@ def slope(params, example):
 
 def test_it_trains_and_changes_no_guarantee(tmp_path):
     found = {}
-    for name in ("adam", "dp_adam_bc"):
+    for name, average in (("adam", "none"), ("adam", "ema"), ("dp_adam_bc", "none")):
         optimizer = make_optimizer(OptimizerConfig(name=name, learning_rate=0.1), STEPS)
         plan = dpfl.uls(**SIZES).plan(USERS, steps=STEPS, epsilon=4.0, delta=1e-3)
+        folder = tmp_path / f"{name}-{average}"
         result = dpfl.fit(
-            slope, jnp.zeros(3), plan, optimizer, run_dir=tmp_path / name,
-            key=dpfl.RootKey.from_seed(0),
+            slope, jnp.zeros(3), plan, optimizer, run_dir=folder,
+            key=dpfl.RootKey.from_seed(0), loop=dpfl.LoopConfig(average=average),
         )  # fmt: skip
-        found[name] = result.guarantee, content_digest(result.params)
-    assert found["adam"][0] == found["dp_adam_bc"][0]
-    assert found["adam"][1] != found["dp_adam_bc"][1]
+        stated = json.loads((folder / "guarantee.json").read_text())
+        del stated["digests"]  # of the checkpoints
+        found[content_digest(result.params)] = stated
+    assert len(found) == 3
+    first, *others = found.values()
+    assert others == [first, first]
 
 
 def test_with_canaries_it_is_told_the_noise_too():
