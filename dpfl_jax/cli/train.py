@@ -199,7 +199,7 @@ def in_short(report: dict[str, Any]) -> list[str]:
     from dpfl_jax.accounting import Guarantee
 
     guarantee, meaning = Guarantee.from_json(report["privacy"]), report.get("meaning")
-    return guarantee.in_short(meaning[0].split(";")[0].rstrip(".") if meaning else "")
+    return guarantee.in_short(meaning[0].split(" (at ")[0] if meaning else "")
 
 
 def _in_one_line(report: dict[str, Any]) -> str:

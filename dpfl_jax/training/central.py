@@ -198,7 +198,9 @@ class CentralSteps(Steps):
         bounded = run.mechanism.clipped_grad(self.loss_fn, **self.options, **self.pieces)
         largest = self.pipeline.first_units(1, self.sampler.group_size)[-1]
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((units, *x.shape[2:]), x.dtype),
+            lambda x: jax.ShapeDtypeStruct(
+                (units, *x.shape[2:]), jax.dtypes.canonicalize_dtype(x.dtype)
+            ),
             units_of(run.mechanism, largest),
         )
         return bounded.explain(run.given, shapes).to_json(units)
