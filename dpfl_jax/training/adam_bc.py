@@ -6,14 +6,17 @@ with momentum. The variance is a public constant of the plan, so it is subtracte
 
     m, v = moments of the noised mean gradient, each over 1 - b^t
     phi  = the same average as v, of the noise's variance
-    update = m / sqrt(max(v - phi, floor))
+    update = m / sqrt(max(v - phi, floor * phi))
 
 The variance is averaged as v is, since it is another at each step where noise is correlated over
 steps or the clip norm adapts. All of it is a function of what noise was already added to
 (post-processing): it costs no privacy.
 
 Source: Tang, Shpilevskiy, Lécuyer 2024, "DP-AdamBC: Your DP-Adam is actually DP-SGD (unless you
-apply bias correction)" (arXiv 2312.14334), Algorithm 1; ``floor`` is its gamma'.
+apply bias correction)" (arXiv 2312.14334), Algorithm 1. Departure: the paper has a number gamma' in
+the place of floor * phi, to be tuned for every model, clip norm and cohort. As a share of the
+noise's variance one value fits them all: at 1, a coordinate that holds noise alone is divided by the
+noise's standard deviation, which is about what Adam divides it by, so that Adam's rates fit, too.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import optax
 from dpfl_jax.errors import BadInputError, positive, probability
 
 PyTree = Any
+_LEAST = 1e-16  # where there is no noise: the square of Adam's epsilon
 
 
 class AdamBCState(NamedTuple):
@@ -53,14 +57,14 @@ class AdamBCState(NamedTuple):
 
 
 def scale_by_adam_bc(
-    b1: float = 0.9, b2: float = 0.999, floor: float = 5e-8
+    b1: float = 0.9, b2: float = 0.999, floor: float = 1.0
 ) -> optax.GradientTransformationExtraArgs:
     """DP-AdamBC without a learning rate, to be chained.
 
     Args:
       b1: decay of the first moment.
       b2: decay of the second moment.
-      floor: the least second moment, above 0; smaller gradients are divided by its root.
+      floor: the least second moment, as a share of the noise's variance, above 0.
 
     Returns:
       ``update(gradient, state, params, *, noise_stddev)``, where noise_stddev is the standard
@@ -74,12 +78,12 @@ def scale_by_adam_bc(
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from dpfl_jax.training import scale_by_adam_bc
-      >>> optimizer = optax.chain(scale_by_adam_bc(), optax.scale(-0.1))
+      >>> optimizer = optax.chain(scale_by_adam_bc(floor=0.5), optax.scale(-0.1))
       >>> params = {"w": jnp.zeros(1)}
       >>> gradient = {"w": jnp.array([0.5])}
       >>> update, _ = optimizer.update(gradient, optimizer.init(params), params, noise_stddev=0.4)
-      >>> print(update["w"].round(4))  # -0.1 * 0.5 / sqrt(0.5^2 - 0.4^2)
-      [-0.1667]
+      >>> round(float(update["w"][0]), 4)  # -0.1 * 0.5 / sqrt(0.5^2 - 0.4^2)
+      -0.1667
     """
     probability("b1", b1, one=False)
     probability("b2", b2, one=False)
@@ -111,7 +115,8 @@ def scale_by_adam_bc(
             optax.tree.bias_correction(moment, decay, step)
             for moment, decay in ((mu, b1), (nu, b2), (phi, b2))
         )
-        updates = jax.tree.map(lambda m, v: m / jnp.sqrt(jnp.maximum(v - noise, floor)), m, v)
+        least = jnp.maximum(floor * noise, _LEAST)
+        updates = jax.tree.map(lambda m, v: m / jnp.sqrt(jnp.maximum(v - noise, least)), m, v)
         return updates, AdamBCState(step, mu, nu, phi)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -121,7 +126,7 @@ def dp_adam_bc(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.999,
-    floor: float = 5e-8,
+    floor: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """DP-AdamBC: Adam whose second moment leaves out the noise (``optimizer.name: dp_adam_bc``).
 

@@ -24,18 +24,18 @@ SIZES = {"group_size": 1, "cohort_size": 16}
 def test_it_is_the_algorithm_of_the_paper():
     rng = np.random.default_rng(0)
     gradients, stddev = rng.normal(size=(6, 5)).astype(np.float32), 0.8
-    transformation = scale_by_adam_bc(b1=0.8, b2=0.9, floor=0.05)
+    transformation = scale_by_adam_bc(b1=0.8, b2=0.9, floor=0.1)
     params = jnp.zeros(5)
     state, m, v = transformation.init(params), np.zeros(5), np.zeros(5)
     for t, g in enumerate(gradients, start=1):
         m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
-        least = np.maximum(v / (1 - 0.9**t) - stddev**2, 0.05)
+        least = np.maximum(v / (1 - 0.9**t) - stddev**2, 0.1 * stddev**2)
         found, state = transformation.update(jnp.asarray(g), state, params, noise_stddev=stddev)
         np.testing.assert_allclose(found, m / (1 - 0.8**t) / np.sqrt(least), rtol=1e-4)
 
 
 def test_without_noise_it_is_adam():
-    """What a baseline without privacy takes: the floor aside, Adam."""
+    """What a baseline without privacy takes."""
     gradient, params = {"w": jnp.array([0.5, -2.0]), "frozen": None}, {"w": jnp.zeros(2)}
     found, _ = dp_adam_bc(0.1).update(
         gradient, dp_adam_bc(0.1).init(params | {"frozen": None}), noise_stddev=0.0
