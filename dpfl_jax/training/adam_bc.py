@@ -13,10 +13,10 @@ steps or the clip norm adapts. All of it is a function of what noise was already
 (post-processing): it costs no privacy.
 
 Source: Tang, Shpilevskiy, Lécuyer 2024, "DP-AdamBC: Your DP-Adam is actually DP-SGD (unless you
-apply bias correction)" (arXiv 2312.14334), Algorithm 1. Departure: the paper has a number gamma' in
-the place of floor * phi, to be tuned for every model, clip norm and cohort. As a share of the
-noise's variance one value fits them all: at 1, a coordinate that holds noise alone is divided by the
-noise's standard deviation, which is about what Adam divides it by, so that Adam's rates fit, too.
+apply bias correction)" (arXiv 2312.14334), Algorithm 1. Departure: in the place of floor * phi the
+paper has a number gamma', to be tuned for every model, clip norm and cohort. As a share of the
+noise's variance one value fits them all: at 1, a coordinate that holds noise alone is divided by
+the noise's stddev, which is about what Adam divides it by, so that Adam's rates fit, too.
 """
 
 from __future__ import annotations
