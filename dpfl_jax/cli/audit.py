@@ -102,29 +102,29 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for number in range(max(1, args.repeat)):
         if args.train is not None:
             seed = None if args.seed is None else args.seed + number
-            found, cost = _trained(config, seed, args.confidence, console)
+            round_audits, cost = _trained(config, seed, args.confidence, console)
         else:
             from dpfl_jax.audit import audit
             from dpfl_jax.audit.attacks.simulate import trials_of
 
             trials = trials_of(config, key.child("audit", number), console, args.trials)
-            found = [
+            round_audits = [
                 audit(some, 0.95 if args.confidence is None else args.confidence) for some in trials
             ]
-        audits += found
+        audits += round_audits
     return _report(console, audits, cost, args)
 
 
 def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any], dict[str, Any]]:
     from dpfl_jax.accounting import statement
-    from dpfl_jax.audit import run_audit
+    from dpfl_jax.audit import proof
 
     if not (directory / "config.yaml").exists():
         raise BadInputError(
             f"{directory} is not the directory of a run: a configuration stands behind --simulate, "
             "--train or --user-inference"
         )
-    seen = run_audit.read(directory)
+    seen = proof.read_run_audit(directory)
     return seen.audits(statement.read(directory / statement.NAME), confidence), seen.cost
 
 
@@ -152,9 +152,11 @@ def _trained(
 def _ranked(config: Any, key: Any, console: Console, args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.audit.attacks.participation import participation
 
-    own = args.membership is not None
+    by_records = args.membership is not None
     confidence = 0.95 if args.confidence is None else args.confidence
-    result, audits = participation(config, key, console, membership=own, confidence=confidence)
+    result, audits = participation(
+        config, key, console, membership=by_records, confidence=confidence
+    )
     for name, area in result["auc"].items():
         console.print(f"{name.replace('_', ' ')}: AUC {area:.3f}", highlight=False)
     console.print(
@@ -169,7 +171,7 @@ def _report(
     console: Console, audits: list[Any], cost: dict[str, Any] | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Says, draws and returns what was proved."""
-    from dpfl_jax.audit import run_audit
+    from dpfl_jax.audit import proof
     from dpfl_jax.audit.proof import plot_audits
 
     for line in (cost or {}).get("sentences", ()):
@@ -177,7 +179,7 @@ def _report(
     for one in audits:
         console.print(str(one), highlight=False, soft_wrap=True)
         console.print(f"  {one.how}; attack: {one.attack}", highlight=False)
-    summary = run_audit.summary(audits)
+    summary = proof.summary(audits)
     if len(audits) > 1:
         console.print(f"{summary['refuted']} of {len(audits)} audits refute their claim")
     if args.picture is not None:

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from dpfl_jax.mesh import data_parallel_mesh
     from dpfl_jax.run.state import TrainState
     from dpfl_jax.training.adam_bc import AdamBCState, dp_adam_bc, scale_by_adam_bc
+    from dpfl_jax.training.central import make_train_step
     from dpfl_jax.training.fitting import FitResult, fit
-    from dpfl_jax.training.step import make_train_step
 
 # Loaded on first use: an optimiser alone, which plans ask for, needs none of it.
 _HOMES = {
@@ -20,7 +20,7 @@ _HOMES = {
     "data_parallel_mesh": "dpfl_jax.mesh",
     "dp_adam_bc": "dpfl_jax.training.adam_bc",
     "fit": "dpfl_jax.training.fitting",
-    "make_train_step": "dpfl_jax.training.step",
+    "make_train_step": "dpfl_jax.training.central",
     "scale_by_adam_bc": "dpfl_jax.training.adam_bc",
 }
 

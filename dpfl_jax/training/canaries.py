@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from dpfl_jax.accounting import cells
-from dpfl_jax.audit.run_audit import RunAudit
+from dpfl_jax.audit.proof import RunAudit
 from dpfl_jax.audit.trials import LONG
 from dpfl_jax.clipping import join
 from dpfl_jax.clipping.rules import WholeGradientRule
@@ -408,8 +408,8 @@ def with_canary_coordinates(
     def update(
         gradient: PyTree, state: PyTree, params: PyTree = None, **more: Any
     ) -> tuple[PyTree, PyTree]:
-        own = None if params is None else params["model"]
-        updates, model = told.update(gradient["model"], state["model"], own, **more)
+        model_params = None if params is None else params["model"]
+        updates, model = told.update(gradient["model"], state["model"], model_params, **more)
         seen = state["seen"].at[state["step"]].set(gradient["of_canaries"])
         still = jnp.zeros_like(gradient["of_canaries"])
         now = {"model": model, "seen": seen, "step": state["step"] + 1}
@@ -424,13 +424,13 @@ def _loss(model_loss: Callable[..., jax.Array], length: float) -> Callable[..., 
 
     @functools.wraps(model_loss)  # it may take a key
     def loss(params: PyTree, example: PyTree, **keys: Any) -> jax.Array:
-        number, own = example["canary"], params["of_canaries"]
+        number, coordinates = example["canary"], params["of_canaries"]
         data = {name: x for name, x in example.items() if name != "canary"}
         # proof: canaries-sensitivity-1
         return jnp.where(
             number < 0,
             model_loss(params["model"], data, **keys),
-            length * (own @ jax.nn.one_hot(number, own.shape[0])),
+            length * (coordinates @ jax.nn.one_hot(number, coordinates.shape[0])),
         )
 
     return loss

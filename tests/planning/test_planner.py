@@ -157,7 +157,7 @@ def test_noise_of_turns_is_priced_without_sampling():
             left = error(made.mechanism.noise.chosen, 60)
             assert option.noise == pytest.approx(option.noise_multiplier * left / option.size)
             assert 19.99 < p.epsilon_of(option) <= 20.0
-        # Everybody in every step: noise that is taken back costs more.
+        # Everybody in every step: noise that cancels later costs more.
         assert p.try_option(kind, 1, 3000) is None
         least[kind] = min(o.noise for o in options)
     assert least["blt"] == pytest.approx(least["banded_inverse"], rel=1e-3)
@@ -246,7 +246,7 @@ def test_orthogonal_gradients_keep_uls_ahead():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: planner().recommend(0), "less than one gradient"),
+        (lambda: planner().recommend(0), r"a step\) is 0, but it must be at least 1"),
         (lambda: planner(users=16).option("uls", 1, 32), "cannot be drawn from 16 users"),
         (lambda: planner(epsilon=-1.0).recommend(64), "epsilon is -1"),
         (lambda: UserStatistics(0), "number of users"),

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dpfl_jax.accounting.closed_forms import subject
 from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
 from reproductions.correlated import _training as correlated
 from reproductions.correlated import language_model
@@ -23,8 +22,8 @@ from reproductions.registry import Settings
 from reproductions.rpdp import _training, centralised, heart, published
 from reproductions.rpdp import budgets as personal_budgets
 from reproductions.rpdp import mnist as personal_mnist
+from reproductions.subject import _closed_forms, curves, few_subjects, shakespeare, skew
 from reproductions.subject import _training as subject_training
-from reproductions.subject import curves, few_subjects, shakespeare, skew
 from reproductions.userlevel import _mean_estimation as mean_estimation
 from reproductions.userlevel import _small_lm as small
 from reproductions.userlevel import (
@@ -282,9 +281,9 @@ def test_few_subjects_that_are_many(accuracy_by_groups, tmp_path, monkeypatch):
 
 def fractions_of_text_b(monkeypatch):
     """Both texts take q for the fraction of subjects in a batch, as B does."""
-    made = subject.hi_grad_fraction
+    made = _closed_forms.hi_grad_fraction
     monkeypatch.setattr(
-        subject, "hi_grad_fraction", lambda q, cap, variant="exact": made(q, cap, "B")
+        _closed_forms, "hi_grad_fraction", lambda q, cap, variant="exact": made(q, cap, "B")
     )
 
 
@@ -305,7 +304,7 @@ def test_the_sampling_fraction_of_records_for_roles(tmp_path, monkeypatch):
         variant = {"paper_a": "A", "paper_b": "B"}.get(run.recipe, "exact")
         sigma = 0.7  # noise at these fractions grows with them
         if run.kind == "hi_grad_avg":
-            sigma *= subject.hi_grad_fraction(0.001, cap, variant) / 0.001
+            sigma *= _closed_forms.hi_grad_fraction(0.001, cap, variant) / 0.001
         curve = [[(1, 3.0 + jitter(s) + 0.01 * sigma, 0.1)] for s in range(seeds)]
         claim = subject_training.Claim(4.0, 1e-5, "subject", 4.0, None, None, 36, ())
         return subject_training.Trained(run, [0.1] * seeds, curve, claim, sigma)

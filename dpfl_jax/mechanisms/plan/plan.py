@@ -23,7 +23,6 @@ from dpfl_jax.clipping import Adaptive, Trainable, self_check, split
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import code_outside
-from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.owners import Bounding, bounding_of
 from dpfl_jax.data.pipeline import Pipeline, StepBatch
 from dpfl_jax.data.store import (
@@ -33,7 +32,7 @@ from dpfl_jax.data.store import (
 )
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.participation import Population
+from dpfl_jax.mechanisms.participation import LossFn, Population, PyTree
 from dpfl_jax.mechanisms.plan.batches import (
     check_packed_loss,
     check_packing,
@@ -44,10 +43,9 @@ from dpfl_jax.mechanisms.plan.batches import (
 )
 from dpfl_jax.mechanisms.plan.sum_check import check_sum
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, microbatched
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
 from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, key_argument, with_any_key
 from dpfl_jax.run.public_inputs import about, public_inputs
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, training_digest
 from dpfl_jax.sampling import Sampler
