@@ -231,7 +231,8 @@ def accuracy_by_groups(monkeypatch):
 
     weighs = {"local_group": 2.0, "hi_grad_avg": 0.5}
 
-    def rounds(*, data, federation, key, **rest):
+    def rounds(run, *, key, **rest):
+        data, federation = run.data, run.federation
         mechanism, silo = federation.silos[0].mechanism, data.silos[0]
         sizes = np.diff(silo.subject_offsets)
         crowd = sizes.max() / sizes.sum()  # how much one subject weighs
@@ -250,7 +251,10 @@ def accuracy_by_groups(monkeypatch):
         ]
         return types.SimpleNamespace(metrics=metrics)
 
-    monkeypatch.setattr(subject_training, "run_rounds", rounds)
+    monkeypatch.setattr(
+        subject_training, "Rounds", lambda builder, **given: types.SimpleNamespace(**given)
+    )
+    monkeypatch.setattr(subject_training, "drive", rounds)
     return weighs
 
 
