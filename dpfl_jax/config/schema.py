@@ -421,6 +421,11 @@ class TrainConfig(Section):
         where they trust no server.
       keep_checkpoints: how many checkpoints are kept.
       log_every: steps between lines of metrics.jsonl.
+      average: none; ema, an exponential moving average of the iterates, which starts over the last
+        tenth of the steps and grows to what its decay says; or tail, their mean over the second
+        half of the steps. It is then the model that is evaluated and exported, the last iterate
+        being evaluated beside it. It costs no privacy, and one more copy of what is trained.
+      ema_decay: what the ema keeps of itself in a step, at most.
     """
 
     steps: int = Field(0, gt=0)
@@ -430,6 +435,8 @@ class TrainConfig(Section):
     checkpoint_every: int = Field(50, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
     log_every: int = Field(1, gt=0)
+    average: Literal["none", "ema", "tail"] = "none"
+    ema_decay: float = Field(0.9999, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
