@@ -58,6 +58,7 @@ from dpfl_jax.run.pipeline import Charge, Run
 from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.task import Task
+from dpfl_jax.training.augmentation import with_augmentation
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
@@ -506,6 +507,7 @@ def prepare(
         model = UserModel.of(config.model, subjects.task, subjects.train, config.init_seed)
     else:
         model = build_by_name(config.model.kind, subjects.task, config.model.options)
+    model = with_augmentation(model, config.model, subjects.task)
     federation = build_federation(config, [SiloFacts.of(silo) for silo in data.silos])
     federation.check(data)
     delta = config.privacy.delta

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dpfl_jax.mesh import data_parallel_mesh
     from dpfl_jax.run.state import TrainState
+    from dpfl_jax.training.augmentation import augmented
     from dpfl_jax.training.fitting import FitResult, fit
     from dpfl_jax.training.step import make_train_step
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "FitResult": "dpfl_jax.training.fitting",
     "TrainState": "dpfl_jax.run.state",
+    "augmented": "dpfl_jax.training.augmentation",
     "data_parallel_mesh": "dpfl_jax.mesh",
     "fit": "dpfl_jax.training.fitting",
     "make_train_step": "dpfl_jax.training.step",
@@ -24,6 +26,7 @@ __all__ = [
     "fit",
     "FitResult",
     "make_train_step",
+    "augmented",
     "TrainState",
     "data_parallel_mesh",
 ]

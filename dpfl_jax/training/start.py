@@ -48,6 +48,7 @@ from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.console import StepProgress
 from dpfl_jax.run.directory import RunDirectory, open_plain
 from dpfl_jax.run.state import content_digest, shardings_of
+from dpfl_jax.training.augmentation import with_augmentation
 from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
 
@@ -64,7 +65,8 @@ def build_model(config: RunConfig, data: Dataset) -> Any:
     """
     section, task = config.model, data.task
     if section.module is not None:
-        return UserModel.of(section, task, data.train, config.init_seed)
+        made = UserModel.of(section, task, data.train, config.init_seed)
+        return with_augmentation(made, section, task)
     pairs = task.kind == "preferences"
     if section.dpo is not None and not pairs:
         raise BadInputError(
@@ -72,7 +74,8 @@ def build_model(config: RunConfig, data: Dataset) -> Any:
             "and data.rejected_column, or leave it out"
         )
     if section.kind != "transformer" or task.kind not in ("tokens", "preferences"):
-        return build_by_name(section.kind, task, section.options)
+        made = build_by_name(section.kind, task, section.options)
+        return with_augmentation(made, section, task)
     if pairs and section.dpo is None:
         raise BadInputError("the data are preference pairs: set model.dpo.beta=0.1")
     model = build_transformer(config, task.vocab_size, task.bos_id)
