@@ -97,9 +97,9 @@ def test_features_of_a_data_set():
     groups = x.reshape(50, 4, 27, 3)
     np.testing.assert_allclose(groups.mean((1, 3)), 0, atol=1e-5)
     assert groups.var((1, 3)).max() <= 1.0001
-    plain_groups = scattering(images).reshape(50, 4, 27, 3)
-    size = np.sqrt(plain_groups.var((1, 3), keepdims=True) + 1e-5)
-    wanted = (plain_groups - plain_groups.mean((1, 3), keepdims=True)) / size
+    raw = scattering(images).reshape(50, 4, 27, 3)
+    size = np.sqrt(raw.var((1, 3), keepdims=True) + 1e-5)
+    wanted = (raw - raw.mean((1, 3), keepdims=True)) / size
     np.testing.assert_allclose(groups, wanted, atol=1e-4)
 
 
