@@ -15,50 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Loaded on first use, so that `dpfl --help` and `dpfl account` do not start JAX.
-_HOMES = {
-    "ArrayStore": "dpfl_jax.data",
-    "AuditConfig": "dpfl_jax.config",
-    "BadInputError": "dpfl_jax.errors",
-    "ClippedGradResult": "dpfl_jax.clipping",
-    "DataConfig": "dpfl_jax.data",
-    "Execution": "dpfl_jax.config.execution",
-    "FitResult": "dpfl_jax.training",
-    "Guarantee": "dpfl_jax.accounting",
-    "Hooks": "dpfl_jax.run.driver",
-    "LanguageModel": "dpfl_jax.models",
-    "Mechanism": "dpfl_jax.mechanisms",
-    "LoopConfig": "dpfl_jax.run.driver",
-    "Plan": "dpfl_jax.mechanisms.plan",
-    "Population": "dpfl_jax.mechanisms",
-    "RootKey": "dpfl_jax.randomness",
-    "allocation": "dpfl_jax.mechanisms",
-    "banded_inverse": "dpfl_jax.mechanisms",
-    "bandmf": "dpfl_jax.mechanisms",
-    "blt": "dpfl_jax.mechanisms",
-    "clipped_fun": "dpfl_jax.clipping",
-    "clipped_grad": "dpfl_jax.clipping",
-    "els": "dpfl_jax.mechanisms",
-    "export": "dpfl_jax.training.export",
-    "fit": "dpfl_jax.training",
-    "from_arrays": "dpfl_jax.data",
-    "from_grain": "dpfl_jax.data",
-    "from_huggingface": "dpfl_jax.data",
-    "from_pandas": "dpfl_jax.data",
-    "from_rows": "dpfl_jax.data",
-    "from_texts": "dpfl_jax.data",
-    "functional": "dpfl_jax.training.modules",
-    "individual": "dpfl_jax.mechanisms",
-    "individual_els": "dpfl_jax.mechanisms",
-    "load_dataset": "dpfl_jax.data",
-    "load_exported": "dpfl_jax.training.exported",
-    "non_private": "dpfl_jax.mechanisms",
-    "owner_sets": "dpfl_jax.mechanisms",
-    "transformer_config": "dpfl_jax.models",
-    "truncated": "dpfl_jax.mechanisms",
-    "uls": "dpfl_jax.mechanisms",
-    "without_batch_norm": "dpfl_jax.models.batch_norm",
+# By module its names: loaded on first use, so that `dpfl --help` does not start JAX.
+_NAMES = {
+    "accounting": "Guarantee",
+    "clipping": "ClippedGradResult clipped_fun clipped_grad",
+    "config": "AuditConfig",
+    "config.execution": "Execution",
+    "data": "ArrayStore DataConfig from_arrays from_grain from_huggingface from_pandas from_rows "
+    "from_texts load_dataset",
+    "errors": "BadInputError",
+    "mechanisms": "Mechanism Population allocation banded_inverse bandmf blt els individual "
+    "individual_els non_private owner_sets truncated uls",
+    "mechanisms.plan": "Plan",
+    "models": "LanguageModel transformer_config",
+    "models.batch_norm": "without_batch_norm",
+    "randomness": "RootKey",
+    "run.driver": "Hooks LoopConfig",
+    "training": "FitResult fit",
+    "training.export": "export",
+    "training.exported": "load_exported",
+    "training.modules": "functional",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "clipped_grad",
@@ -151,7 +129,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(f"dpfl_jax.{_HOMES[name]}"), name)
     if name == "accounting":
         return importlib.import_module("dpfl_jax.accounting")
     raise AttributeError(f"module 'dpfl_jax' has no attribute {name!r}")

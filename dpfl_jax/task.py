@@ -40,15 +40,6 @@ class Table:
     dates: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     decimal: str = "point"
 
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """A name for each number of ``x``: a column, or ``column=word``."""
-        return tuple(
-            name if word is None else f"{name}={word}"
-            for name in self.inputs
-            for word in self.categories.get(name, (None,))
-        )
-
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Table:
         """From plain JSON, as ``dataclasses.asdict`` makes it."""

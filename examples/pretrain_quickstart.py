@@ -28,7 +28,7 @@ import dpfl_jax as dpfl
 from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.documents import store_from_documents
-from dpfl_jax.data.python_source import standard_library_files
+from dpfl_jax.data.sets import standard_library_files
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models.checkpoint import save_checkpoint
 from dpfl_jax.run.console import RunConsole

@@ -24,7 +24,7 @@ from dpfl_jax.accounting.cells import (
 )
 from dpfl_jax.audit import audit
 from dpfl_jax.audit.attacks import simulate
-from dpfl_jax.cli._account_rows import ROWS, Row
+from dpfl_jax.cli.account import ROWS, Row
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.federation.mechanisms import SiloParticipation

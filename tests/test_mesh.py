@@ -26,8 +26,8 @@ from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import init_state
+from dpfl_jax.training.central import make_train_step
 from dpfl_jax.training.slices import collectives
-from dpfl_jax.training.step import make_train_step
 from tests.noised import noised
 
 LAYOUTS = {

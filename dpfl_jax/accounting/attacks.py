@@ -135,32 +135,35 @@ class Meaning:
         """The bounds in words for people who know no differential privacy."""
         most, first = self.true_positive_rate, FALSE_ALARMS[0]
         if self.relation == REPLACE:
-            what = "that it was this record and not that one"
+            what, question = "it was this record and not that one", "which of two records it was"
             attack = (
-                f"Whoever claims to see {what}, wrongly in {_share(first)} of cases, does so "
-                f"rightly in at most {_share(most(first))}"
+                f"An attacker who tells one record from another with {_share(first)} false alarms "
+                f"recognises it in at most {_share(most(first))} of cases"
             )
         else:
-            what = "that somebody took part"
+            what, question = "somebody took part", "whether somebody took part"
             attack = (
-                f"Whoever accuses {_share(first)} of those who took no part finds at most "
-                f"{_share(most(first))} of those who did"
+                f"An attacker who wrongly accuses {_share(first)} of those who took no part finds "
+                f"at most {_share(most(first))} of those who did"
             )
-        rest = "".join(f"; {_share(a)}: {_share(most(a))}" for a in FALSE_ALARMS[1:])
+        rest = "; ".join(f"at {_share(a)}: {_share(most(a))}" for a in FALSE_ALARMS[1:])
         after = ", ".join(_share(self.posterior(p)) for p in (0.1, 0.5, 0.9))
         lines = [
-            f"{attack}{rest}.",
-            f"Right accusations exceed wrong ones by at most {_share(self.advantage)} of cases.",
-            f"Who believes with 10 % (50 %, 90 %) {what} believes it afterwards with at most "
-            f"{after}, but for one run in a thousand.",
-            f"Of 10 (100; 10,000) equally likely contributions the right one is named with at most "
-            f"{_share(self.guessing(10))} ({_share(self.guessing(100))}; "
-            f"{_share(self.guessing(10_000))}).",
+            f"{attack} ({rest}).",
+            "The share that an attacker accuses rightly exceeds the share accused wrongly by at "
+            f"most {_share(self.advantage)}.",
+            f"An attacker who was 10 % (50 %, 90 %) sure that {what} is at most {after} sure after "
+            "seeing the result, except in one run in a thousand.",
+            "If one of 10 (100; 10,000) equally likely records was used, an attacker picks the "
+            f"right one with a probability of at most {_share(self.guessing(10))} "
+            f"({_share(self.guessing(100))}; {_share(self.guessing(10_000))}).",
         ]
         if math.isfinite(self.mu):
+            mu = f"{math.ceil(1000 * self.mu) / 1000:g}"
             lines.append(
-                f"It is {math.ceil(1000 * self.mu) / 1000:g}-Gaussian differential privacy, but "
-                "for delta: as hard as telling a draw of N(0, 1) from one of N(that number, 1)."
+                f"Except with probability delta this is {mu}-Gaussian differential privacy: "
+                f"telling {question} is as hard as telling a draw from N(0, 1) from a draw from "
+                f"N({mu}, 1)."
             )
         return lines
 

@@ -102,16 +102,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for number in range(max(1, args.repeat)):
         if args.train is not None:
             seed = None if args.seed is None else args.seed + number
-            found, cost = _trained(config, seed, args.confidence, console)
+            round_audits, cost = _trained(config, seed, args.confidence, console)
         else:
             from dpfl_jax.audit import audit
             from dpfl_jax.audit.attacks.simulate import trials_of
 
             trials = trials_of(config, key.child("audit", number), console, args.trials)
-            found = [
+            round_audits = [
                 audit(some, 0.95 if args.confidence is None else args.confidence) for some in trials
             ]
-        audits += found
+        audits += round_audits
     return _report(console, audits, cost, args)
 
 
@@ -152,9 +152,11 @@ def _trained(
 def _ranked(config: Any, key: Any, console: Console, args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.audit.attacks.participation import participation
 
-    own = args.membership is not None
+    by_records = args.membership is not None
     confidence = 0.95 if args.confidence is None else args.confidence
-    result, audits = participation(config, key, console, membership=own, confidence=confidence)
+    result, audits = participation(
+        config, key, console, membership=by_records, confidence=confidence
+    )
     for name, area in result["auc"].items():
         console.print(f"{name.replace('_', ' ')}: AUC {area:.3f}", highlight=False)
     console.print(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from rich.table import Table
+
 from dpfl_jax.cli.options import Configured
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.console import Console
 from dpfl_jax.training.slices import kind_of, measure, slice_mesh, vocabulary
 
 DESCRIPTION = """\
@@ -68,10 +71,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], to_stderr: bool) -> None:
-    from rich.table import Table
-
-    from dpfl_jax.run.console import Console
-
     console = Console(stderr=to_stderr)
     table = Table(
         title=f"{result['parameters']:,} parameters on {result['topology']}", show_header=False

@@ -10,6 +10,7 @@ from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.data.sections import CONVERSATION
 from dpfl_jax.errors import BadInputError, require
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Build a store of examples grouped by user, or look into one.
@@ -38,7 +39,7 @@ class Build(options.Options):
     """A build.
 
     Attributes:
-      source: files, python_source, tfds, or a named data set (see docs/guides/data.md).
+      source: files, python_source, tfds, or a named data set (see docs/guides/data_reference.md).
       input: files, patterns or folders.
       format: jsonl, parquet, csv, folder or huggingface (else by name).
       split: which split (tfds and named data sets).
@@ -111,7 +112,6 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
 
     from dpfl_jax.data.build import BuildPlan, build_store, default_num_shards
     from dpfl_jax.data.owners import SharedStore
-    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     started = time.monotonic()
@@ -143,20 +143,12 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
             bar.update(tasks[phase], completed=done, total=total or None)
 
         if args.engine == "beam":
-            from dpfl_jax.data.beam import build_with_beam
+            from dpfl_jax.data.build import build_with_beam
 
             if args.source != "files":
                 raise BadInputError("--engine beam reads files: leave --source out")
-            store = build_with_beam(
-                args.input,
-                args.out,
-                plan,
-                format=args.format,
-                user_column=args.user_column,
-                text_column=args.text_column or "text",
-                csv=csv_format(args),
-                flags=args.engine_flags,
-            )
+            files = _document_files(args, None)
+            store = build_with_beam(args.input, args.out, plan, files, args.engine_flags)
         else:
             if args.engine_flags:
                 raise BadInputError(f"unknown arguments {args.engine_flags}: only Beam takes flags")
@@ -215,19 +207,21 @@ def _conversations(args: argparse.Namespace) -> Any:
     return result
 
 
+def _document_files(args: argparse.Namespace, conversations: Any) -> Any:
+    from dpfl_jax.data.documents import DocumentFiles
+
+    text_column = args.text_column or "text"
+    return DocumentFiles(
+        args.format, args.user_column, text_column, csv_format(args), conversations
+    )
+
+
 def _source(args: argparse.Namespace, conversations: Any) -> Any:
     from dpfl_jax.data import sources
 
     if args.source == "files":
-        return sources.file_source(
-            args.input or (),
-            args.format,
-            args.user_column,
-            args.text_column or "text",
-            csv_format(args),
-            args.on_bad_row == "drop",
-            conversations,
-        )
+        how = _document_files(args, conversations)
+        return sources.file_source(args.input or (), how, args.on_bad_row == "drop")
     if args.source == "python_source":
         return sources.python_files_source()
     inputs = args.input or (None,)
@@ -248,7 +242,6 @@ def _inspect(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.data import inspect as inspection
     from dpfl_jax.data.owners import grouped_by_owner_set
     from dpfl_jax.data.shards import open_store
-    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     store = open_store(args.store)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import imported
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Write the model of a finished run (central, federated, ISRL or `fit`) as a directory for others,
@@ -58,7 +59,6 @@ _READ_BY = {
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the run and writes the directory."""
-    from dpfl_jax.run.console import Console
     from dpfl_jax.training.export import export
 
     console = Console(stderr=args.json)

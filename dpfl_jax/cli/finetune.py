@@ -72,8 +72,7 @@ class Options(options.MayRunCode):
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Makes the configuration, trains and exports."""
     from dpfl_jax.cli.train import train_or_price
-    from dpfl_jax.config.load import make_config
-    from dpfl_jax.config.text import write_yaml
+    from dpfl_jax.config.load import make_config, write_yaml
     from dpfl_jax.run import processes
     from dpfl_jax.run.console import RunConsole
     from dpfl_jax.training.export import export

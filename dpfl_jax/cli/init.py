@@ -9,6 +9,8 @@ import re
 import shlex
 from typing import Annotated, Any
 
+from rich.table import Table
+
 import dpfl_jax
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
@@ -102,8 +104,6 @@ def shipped() -> dict[str, pathlib.Path]:
 
 
 def _list(console: Console, known: dict[str, pathlib.Path]) -> dict[str, Any]:
-    from rich.table import Table
-
     table = Table("name", "what")
     rows = []
     for name, file in known.items():

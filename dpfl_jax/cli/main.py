@@ -71,14 +71,14 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
-            hint = _suggestion(found[1], self._option_string_actions)
+        if match := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            hint = _suggestion(match[1], self._option_string_actions)
             if not hint and any(action.dest == "overrides" for action in self._actions):
                 hint = ": settings of the configuration are given as section.key=value"
             message += hint
-        elif found := re.search(r"invalid choice: '([^']*)' \((.*)\)", message):
-            hint = _suggestion(found[1], re.findall(r"[\w-]+", found[2]))
-            message = message[: found.start(2) - 2] + hint if hint else message
+        elif match := re.search(r"invalid choice: '([^']*)' \((.*)\)", message):
+            hint = _suggestion(match[1], re.findall(r"[\w-]+", match[2]))
+            message = message[: match.start(2) - 2] + hint if hint else message
         raise BadInputError(f"{self.prog}: {message} (see `{self.prog} --help`)")
 
 
@@ -188,9 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _ignore_code_in_current_folder()
         _use_no_tpu_that_is_not_here()
         _use_one_thread_for_little_algebra(command)
-    own = argv.index("--") if "--" in argv else len(argv)  # behind it another program's
-    verbose = "--verbose" in argv[:own]
-    argv = [a for i, a in enumerate(argv) if a != "--verbose" or i > own]
+    end = argv.index("--") if "--" in argv else len(argv)  # behind it another program's
+    verbose = "--verbose" in argv[:end]
+    argv = [a for i, a in enumerate(argv) if a != "--verbose" or i > end]
     if verbose:
         logging.basicConfig(level=logging.DEBUG)
     try:
@@ -199,21 +199,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"`dpfl {command}`", "lower its batch sizes, or use a larger machine"
         ):
             result = args.handler(args)
-    except BadInputError as error:
+    except (BadInputError, OSError) as error:
+        sentence = str(error)
+        if isinstance(error, OSError):
+            if error.errno is None or isinstance(error, BrokenPipeError):
+                raise
+            sentence = _of_a_file(error)
         if verbose:
             traceback.print_exc()
-        print(plain(f"dpfl: error: {error}"), file=sys.stderr)
+        print(plain(f"dpfl: error: {sentence}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)
         return 1
-    except OSError as error:
-        if error.errno is None or isinstance(error, BrokenPipeError):
-            raise
-        if verbose:
-            traceback.print_exc()
-        print(plain(f"dpfl: error: {_of_a_file(error)}"), file=sys.stderr)
-        return 2
     except StoppedError as error:
         print(plain(f"dpfl: {error}"), file=sys.stderr)
         return 1

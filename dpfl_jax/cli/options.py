@@ -152,36 +152,23 @@ def _add(parser: Any, name: str, hint: Any, default: Any, words: str) -> None:
 # ---- keys of a configuration ------------------------------------------------------------------
 
 
-def _sections() -> Iterator[tuple[str, Any]]:
+def _sections() -> dict[str, Any]:
     """The keys at the top and their types; that of a section is its class."""
     from dpfl_jax.config import RunConfig
+    from dpfl_jax.config.load import section_type
 
-    for name, field in RunConfig.model_fields.items():
-        kinds = [one for one in get_args(field.annotation) if one is not type(None)]
-        yield name, kinds[0] if kinds else field.annotation
-
-
-def _fields(section: Any) -> dict[str, tuple[Any, Any]]:
-    """Type and default of each key of a section."""
-    if dataclasses.is_dataclass(section):
-        hints: dict[str, Any] = typing.get_type_hints(section, include_extras=True)
-        return {f.name: (hints[f.name], f.default) for f in dataclasses.fields(section)}
-    fields = getattr(section, "model_fields", {})
-    return {name: (_whole(field), field.default) for name, field in fields.items()}
-
-
-def _whole(field: Any) -> Any:
-    return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    return {name: section_type(f.annotation) for name, f in RunConfig.model_fields.items()}
 
 
 def _add_key(parser: Any, key: str, default: Any) -> None:
     from pydantic import TypeAdapter, ValidationError
 
-    from dpfl_jax.config.text import read_yaml
+    from dpfl_jax.config.kinds import why
+    from dpfl_jax.config.load import read_yaml, section_fields
 
     section, _, name = key.partition(".")
-    owner = dict(_sections())[section]
-    hint, usual = _fields(owner)[name]
+    owner = _sections()[section]
+    hint, usual = section_fields(owner)[name]
     words = {k: v for one in reversed(owner.__mro__) for k, v in attributes(one).items()}[name]
 
     is_choice = get_origin(hint) is Literal
@@ -192,8 +179,7 @@ def _add_key(parser: Any, key: str, default: Any) -> None:
             value = text if is_text else read_yaml(text, f"--{name}", one_value=True)
             return TypeAdapter(hint).validate_python(value)
         except ValidationError as error:
-            what = error.errors()[0]["msg"]
-            raise argparse.ArgumentTypeError(f"{text!r}: {what[:1].lower()}{what[1:]}") from None
+            raise argparse.ArgumentTypeError(f"{text!r}: {why(error)}") from None
 
     default = usual if default is SCHEMA else default
     words = f"{key}: {words.split('. ')[0]}"
@@ -228,15 +214,17 @@ def _with_default(words: str, default: Any) -> str:
 
 def keys_in_words() -> str:
     """All keys of a configuration by section, for help."""
+    from dpfl_jax.config.load import section_fields
     from dpfl_jax.config.variants import VARIANTS, takes
 
     lines = ["keys of a configuration, given as section.key=value (docs/guides says what they do):"]
-    top = [name for name, section in _sections() if not _fields(section)]
+    sections = {name: [*section_fields(section)] for name, section in _sections().items()}
+    top = [name for name, keys in sections.items() if not keys]
     lines += _wrapped("", [name for name in top if name != "mechanism"])
     lines += _wrapped("mechanism", ["kind, and its fields, or participation, clip, noise"])
-    for section, owner in _sections():
+    for section, keys in sections.items():
         by_variants: dict[tuple[str, ...], list[str]] = {}
-        for name in _fields(owner):
+        for name in keys:
             of = tuple(str(v) for v in VARIANTS if takes(v, f"{section}.{name}"))
             by_variants.setdefault(of, []).append(name)
         for of, names in by_variants.items():

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import shlex
 from typing import Annotated, Any, ClassVar
 
-from dpfl_jax.cli import _plan_federation, _predict
-from dpfl_jax.cli._predict import QUESTIONS
+from rich.table import Table
+
 from dpfl_jax.cli.options import Configured, Flag
+from dpfl_jax.config.load import load_config, write_config
 from dpfl_jax.errors import BadInputError, at_least
+from dpfl_jax.run.console import Console
+
+QUESTIONS = {
+    "algorithm": "which algorithm, and where do examples overtake users as compute grows",
+    "epsilon": "what does a smaller epsilon cost me",
+    "users": "what would more users give, twice as many for example; how many do I need",
+    "overtake": "from how many users on is drawing examples ahead of drawing users",
+    "feasible": "is privacy feasible here: how much of the gain without it is kept",
+    "variants": "which of several fits: flat or per-layer clipping, LoRA or full, model sizes",
+    "size": "which model size, steps and batch, as compute grows (fits of two sizes or more)",
+    "pareto": "epsilon, loss and compute against each other",
+}
+PUBLIC = (
+    "--fit trains on these data without privacy: proxy runs add noise that is not accounted for, "
+    "and their losses and the fit are a function of the data. Use public data alone."
+)
 
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
@@ -135,22 +153,20 @@ class Options(Configured):
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints the table and answers, and writes files that options ask for."""
-    from dpfl_jax.config import load_config
     from dpfl_jax.planning.costs import LazyStart, add_bills, add_memory, prices
     from dpfl_jax.planning.questions import Scenario, predict
-    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides, args.allow_code)
     if config.variant != "central":
-        return _plan_federation.run(args, config, console)
+        return _plan_federation(args, config, console)
     budget = args.compute_budget or int(config.mechanism.compute_budget)
     epsilon = args.epsilon if args.epsilon is not None else config.privacy.epsilon
     if epsilon is None:
         raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
     if args.fit is not None:
-        _predict.check_public(args, config, console)
-    laws = _predict.laws(args.fits)
+        _check_public(args, config, console)
+    laws = _laws(args.fits)
     _check_costs(args)
     if args.html is not None and args.ask is None:
         raise BadInputError("--html draws an answer: add --ask QUESTION")
@@ -179,13 +195,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             )
     planner = _planner(config, args, epsilon, start, console, next(iter(laws.values()), None))
     if args.fit is not None:
-        return _predict.fit(args, config, planner, console)
+        return _fit(args, config, planner, console)
     gradients = float(budget * steps)
     scenarios = {
         name: Scenario(planner, paid.get(name, gradients), law) for name, law in laws.items()
     }
     if args.ask is not None:
-        return _predict.answer(args, scenarios or {"noise": Scenario(planner, gradients)}, console)
+        return _answer(args, scenarios or {"noise": Scenario(planner, gradients)}, console)
     with console.status("calibrating noise"):
         # Examples that are drawn one by one make no user update.
         alone = () if config.mechanism.clips_user_updates else None
@@ -212,8 +228,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.overtake is not None:
         at_least("--overtake", args.overtake, 1)
         with console.status("calibrating larger populations"):
-            found = planner.users_at_overtake(budget, args.overtake)
-        result["overtake"] = {"examples_per_user": args.overtake, "users": found}
+            users = planner.users_at_overtake(budget, args.overtake)
+        result["overtake"] = {"examples_per_user": args.overtake, "users": users}
     _print(console, result)
     if args.png is not None:
         from dpfl_jax.planning.figures import draw_heat_map  # and Matplotlib, which takes a second
@@ -249,12 +265,7 @@ def _check_costs(args: argparse.Namespace) -> None:
 
 
 def _planner(
-    config: Any,
-    args: argparse.Namespace,
-    epsilon: float,
-    start: Any,
-    console: Any,
-    law: Any = None,
+    config: Any, args: argparse.Namespace, epsilon: float, start: Any, console: Any, law: Any = None
 ) -> Any:
     import numpy as np
 
@@ -363,8 +374,6 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
 
 
 def _print(console: Any, result: dict[str, Any]) -> None:
-    from rich.table import Table
-
     from dpfl_jax.planning.candidates import CANDIDATES, plain
     from dpfl_jax.planning.costs import in_order
 
@@ -388,11 +397,11 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     marks = {"best": "least noise", "median": "median", "doubling": "double"}
     keys = set(result["doubling"])
     for option in in_order(result):
-        own = {key: value for key, value in option.items() if key in keys}
+        cell = {key: value for key, value in option.items() if key in keys}
         notes = [
             words
             for name, words in marks.items()
-            if result[name] and {k: result[name][k] for k in keys} == own
+            if result[name] and {k: result[name][k] for k in keys} == cell
         ]
         table.add_row(
             CANDIDATES[option["kind"]].name
@@ -426,7 +435,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     for note in result["notes"]:
         console.print(note, highlight=False)
     if lossy:
-        _predict.print_prediction(console, result["prediction"])
+        _print_prediction(console, result["prediction"])
     if "overtake" in result:
         each, users = result["overtake"]["examples_per_user"], result["overtake"]["users"]
         ahead, other = (CANDIDATES[plain(examples)].name for examples in (False, True))
@@ -448,7 +457,6 @@ def _memory_words(option: dict[str, Any]) -> tuple[str, str]:
 
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
-    from dpfl_jax.config.load import load_config, write_config
     from dpfl_jax.planning.candidates import at_budget
 
     base: Any = load_config(args.config, args.overrides, args.allow_code)
@@ -466,3 +474,262 @@ def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon:
         band = f"{cell['low']:.3f} to {cell['high']:.3f}"
         reason = f"predicted loss {cell['loss']:.3f} ({band}), the least for its compute"
     write_config(args.out, load_config(args.config, overrides, args.allow_code), reason)
+
+
+# ---- fits: proxy runs, and what their law says --------------------------------------------------
+
+
+def _check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
+    """Says that proxy runs protect nobody, and wants it said that the data are public."""
+    from dpfl_jax.data.sets import SETS
+
+    console.print(PUBLIC, style="bold red", highlight=False, soft_wrap=True)
+    embedded = config.data.path is None and config.data.source in (*SETS, "python_source")
+    if not (embedded or args.public):
+        raise BadInputError(
+            f"data.source={config.data.source} is not known to be public, and proxy runs protect "
+            "nobody: give public data, and say so with --public"
+        )
+
+
+def _fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> dict[str, Any]:
+    """Runs the proxies that are missing, fits, writes and draws the law."""
+    from dpfl_jax.planning.figures import draw_law
+    from dpfl_jax.planning.planner import in_words
+    from dpfl_jax.planning.proxy import design, run_trials
+    from dpfl_jax.planning.scaling_law import fit_scaling_law
+    from dpfl_jax.run.console import StepProgress
+    from dpfl_jax.training.slices import gradient_cost
+
+    budget = args.compute_budget or int(config.mechanism.compute_budget)
+    with console.status("calibrating the range of noise"):
+        trials = design(planner, budget, args.runs, args.rates or (1.0,))
+    file = args.fit.with_suffix(".runs.jsonl")
+    with StepProgress(console, "proxy runs", len(trials), 0) as bar:
+
+        def done(count: int, row: dict[str, Any]) -> None:
+            loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
+            bar.update(count, f"{in_words(row)}, ratio {row['ratio']:g}: {loss}")
+
+        rows = run_trials(
+            args.config,
+            args.overrides,
+            trials,
+            file,
+            jobs=args.jobs,
+            allow_code=args.allow_code,
+            done=done,
+        )
+    about = {
+        "config": os.fspath(args.config),
+        "overrides": list(args.overrides),
+        "initial": rows[0]["initial"],
+        "learning_rate": config.optimizer.learning_rate,
+        "flops_per_gradient": None,
+    }
+    if config.model.is_transformer:
+        about |= gradient_cost(config, args.vocab_size)
+    law = fit_scaling_law(rows, planner.sensitivities, about)
+    law.save(args.fit)
+    picture = args.png or args.fit.with_suffix(".png")
+    draw_law(law, picture)
+    finite = [row for row in rows if row["loss"] is not None]
+    again = law.predict(finite)
+    errors = sorted(abs(p["loss"] / r["loss"] - 1) for p, r in zip(again, finite))
+    console.print(
+        f"{len(finite)} runs fitted, median error {errors[len(errors) // 2]:.2%} on themselves; "
+        f"written: {args.fit}, drawn: {picture}; use it: dpfl plan CONFIG --with "
+        f"{shlex.quote(str(args.fit))}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return {
+        "status": "fitted",
+        "fit": os.fspath(args.fit),
+        "picture": os.fspath(picture),
+        "runs": len(finite),
+        "diverged": len(rows) - len(finite),
+        "cpu_seconds": sum(row["cpu_seconds"] for row in rows),
+        "median_error_on_itself": errors[len(errors) // 2],
+        "public_data_only": PUBLIC,
+    }
+
+
+def _laws(files: list[pathlib.Path] | None) -> dict[str, Any]:
+    """The fits, by the names of their files."""
+    from dpfl_jax.planning.scaling_law import ScalingLaw
+
+    return {file.stem: ScalingLaw.load(file) for file in files or []}
+
+
+def _answer(args: argparse.Namespace, scenarios: dict[str, Any], console: Any) -> dict[str, Any]:
+    """Answers ``--ask``, and draws."""
+    from dpfl_jax.planning.figures import draw_answer
+    from dpfl_jax.planning.hover import to_svg
+    from dpfl_jax.planning.questions import ask
+
+    with console.status("calibrating noise for every cell"):
+        result = ask(args.ask, scenarios, args.target_loss)
+    table = Table(result["x"], *result["series"], title=QUESTIONS[args.ask])
+    for points in zip(*result["series"].values()):
+        shown = ["-" if p["cell"] is None else f"{p['score']:.4g}" for p in points]
+        table.add_row(f"{points[0]['x']:,.6g}", *shown)
+    console.print(table)
+    console.print(
+        f"scores: {result['y']}", *[f"; {k}: {v:.4g}" for k, v in result["lines"].items()]
+    )
+    console.print(result["answer"], highlight=False, soft_wrap=True)
+    if args.png is not None:
+        draw_answer(result, QUESTIONS[args.ask], args.png)
+        console.print(f"drawn: {args.png}")
+    if args.html is not None:
+        try:
+            args.html.write_text(f"<!doctype html><meta charset='utf-8'>{to_svg(result)}")
+        except OSError as error:
+            raise BadInputError(f"cannot write {args.html}: {error.strerror}") from error
+        console.print(f"drawn: {args.html}")
+    return {"status": "answered", **result}
+
+
+def _print_prediction(console: Any, prediction: dict[str, Any]) -> None:
+    """The best of the budget, the best split, the least epsilon."""
+    from dpfl_jax.planning.planner import in_words
+
+    def words(cell: dict[str, Any]) -> str:
+        text = in_words(cell)
+        if "loss" in cell:
+            text += f": loss {cell['loss']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
+            text += "" if cell["rate"] == 1 else f" at {cell['rate']:g} times the learning rate"
+            if cell["outside"] > 1.5:
+                text += f", {cell['outside']:.2g} times beyond what was tried"
+        return text
+
+    console.print(f"least predicted loss at this budget: {words(prediction['best_of_budget'])}")
+    if prediction["best_split"] is not None:
+        console.print(
+            f"best split of {prediction['gradients']:.4g} gradient evaluations over steps and "
+            f"batch: {words(prediction['best_split'])}"
+        )
+    console.print(f"loss before training: {prediction['initial_loss']:.3f}")
+    if (least := prediction.get("least_epsilon")) is not None:
+        if least["cell"] is None:
+            reached = "not reached with this compute, even without noise"
+        else:
+            reached = f"from epsilon {least['value']:.3g} on ({words(least['cell'])})"
+        console.print(f"loss {least['target_loss']:g}: {reached}")
+
+
+# ---- of a federation: mechanism, steps and cap, by noise over signal ----------------------------
+
+
+_CENTRAL = (
+    "compute_budget", "private_median", "target_noise", "fit", "fits", "target_loss", "ask", "html",
+    "chip", "chip_hours", "memory", "overtake",
+)  # fmt: skip
+
+
+def _plan_federation(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
+    """Plans a federation, prints the table, and writes the best configuration if asked.
+
+    Raises:
+      BadInputError: nobody trusted, arguments for central runs, or no way meets the target.
+    """
+    from dpfl_jax.federation.choice import by_reach, federated_options, other_steps
+    from dpfl_jax.federation.federated_run import prepare
+
+    if config.variant == "isrl":
+        raise BadInputError(
+            "an ISRL configuration has one mechanism: `dpfl train CONFIG --dry-run` says how noise "
+            "and signal compare, and which key would help"
+        )
+    for name in _CENTRAL:
+        if getattr(args, name) is not None:
+            flag = "with" if name == "fits" else name.replace("_", "-")
+            raise BadInputError(f"--{flag} is for central runs: leave it out for a federation")
+    if args.epsilon is not None:
+        overrides = [*args.overrides, f"privacy.epsilon={args.epsilon}"]
+        config = load_config(args.config, overrides, args.allow_code)
+    prepared = prepare(config, console)
+    with console.status("calibrating noise"):
+        # Of equal noise, what leaves out the fewest records.
+        choices = sorted(
+            federated_options(prepared), key=lambda c: (float(f"{c.ratio:.3g}"), -c.kept)
+        )
+        if not choices:
+            raise BadInputError(
+                f"no mechanism meets epsilon {config.privacy.epsilon:g}: raise privacy.epsilon, or "
+                "lower mechanism.max_records_per_subject or federation.max_silos_per_subject"
+            )
+        of_kind: dict[str, Any] = {}
+        for choice in choices:
+            of_kind.setdefault(choice.kind, choice)
+        paced = [sorted([c, *other_steps(prepared, c)], key=_steps) for c in of_kind.values()]
+        best, reason = choices[0], "at the configuration's steps"
+        if best.ratio > 1:
+            best, reason = min(paced[0], key=lambda c: c.ratio), "as noise swamps signal"
+        reach = by_reach(prepared, best)
+    reason = (
+        f"{best.kind}, {reason}: least noise, {best.ratio:.3g} times the largest that the signal "
+        "of the whole run can be"
+    )
+    if best.ratio > 1:
+        reason += "; that is too much: raise epsilon, or take more people or a smaller model"
+    result = {
+        "status": "planned",
+        "epsilon": config.privacy.epsilon,
+        "delta": prepared.delta,
+        "parameters": prepared.model.num_params,
+        "best": best.to_json(),
+        "options": [choice.to_json() for choice in choices],
+        "by_steps": {each[0].kind: {str(_steps(c)): c.ratio for c in each} for each in paced},
+        "by_reach": {str(silos): ratio for silos, ratio in reach.items()},
+        "reason": reason,
+    }
+    _print_federation(console, result, prepared)
+    if args.png is not None:
+        from dpfl_jax.planning.figures import draw_caps  # and Matplotlib, which takes a second
+
+        draw_caps(choices, args.png)
+        console.print(f"drawn: {args.png}")
+    if args.out is not None:
+        # With the target as it was asked for: a delta that follows from the data is left to them.
+        chosen = best.config.model_copy(update={"privacy": config.privacy})
+        write_config(args.out, chosen, reason)
+        train = ["dpfl", "train", str(args.out)]
+        console.print(f"written: {args.out}; run it with: {shlex.join(train)}")
+    return result
+
+
+def _steps(choice: Any) -> int:
+    return int(choice.rounds * choice.local_steps)
+
+
+def _print_federation(console: Any, result: dict[str, Any], prepared: Any) -> None:
+    section = prepared.config.federation
+    table = Table(
+        "mechanism", "cap", "records kept", "noise multiplier", "noise / signal",
+        title=f"epsilon {result['epsilon']:g} for each person; {section.rounds} rounds of "
+        f"{section.local_steps} local steps of {result['options'][0]['batch']:.4g} records",
+    )  # fmt: skip
+    for option in result["options"]:
+        table.add_row(
+            option["kind"],
+            str(option["cap"]),
+            f"{option['kept']:.0%}",
+            f"{option['noise_multiplier']:.4g}",
+            f"{option['ratio']:.3g}",
+        )
+    console.print(table)
+    console.print(result["reason"])
+
+    def ratios_text(ratios: dict[str, float]) -> str:
+        return ", ".join(f"{number}: {ratio:.3g}" for number, ratio in ratios.items())
+
+    console.print(
+        "by rounds x local steps, at equal gradients (noise depends on the product alone; few "
+        f"rounds send less): {ratios_text(result['by_steps'][result['best']['kind']])}"
+    )
+    console.print(
+        f"were each person in at most so many silos (max_silos_per_subject): "
+        f"{ratios_text(result['by_reach'])}"
+    )

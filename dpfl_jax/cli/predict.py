@@ -13,6 +13,7 @@ from dpfl_jax.cli import options
 from dpfl_jax.cli.data import csv_format
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, imported
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Predict for new rows: with the model of a finished run, or of what `dpfl export` wrote.
@@ -64,7 +65,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
     from dpfl_jax.data.rows import CsvFormat
-    from dpfl_jax.run.console import Console
 
     folder, source, out = pathlib.Path(args.run), pathlib.Path(args.rows), pathlib.Path(args.out)
     if out.exists() or out.suffix not in (".csv", ".tsv", ".parquet"):
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config, model = _load(folder, args.which, build)
     form = csv_format(args)
     if config is not None:
-        own = config.data
-        form = CsvFormat(form.delimiter or own.delimiter, form.encoding or own.encoding)
+        data = config.data
+        form = CsvFormat(form.delimiter or data.delimiter, form.encoding or data.encoding)
     if source.suffix == ".npy":
         if args.held_out:
             raise BadInputError("--held-out is for tables: an array does not say whose rows are")

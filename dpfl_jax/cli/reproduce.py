@@ -8,12 +8,13 @@ import pathlib
 import time
 from typing import Annotated, Any
 
+from rich.table import Table
+
 from dpfl_jax.cli import options
 from dpfl_jax.cli.bench import from_checkout
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, at_least
-from dpfl_jax.run.console import Console
-from dpfl_jax.run.interrupt import default_signal_handling
+from dpfl_jax.run.console import Console, default_signal_handling
 
 DESCRIPTION = """\
 Reproduce a figure or a table of a paper: what it claims, what is measured, whether it holds, and
@@ -119,8 +120,8 @@ def _all(
     jobs = []
     for name, module in modules.items():
         heeded = getattr(module, "OPTIONS", ())
-        own = {o: getattr(args, o) for o in ("seeds", "minutes") if o in heeded}
-        jobs.append(runner.Job(name, not args.full, **own, replication=args.replication))
+        settings = {o: getattr(args, o) for o in ("seeds", "minutes") if o in heeded}
+        jobs.append(runner.Job(name, not args.full, **settings, replication=args.replication))
     made: dict[str, Any] = runner.run_all(jobs, out, console, 1 if args.jobs is None else args.jobs)
     for name in made["failed"]:
         console.print(f"{name} failed: see {out / 'logs'}", style="red")
@@ -141,8 +142,6 @@ def _check(args: argparse.Namespace, modules: dict[str, Any], many: bool) -> Non
 
 
 def _list(console: Console, modules: dict[str, Any]) -> dict[str, Any]:
-    from rich.table import Table
-
     table = Table("figure", "what", "source")
     rows = []
     for name, module in modules.items():
@@ -153,14 +152,12 @@ def _list(console: Console, modules: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(console: Console, result: dict[str, Any]) -> None:
-    from rich.table import Table
-
     table = Table("claim", "source", "measured", "expected", "verdict")
     for claim in result["claims"]:
         style = {True: "green", False: "red", None: "yellow"}[claim["holds"]]
         verdict = f"[{style}]{claim['verdict']}[/{style}]"
-        found = (_text(claim[key]) for key in ("measured", "expected"))
-        table.add_row(claim["claim"], claim["source"], *found, verdict)
+        values = (_text(claim[key]) for key in ("measured", "expected"))
+        table.add_row(claim["claim"], claim["source"], *values, verdict)
     console.print(table)
     for note in result["notes"]:
         console.print(f"note: {note}")
@@ -168,11 +165,9 @@ def _print(console: Console, result: dict[str, Any]) -> None:
     console.print(f"{files} ({result['seconds']} s)")
 
 
-def _tally(console: Console, found: dict[str, dict[str, int]]) -> None:
-    from rich.table import Table
-
-    table = Table("source", *next(iter(found.values()), {}))
-    for source, counts in found.items():
+def _tally(console: Console, tally: dict[str, dict[str, int]]) -> None:
+    table = Table("source", *next(iter(tally.values()), {}))
+    for source, counts in tally.items():
         table.add_row(source, *map(str, counts.values()))
     console.print(table)
 

@@ -82,24 +82,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _load(path: pathlib.Path, tokenizer: str | None) -> tuple[Any, Any, Any]:
-    import jax
-
     from dpfl_jax.data import load_tokenizer
     from dpfl_jax.models import LanguageModel
-    from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
+    from dpfl_jax.models.checkpoint import load_model, tokenizer_file
     from dpfl_jax.training.export import load_trained
     from dpfl_jax.training.exported import STRUCTURE, load_exported
 
     if (path / STRUCTURE).exists():  # which has no tokeniser beside it
-        result = load_exported(path)
-        if not isinstance(result.model, LanguageModel):
+        exported = load_exported(path)
+        if not isinstance(exported.model, LanguageModel):
             raise BadInputError(f"{path} holds no language model")
-        return result.model, result.params, load_tokenizer(tokenizer or "bytes")
+        return exported.model, exported.params, load_tokenizer(tokenizer or "bytes")
     if not (path / "config.json").exists():
         trained = load_trained(path)
         named = load_tokenizer(tokenizer) if tokenizer else trained.tokenizer
         return trained.model, trained.params, named
     named = load_tokenizer(tokenizer or tokenizer_file(path))
-    model = LanguageModel(read_config(path))
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    return model, load_checkpoint(path, model.config, shapes), named
+    return *load_model(path), named

@@ -8,9 +8,12 @@ import pathlib
 import shlex
 from typing import Annotated, Any
 
+from rich.table import Table
+
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Train with silos in processes of their own, on Flower (pip install 'flwr>=1.41,<1.42').
@@ -145,7 +148,6 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
 
     from dpfl_jax.flower.silo_folder import CONFIG, KEY, make_key
     from dpfl_jax.flower.study import read_study, study_of
-    from dpfl_jax.run.console import Console
     from dpfl_jax.run.directory import write_atomically
 
     folder = pathlib.Path(args.folder)
@@ -188,12 +190,9 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
-    from rich.table import Table
-
     from dpfl_jax.accounting.guarantee import rounded_up
     from dpfl_jax.flower.silo import SiloClient
     from dpfl_jax.flower.study import digest_of
-    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     silo = SiloClient(args.folder, console)
@@ -221,8 +220,8 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     table.add_row("study", f"{result['study']} (the same at all parties)")
     table.add_row("policy", ", ".join(f"{k} {v}" for k, v in result["policy"].items()))
     for name, row in result["runs"].items():
-        own, every = (rounded_up(row[name], 4) for name in ("epsilon", "ledger"))
-        spent = f"epsilon {own} of this run, {every} of all by then"
+        of_run, every = (rounded_up(row[name], 4) for name in ("epsilon", "ledger"))
+        spent = f"epsilon {of_run} of this run, {every} of all by then"
         table.add_row(f"run {name}", f"{row['rounds']} rounds answered, {spent}")
     for sentence in result["refused"]:
         table.add_row("refused", sentence)
@@ -241,8 +240,6 @@ def _flower() -> None:
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
-    from dpfl_jax.run.console import Console
-
     _flower()
     from dpfl_jax.flower.node import run_node
     from dpfl_jax.flower.silo import SiloClient
@@ -253,9 +250,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:
-
     from dpfl_jax.cli.train import print_report
-    from dpfl_jax.run.console import Console
 
     _flower()
     from dpfl_jax.flower.serve import serve

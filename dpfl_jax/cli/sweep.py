@@ -6,8 +6,11 @@ import argparse
 import pathlib
 from typing import Annotated, Any
 
+from rich.table import Table
+
 from dpfl_jax.cli.options import Configured, Flag
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.console import Console
 
 NO_GUARANTEE = (
     "the choice among these runs has no guarantee: no epsilon of a run covers it, and none covers "
@@ -86,7 +89,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs this process's cells, then tabulates all."""
     from dpfl_jax.accounting import LedgerError
     from dpfl_jax.planning.figures import draw_sweep
-    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     sweep = _sweep(args)
@@ -198,7 +200,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     if not (name and equals and values):
         raise BadInputError(f"--grid {text!r} must look like epsilon=1,4,16")
-    from dpfl_jax.config.text import read_yaml
+    from dpfl_jax.config.load import read_yaml
 
     return name, read_yaml(f"[{values}]", f"--grid {text!r}", one_value=True)
 
@@ -206,8 +208,6 @@ def _axis(text: str) -> tuple[str, list[Any]]:
 def _print(
     console: Any, best: list[dict[str, Any]], fixed: list[str], sweep: Any, caveats: list[str]
 ) -> None:
-    from rich.table import Table
-
     public = any(row["seed"] is not None for row in best) and "seed" not in sweep.axes
     columns = [*fixed, *sweep.tuned, *["public seed"] * public, "held-out loss", "90 % interval"]
     table = Table(*columns, title="best cells")

@@ -9,6 +9,7 @@ import shlex
 from typing import Annotated, Any, ClassVar
 
 from rich.panel import Panel
+from rich.table import Table
 
 from dpfl_jax.cli.options import Configured, Flag, overrides
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -147,7 +148,6 @@ def _new_run_dir(name: str) -> pathlib.Path:
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Prints what a person wants to see at the end."""
-    from rich.table import Table
     from rich.text import Text
 
     from dpfl_jax.accounting import Guarantee
@@ -199,7 +199,7 @@ def in_short(report: dict[str, Any]) -> list[str]:
     from dpfl_jax.accounting import Guarantee
 
     guarantee, meaning = Guarantee.from_json(report["privacy"]), report.get("meaning")
-    return guarantee.in_short(meaning[0].split(";")[0].rstrip(".") if meaning else "")
+    return guarantee.in_short(meaning[0].split(" (at ")[0] if meaning else "")
 
 
 def _in_one_line(report: dict[str, Any]) -> str:
@@ -235,19 +235,25 @@ def _steps(report: dict[str, Any]) -> str:
     return "rounds" if "silos" in report else "steps"
 
 
-def _print_price(console: Console, price: dict[str, Any]) -> None:
-    from rich.table import Table
+def _in_words(value: Any) -> str:
+    """A value of a price without brackets and quotation marks; several rows on a line each."""
+    if isinstance(value, dict):
+        if value.keys() == {"value", "from"}:
+            return f"{_in_words(value['value'])} ({value['from']})"
+        return ", ".join(f"{k.replace('_', ' ')} {_in_words(v)}" for k, v in value.items())
+    if isinstance(value, list | tuple):
+        between = "\n" if any(isinstance(item, dict) for item in value) else ", "
+        return between.join(map(_in_words, value))
+    if isinstance(value, float):
+        return f"{value:,.6g}" if abs(value) < 1e6 else f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else str(value)
 
+
+def _print_price(console: Console, price: dict[str, Any]) -> None:
     table = Table(title=f"{price['name']} (dry run)", title_justify="left", show_header=False)
     for key, value in price.items():
         if key in ("privacy", "guarantee", "meaning", "status", "name"):
             continue
-        if isinstance(value, dict):
-            value = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in value.items())
-        elif isinstance(value, float):
-            value = f"{value:,.6g}" if abs(value) < 1e6 else f"{value:.4g}"
-        elif isinstance(value, int):
-            value = f"{value:,}"
-        table.add_row(key.replace("_", " "), str(value))
+        table.add_row(key.replace("_", " "), _in_words(value))
     console.print(table)
     console.print(Panel("\n".join(in_short(price)), title="guarantee, if run as configured"))

@@ -143,7 +143,7 @@ def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:
     if not stated.privacy.private:
         say("holds: it states NO guarantee, whatever else it says", style="bold")
         return
-    say("holds: this mechanism costs no more, and the words say what the numbers do", style="bold")
+    say("holds: the mechanism costs no more than stated; the text agrees with it", style="bold")
     if result["dp_accounting_epsilon"] is not None:
         low, high = result["dp_accounting_epsilon"]
         say(f"dp_accounting's own accountant: between {low:.4g} and {high:.4g}")

@@ -153,10 +153,7 @@ class Kinds:
             strict = True if isinstance(value, bool) else None
             return TypeAdapter(option.hint).validate_python(value, strict=strict)
         except ValidationError as error:
-            what = error.errors()[0]["msg"]
-            raise BadInputError(
-                f"{self.section}.{name} is {value!r}: {what[:1].lower()}{what[1:]}"
-            ) from error
+            raise BadInputError(f"{self.section}.{name} is {value!r}: {why(error)}") from error
 
     def parse_known(self, given: Mapping[str, Any]) -> Any:
         """``parse`` of what somebody else wrote: nothing is imported for it.
@@ -301,11 +298,11 @@ class Composed(abc.ABC):
     def _section(self) -> dict[str, Any]:
         # It is looked for, and not remembered: what is spelled out is the preset that it equals,
         # and keys of runs follow from that.
-        found = self.kinds.section_of(self.without_derived(), self.preset_options())
-        if found is None:
+        preset = self.kinds.section_of(self.without_derived(), self.preset_options())
+        if preset is None:
             given = {name: getattr(self, name) for name in options(type(self))}
             return {name: Kinds.dump(value) for name, value in given.items()}
-        kind, given = found
+        kind, given = preset
         return {"kind": kind} | {name: Kinds.dump(value) for name, value in given.items()}
 
     def to_section(self) -> dict[str, Any]:
@@ -358,6 +355,12 @@ def _code(function: Any) -> Any:
     return code.co_code, within, code.co_names
 
 
+def why(error: ValidationError) -> str:
+    """The first reason that pydantic gives, as the end of a sentence."""
+    reason = error.errors()[0]["msg"]
+    return f"{reason[:1].lower()}{reason[1:]}"
+
+
 def check_types(made: Any) -> None:
     """Checks what a user sets of a frozen dataclass; whole numbers become floats where a field is.
 
@@ -379,8 +382,7 @@ def check_types(made: Any) -> None:
             given = value.item() if isinstance(value, np.generic) else value
             object.__setattr__(made, name, _adapter(cls, name).validate_python(given, strict=True))
         except ValidationError as error:
-            what = error.errors()[0]["msg"]
-            raise BadInputError(f"{name} is {value!r}: {what[:1].lower()}{what[1:]}") from error
+            raise BadInputError(f"{name} is {value!r}: {why(error)}") from error
 
 
 @functools.cache

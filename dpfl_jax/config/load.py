@@ -10,15 +10,15 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from dpfl_jax.config.schema import RunConfig
-from dpfl_jax.config.text import read_yaml, write_yaml
 from dpfl_jax.config.variants import Variant, takes, variant_of
 from dpfl_jax.data.keys import names_function
-from dpfl_jax.errors import BadInputError, imported
+from dpfl_jax.errors import BadInputError, imported, one_line, repeated
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -108,7 +108,7 @@ def _check_size(raw: Mapping[str, Any], where: str) -> None:
             if depth == _MOST_DEPTH or len(value) > _MOST_VALUES:
                 break
             inner = value.values() if isinstance(value, Mapping) else value
-            left += [(found, depth + 1) for found in inner]
+            left += [(part, depth + 1) for part in inner]
     raise BadInputError(
         f"{where} holds more than {_MOST_VALUES:,} values, or more than {_MOST_DEPTH} within each "
         "other: no configuration does"
@@ -161,8 +161,8 @@ def _code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _kinds_in(raw.get("mechanism"), "mechanism")
     for key in ("model.module", "data.source", "data.user_column"):
         section, name = key.split(".")
-        found = raw.get(section)
-        value = found.get(name) if isinstance(found, Mapping) else None
+        values = raw.get(section)
+        value = values.get(name) if isinstance(values, Mapping) else None
         # Only of a column is a colon something else, too.
         names = names_function if name == "user_column" else lambda text: ":" in text
         if isinstance(value, str) and names(value):
@@ -356,10 +356,10 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 def _one_sentence(error: ValidationError, raw: Mapping[str, Any], where: str) -> str:
     """The first thing that is wrong; unknown keys before those that are missing for them."""
-    found = sorted(error.errors(), key=lambda one: one["type"] not in _UNKNOWN)
-    first, location = found[0], [str(part) for part in found[0]["loc"]]
+    errors = sorted(error.errors(), key=lambda one: one["type"] not in _UNKNOWN)
+    first, location = errors[0], [str(part) for part in errors[0]["loc"]]
     key = ".".join(location)
-    more = f" ({len(found) - 1} more after this one)" if len(found) > 1 else ""
+    more = f" ({len(errors) - 1} more after this one)" if len(errors) > 1 else ""
     if first["type"] in _UNKNOWN:
         near, known = near_keys(location, _variant_in(raw))
         hint = f"did you mean {' or '.join(map(repr, near))}?"
@@ -406,14 +406,139 @@ def _keys_at(location: list[str], variant: Variant | None) -> list[str]:
     for part in location:
         fields = getattr(section, "model_fields", {})
         if part in fields:
-            section = _section_type(fields[part].annotation)
-    if dataclasses.is_dataclass(section):
-        names = [f.name for f in dataclasses.fields(section)]
-    else:
-        names = list(getattr(section, "model_fields", {}))
+            section = section_type(fields[part].annotation)
+    names = section_fields(section)
     return [n for n in names if variant is None or takes(variant, ".".join([*location, n][:2]))]
 
 
-def _section_type(annotation: Any) -> Any:
+def section_type(annotation: Any) -> Any:
+    """The class of a section, of the type of its key; None may be among what that allows."""
     inner = [a for a in get_args(annotation) if a is not type(None)]
     return inner[0] if inner else annotation
+
+
+def section_fields(section: Any) -> dict[str, tuple[Any, Any]]:
+    """Type and default of each key of a section; nothing of what is none."""
+    if dataclasses.is_dataclass(section):
+        hints: dict[str, Any] = get_type_hints(section, include_extras=True)
+        return {f.name: (hints[f.name], f.default) for f in dataclasses.fields(section)}
+    fields = getattr(section, "model_fields", {})
+    return {
+        name: (Annotated[(f.annotation, *f.metadata)] if f.metadata else f.annotation, f.default)
+        for name, f in fields.items()
+    }
+
+
+# ---- YAML as people write it ---------------------------------------------------------------------
+# What would silently mean something else is refused: YAML takes a key without a value for null, the
+# second of two equal keys for both, `010` for 8 and `1:30` for 90. An unset variable of the shell
+# would turn a protection off.
+
+
+# As of YAML 1.2; without one of these, PyYAML takes 1e-8 for text.
+_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
+_CUT = re.compile(r" #\S")  # a comment begins with a blank, or is what a name went on with
+_NUMBERS = ("int", "float")
+_QUOTES = "put a value that holds one of : # & * ! @ % ` [ ] { } \\ in single quotes"
+
+
+class _Loader(yaml.SafeLoader):
+    """``yaml.SafeLoader`` that takes 1e-8 for a number."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """``yaml.SafeDumper`` that puts the text 1e-8 in quotes."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+def write_yaml(content: Any) -> str:
+    """What ``read_yaml`` reads as it was."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False)
+
+
+def read_yaml(text: str, where: str, one_value: bool = False) -> Any:
+    """What a YAML text holds.
+
+    Args:
+      text: the YAML.
+      where: for errors.
+      one_value: it is the value of one key, without comments.
+
+    Raises:
+      BadInputError: it is no YAML, or means something that nobody would write so.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        _check(node, text, where, one_value)
+        return loader.construct_document(node)
+    except BadInputError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        at = "" if error.problem_mark is None or one_value else _line(error.problem_mark)
+        why = f"{error.problem or error.context}"
+        raise BadInputError(f"{where}{at} is not valid YAML ({one_line(why)}): {_QUOTES}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise BadInputError(f"{where} is not valid YAML: {why}") from None
+    finally:
+        loader.dispose()
+
+
+def _line(mark: Any) -> str:
+    return f", line {mark.line + 1},"
+
+
+def _check(root: yaml.Node | None, text: str, where: str, one_value: bool) -> None:
+    """Raises BadInputError for what YAML would read as something else than it says."""
+    if root is None or (one_value and text[root.end_mark.index :].strip()):
+        if "#" in text:
+            raise BadInputError(f"{where}: YAML cuts a value off at the #: put it in quotes")
+        if one_value:
+            raise _empty(where)
+    seen: set[int] = set()
+    left: list[tuple[str, Any]] = [("", root)]
+    while left:
+        key, node = left.pop()
+        if node is None or id(node) in seen:  # aliases
+            continue
+        seen.add(id(node))
+        at = where if one_value else f"{where}{_line(node.start_mark)} {key}".rstrip(", ")
+        if isinstance(node, yaml.MappingNode):
+            names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+            if (twice := repeated(names)) is not None:
+                raise BadInputError(f"{at}: the key {twice!r} stands there twice: keep one")
+            for name, value in node.value:
+                shown = name.value if isinstance(name, yaml.ScalarNode) else "?"
+                inner = f"{key}.{shown}" if key else shown
+                left += [(inner, name), (inner, value)]
+        elif isinstance(node, yaml.SequenceNode):
+            left += [(key, entry) for entry in node.value]
+        elif node.style is None:  # plain, without quotes
+            _check_plain(node, text, at)
+
+
+def _check_plain(node: yaml.ScalarNode, text: str, at: str) -> None:
+    kind, value = node.tag.rpartition(":")[2], node.value
+    if kind == "null" and not value:
+        raise _empty(at)
+    if (kind == "int" and re.match(r"[-+]?0[\d_]", value)) or (kind in _NUMBERS and ":" in value):
+        raise BadInputError(
+            f"{at} is {value}, which YAML reads as another number: write a decimal number, or put "
+            "it in quotes if it is text"
+        )
+    if kind == "str" and _CUT.match(text, node.end_mark.index):
+        raise BadInputError(
+            f"{at} is cut off at the #, where YAML begins a comment: put the value in quotes, or a "
+            "blank behind the #"
+        )
+
+
+def _empty(at: str) -> BadInputError:
+    return BadInputError(
+        f"{at} is empty, which YAML takes for null: write null if nothing is meant; a variable of "
+        "the shell may not be set, and what begins with # or & needs quotes"
+    )

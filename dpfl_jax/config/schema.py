@@ -21,9 +21,9 @@ from pydantic import (
 )
 
 from dpfl_jax.config import variants
-from dpfl_jax.config.base import (
+from dpfl_jax.config.execution import (
     NAME,
-    NO_CHOICE_WITHIN_USERS,
+    Execution,
     MetricsSection,
     Positive,
     ProcessesConfig,
@@ -32,12 +32,15 @@ from dpfl_jax.config.base import (
     check,
     exclude,
 )
-from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import Kinds
 from dpfl_jax.config.variants import Variant, variant_of
 from dpfl_jax.data import DataConfig
 from dpfl_jax.task import ModelKind
 
+NO_CHOICE_WITHIN_USERS = (
+    "train.keep_best and train.patience would choose by examples of the people who are trained on, "
+    "which their guarantee does not cover: hold out other people (data.split=by_user)"
+)
 # Any to a type checker: only silos that trust no server have a number each, or no rounds given.
 _OneOrEach = Annotated[
     Any, GetPydanticSchema(lambda _, schema_of: schema_of(float | tuple[float, ...] | None))
@@ -637,13 +640,14 @@ class RunConfig(Section):
 
     def _check_central(self) -> None:
         mechanism, execution, model = self.mechanism, self.execution, self.model
-        own = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
-        for name in ("options", "augmentation") if model.is_transformer else own:
+        of_transformers = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
+        for name in ("options", "augmentation") if model.is_transformer else of_transformers:
             default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
             check(
                 getattr(model, name) == default,
                 f"model.{name} does not go with model.{model.what}: remove it "
-                f"(transformers take {', '.join(own)}, other kinds options and augmentation)",
+                f"(transformers take {', '.join(of_transformers)}, other kinds options and "
+                "augmentation)",
             )
         check(
             self.pretrain is None or model.is_transformer,

@@ -12,14 +12,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
-from dpfl_jax.config.kinds import (
-    CENTRAL,
-    ISRL,
-    PARTICIPATIONS,
-    SILO_PARTICIPATIONS,
-    SILOS,
-    Kinds,
-)
+from dpfl_jax.config.kinds import CENTRAL, ISRL, PARTICIPATIONS, SILO_PARTICIPATIONS, SILOS, Kinds
 from dpfl_jax.data.sections import DataConfig
 from dpfl_jax.errors import BadInputError, nearest
 
@@ -200,8 +193,8 @@ def keys_of_variant(raw: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
         if not takes(variant, section):
             continue
         if isinstance(values, Mapping):
-            own = {name: v for name, v in values.items() if takes(variant, f"{section}.{name}")}
-            result[section] = own
+            kept = {name: v for name, v in values.items() if takes(variant, f"{section}.{name}")}
+            result[section] = kept
         else:
             result[section] = values
     return result

@@ -14,11 +14,18 @@ from dpfl_jax.data.in_memory import (
     from_rows,
     from_texts,
 )
-from dpfl_jax.data.load import Dataset, LoadedExamples, load_dataset, load_examples
+from dpfl_jax.data.load import (
+    Dataset,
+    LoadedExamples,
+    limit_store,
+    load_dataset,
+    load_examples,
+    split_by_user,
+    split_within_users,
+)
 from dpfl_jax.data.schema import Field, Schema
 from dpfl_jax.data.sections import DataConfig, SourceConfig
 from dpfl_jax.data.sets import DataSource
-from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store, UserView
 from dpfl_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, prompt_ids
 

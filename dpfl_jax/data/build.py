@@ -17,7 +17,7 @@ import os
 import pathlib
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any
 
 import duckdb
@@ -26,14 +26,20 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from dpfl_jax.data.chats import Conversations
-from dpfl_jax.data.documents import encode_user, none_usable, text_schema
+from dpfl_jax.data.documents import (
+    DocumentFiles,
+    encode_user,
+    none_usable,
+    read_documents,
+    text_schema,
+)
 from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.owners import grouped_by_owner_set
 from dpfl_jax.data.records import STORE_FORMATS, disk_error, write_records
-from dpfl_jax.data.rows import BadRows
+from dpfl_jax.data.rows import BadRows, expand_paths
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.shards import INDEX, USERS, FileEntry, Manifest, ShardStore
-from dpfl_jax.data.sources import Row
+from dpfl_jax.data.sources import Row, file_source
 from dpfl_jax.data.store import Store, combine_digests, unit_key_of, user_digest, user_order_key
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError, at_least, one_of
@@ -476,3 +482,82 @@ def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow"
         encode_partition(members(), staging, plan, shard)
     users_are_sets = getattr(store, "users_are_sets", False)
     return finish(staging, pathlib.Path(out), plan, sources, users_are_sets)
+
+
+# ---- with Apache Beam ----------------------------------------------------------------------------
+# The same build for more rows than one machine takes: files are read in parallel, the runner's
+# shuffle groups rows by partition, and the code of the local build encodes every partition. Any
+# runner will do whose workers and caller share a file system (a mounted bucket, NFS); the staging
+# folder lies beside the result.
+
+
+_Keyed = tuple[int, tuple[bytes, str, int, bytes]]
+
+
+def _read(
+    item: tuple[int, str], plan: BuildPlan, how: DocumentFiles, todo: frozenset[int]
+) -> Iterator[_Keyed]:
+    file, path = item
+    documents = read_documents([pathlib.Path(path)], how)
+    for row, (user, text) in enumerate(documents):
+        shard = plan.partition(user)
+        if shard in todo:  # a user's rows in the order of files, and of rows in each
+            yield shard, (user_order_key(user)[0], user, (file << 40) | row, text.encode())
+
+
+def _encode(
+    group: tuple[int, Iterable[tuple[bytes, str, int, bytes]]], staging: str, plan: BuildPlan
+) -> tuple[int, int]:
+    shard, rows = group
+    ordered = sorted(rows, key=lambda row: row[:3])
+    users = group_by_user((user, data) for _, user, _, data in ordered)
+    return shard, encode_partition(users, pathlib.Path(staging), plan, shard)
+
+
+def build_with_beam(
+    path: str | Sequence[str],
+    out: str | os.PathLike[str],
+    plan: BuildPlan,
+    how: DocumentFiles | None = None,
+    flags: Sequence[str] = (),
+) -> ShardStore:
+    """Builds a store from files with an Apache Beam runner.
+
+    Paths must be the same on all workers, that of ``out`` too. ``how`` is as of ``read_documents``;
+    ``flags`` go to the runner, e.g. ``["--runner=FlinkRunner", ...]``.
+
+    Raises:
+      BadInputError: Beam is not installed, ``out`` exists, or a row is bad.
+    """
+    try:
+        import apache_beam as beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+    except ImportError as error:
+        raise BadInputError("--engine beam needs Apache Beam: pip install apache-beam") from error
+    out, how = pathlib.Path(out).absolute(), how or DocumentFiles()
+    paths = [os.fspath(p.absolute()) for p in expand_paths(path)]
+    identity = {"engine": "beam", **file_source(paths, how).identity}
+    staging = prepare(out, plan, identity)
+    todo = frozenset(s for s in range(plan.num_shards) if not side_path(staging, plan, s).exists())
+    try:
+        with beam.Pipeline(options=PipelineOptions(list(flags))) as pipeline:
+            _ = (
+                pipeline
+                | "Files" >> beam.Create(list(enumerate(paths)))
+                | "Spread files" >> beam.Reshuffle()
+                | "Read" >> beam.FlatMap(_read, plan, how, todo).with_output_types(_Keyed)
+                | "Group by partition" >> beam.GroupByKey()
+                | "Encode" >> beam.Map(_encode, os.fspath(staging), plan)
+            )
+    except Exception as error:
+        # Runners wrap what a worker raised; a user's mistake must still be one sentence.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, BadInputError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise BadInputError(str(cause).split(" [while running")[0]) from error
+    for shard in sorted(todo):
+        if not side_path(staging, plan, shard).exists():  # no row fell into it
+            encode_partition((), staging, plan, shard)
+    return finish(staging, out, plan, identity)

@@ -6,6 +6,7 @@ row of tokens never holds tokens of two documents, and so never tokens of two us
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,34 +35,44 @@ from dpfl_jax.files import within
 Document = tuple[str, str]
 
 
+@dataclasses.dataclass(frozen=True)
+class DocumentFiles:
+    """How files hold documents.
+
+    Attributes:
+      format: one of ``FORMATS``, or None to go by each file's name.
+      user_column: column of the user id, or a key expression (``keys``).
+      text_column: column of the text, if there are no ``conversations``.
+      csv: how CSV files are written.
+      conversations: how to read conversations.
+    """
+
+    format: str | None = None
+    user_column: str = "user"
+    text_column: str = "text"
+    csv: CsvFormat = PLAIN_CSV
+    conversations: Conversations | None = None
+
+
 def read_documents(
-    paths: Iterable[pathlib.Path],
-    format: str | None = None,
-    user_column: str = "user",
-    text_column: str = "text",
-    csv: CsvFormat = PLAIN_CSV,
-    bad: BadRows | None = None,
-    conversations: Conversations | None = None,
+    paths: Iterable[pathlib.Path], how: DocumentFiles | None = None, bad: BadRows | None = None
 ) -> Iterator[Document]:
     """Streams the documents of files one after another.
 
     Args:
       paths: files (``expand_paths``).
-      format: one of ``FORMATS``, or None to go by each file's name.
-      user_column: column of the user id, or a key expression (``keys``).
-      text_column: column of the text, if there are no ``conversations``.
-      csv: how CSV files are written.
+      how: where documents are in them.
       bad: takes rows without a user or a text; default: they are errors.
-      conversations: how to read conversations.
 
     Raises:
       BadInputError: naming the file and the line or row; or all texts of CSV files are numbers.
     """
-    key, bad, any_row, any_word = UserKey(user_column), bad or BadRows(), False, False
+    how, bad, any_row, any_word = how or DocumentFiles(), bad or BadRows(), False, False
+    key, text_column, conversations = UserKey(how.user_column), how.text_column, how.conversations
     texts = [text_column] if conversations is None else conversations.columns
     columns = None if key.columns is None else list(dict.fromkeys([*key.columns, *texts]))
     for path in paths:
-        kind = format or guess_format(path)
+        kind = how.format or guess_format(path)
         if kind not in FORMATS:
             raise BadInputError(f"unknown data format {kind!r}: use one of {', '.join(FORMATS)}")
         if kind == "folder":
@@ -69,7 +80,7 @@ def read_documents(
                 raise BadInputError(f"the folder {path} holds texts, which have no columns")
             yield from read_folder(path)
             continue
-        for where, row in read_file_rows([path], kind, columns, csv, bad):
+        for where, row in read_file_rows([path], kind, columns, how.csv, bad):
             try:
                 user = key(row, where)
                 if conversations is not None:

@@ -261,10 +261,10 @@ def from_rows(
     Args:
       rows: one dictionary each.
       user: column of the owner, or of a list of owners, or a key expression
-        (``docs/guides/data.md``);
+        (``docs/guides/data_reference.md``);
         None: every row is a user (tables only).
       text: column of the text, to be tokenised; or
-      messages: column of a conversation (``docs/guides/finetune.md``); or
+      messages: column of a conversation (``docs/guides/finetune_reference.md``); or
       prompt: column of a prompt, text or messages, that is followed by
       completion: the answer; or by
       chosen: the better of two, and

@@ -6,6 +6,7 @@ suggest; the exact one is itself information about the users.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -107,7 +108,7 @@ def summary(store: ShardStore | SharedStore) -> dict[str, Any]:
         },
         "median": int(np.quantile(counts, 0.5, method="inverted_cdf")),
         "histogram": size_histogram(counts),
-        "schema": store.schema.to_json(),
+        "schema": dataclasses.asdict(store.schema),
         "format": manifest.shard_format,
         "shards": len(manifest.shards),
         "bytes": sum(s.bytes for s in (*manifest.shards, manifest.index)),

@@ -10,20 +10,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpfl_jax.data import python_source
 from dpfl_jax.data.chats import conversations_in
-from dpfl_jax.data.documents import read_documents, store_from_documents
+from dpfl_jax.data.documents import DocumentFiles, read_documents, store_from_documents
 from dpfl_jax.data.features import with_features
 from dpfl_jax.data.keys import key_name, value_to_id
 from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set, store_from_users
 from dpfl_jax.data.rows import FORMATS, BadRows, expand_paths
 from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
-from dpfl_jax.data.sets import data_source
+from dpfl_jax.data.sets import data_source, installed_package_files, standard_library_files
 from dpfl_jax.data.shards import open_store
-from dpfl_jax.data.splits import FEW, limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import (
     ArrayStore,
     Store,
+    UserView,
     are_classes,
     unit_key_of,
     user_order_key,
@@ -31,7 +30,7 @@ from dpfl_jax.data.store import (
 )
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
-from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.errors import BadInputError, at_least, expect, probability
 from dpfl_jax.task import EACH_ROW, Task
 
 # Settings of tables and stores of arrays, and of tables alone.
@@ -294,22 +293,17 @@ def hold_out(
 def _texts(config: SourceConfig, bad: BadRows) -> LoadedExamples:
     tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
     if config.source == "python_source":
-        files = python_source.installed_package_files()
+        files = installed_package_files()
         users = sorted(files, key=user_order_key)[: config.max_users]
         texts = ((user, files[user].decode()) for user in users)
         store = store_from_documents(texts, tokenizer, config.seq_len, limit)
         return _tokens(store, tokenizer, "a source file of an installed package")
     columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
     conversations = conversations_in(columns, config.tokenizer, config.chat_template)
-    documents = read_documents(
-        expand_paths(config.path),
-        config.source,
-        config.user_column or "",
-        config.text_column,
-        config.csv,
-        bad,
-        conversations,
+    how = DocumentFiles(
+        config.source, config.user_column or "", config.text_column, config.csv, conversations
     )
+    documents = read_documents(expand_paths(config.path), how, bad)
     store = store_from_documents(
         documents, tokenizer, config.seq_len, limit, conversations=conversations, bad=bad
     )
@@ -444,14 +438,143 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
         return None
     tokenizer = tokenizer or load_tokenizer(config.tokenizer)
     if kind == "stdlib":
-        library = python_source.standard_library_files().items()
+        library = standard_library_files().items()
         texts = ((name, data.decode()) for name, data in library)
         return store_from_documents(texts, tokenizer, config.seq_len)
     paths = expand_paths(kind)
     if paths[0].is_dir():
-        return store_from_documents(read_documents(paths, "folder"), tokenizer, config.seq_len)
+        return store_from_documents(
+            read_documents(paths, DocumentFiles("folder")), tokenizer, config.seq_len
+        )
     try:
         text = paths[0].read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"cannot read the public text {paths[0]}: {error}") from error
     return store_from_documents([(paths[0].name, text)], tokenizer, config.seq_len)
+
+
+# ---- splits --------------------------------------------------------------------------------------
+# A user's side depends on a hash of the id alone: adding or removing a user never moves another.
+
+
+FEW = 20  # a column with so few values, and many more rows, may not name people
+
+
+def user_uniforms(store: Store, seed: int = 0, purpose: str = "split") -> np.ndarray:
+    """Returns a number in [0, 1) per user, a keyed hash of the id: float64 [num_users]."""
+    key = hashlib.sha256(f"dpfl_jax {purpose} {seed}".encode()).digest()
+    words = [
+        hashlib.blake2b(name.encode(), digest_size=8, key=key).digest()
+        for name in store.user_ids(range(store.num_users))
+    ]
+    integers = np.frombuffer(b"".join(words), dtype="<u8")
+    return (integers >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def split_by_user(store: Store, fractions: Mapping[str, float], seed: int = 0) -> dict[str, Store]:
+    """Splits users at random, each independently of all others.
+
+    Args:
+      store: what is split.
+      fractions: expected share of the users per named part, e.g. ``{"validation": 0.1}``.
+      seed: chooses the hash key; public, and no part of the mechanism.
+
+    Returns:
+      The named parts and "train", the remaining users, as views. A part may be empty by chance. A
+      record whose owners are on several sides is in none.
+
+    Raises:
+      BadInputError: a fraction is outside [0, 1), or they leave nothing to train on.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.data import split_by_user
+      >>> store = dpfl.from_texts([(f"user {i}", "text") for i in range(100)])
+      >>> parts = split_by_user(store, {"test": 0.2})
+      >>> sorted(parts), sum(part.num_users for part in parts.values())
+      (['test', 'train'], 100)
+    """
+    for name, fraction in fractions.items():
+        probability(f"{name}_fraction", fraction, one=False)
+    if sum(fractions.values()) >= 1.0:
+        raise BadInputError(
+            f"the fractions {dict(fractions)} leave no users for 'train': lower them"
+        )
+    uniforms = user_uniforms(store, seed)
+    side = np.searchsorted(np.cumsum(list(fractions.values())), uniforms, side="right")
+    names = {"train": len(fractions), **{name: i for i, name in enumerate(fractions)}}
+    if isinstance(store, SharedStore):
+        sides = [set(side[list(members)].tolist()) for members in store.owners]
+        side_of_set = np.array([min(s) if len(s) == 1 else -1 for s in sides])
+        return {
+            name: SharedStore(UserView(store.sets, np.flatnonzero(side_of_set == i)))
+            for name, i in names.items()
+        }
+    return {name: UserView(store, np.flatnonzero(side == i)) for name, i in names.items()}
+
+
+def split_within_users(
+    store: Store, fraction: float, most: int | None = None, smallest: int = 1
+) -> tuple[Store, Store]:
+    """Holds out the first ``ceil(fraction * n)``, at most ``most``, of each user's n examples.
+
+    This is the rule of Charles et al. 2024, section 5 (CC-News: the first 10 % of each user, at
+    most
+    32, after users with a single example are removed: ``smallest=2``).
+
+    Args:
+      store: what is split.
+      fraction: share of each user's examples to hold out, rounded up.
+      most: most held-out examples of one user.
+      smallest: users with fewer examples are left out of both parts.
+
+    Returns:
+      The training part and the held-out part.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.data import split_within_users
+      >>> store = dpfl.from_arrays({"x": [[0.0], [1.0], [2.0]]}, users=["ann", "ann", "bob"])
+      >>> train, held_out = split_within_users(store, 0.5, smallest=2)
+      >>> train.num_examples, held_out.num_examples
+      (1, 1)
+    """
+    probability("the held-out fraction", fraction)
+    at_least("data.held_out_max", most, 0)
+    counts = store.examples_per_user
+    users = np.flatnonzero(counts >= smallest)
+    # The rounding guard keeps ceil(0.1 * 30) at 3.
+    held = np.ceil(counts[users] * fraction - 1e-9).astype(np.int64)
+    if most is not None:
+        held = np.minimum(held, most)
+    return UserView(store, users, first=held), UserView(store, users, counts=held)
+
+
+def limit_store(
+    store: Store, max_users: int | None = None, max_examples_per_user: int | None = None
+) -> Store:
+    """Keeps the first ``max_users`` users in store order, and the first examples of each.
+
+    Store order is a hash order: the users kept are a pseudo-random choice that their ids determine.
+
+    Examples:
+      >>> import dpfl_jax as dpfl
+      >>> from dpfl_jax.data import limit_store
+      >>> store = dpfl.from_arrays({"x": [[0.0], [1.0], [2.0]]}, users=["ann", "ann", "bob"])
+      >>> limit_store(store, max_examples_per_user=1).num_examples
+      2
+    """
+    if max_users is None and max_examples_per_user is None:
+        return store
+    if isinstance(store, SharedStore):
+        raise BadInputError(
+            "some records have several owners: leave out max_users and max_examples_per_user; "
+            "mechanism.group_size says how many of each owner's are used"
+        )
+    for name, value in (("max_users", max_users), ("max_examples_per_user", max_examples_per_user)):
+        at_least(f"data.{name}", value, 1)
+    users = np.arange(min(store.num_users, max_users or store.num_users))
+    counts = None
+    if max_examples_per_user is not None:
+        counts = np.full(len(users), max_examples_per_user, np.int64)
+    return UserView(store, users, counts=counts)

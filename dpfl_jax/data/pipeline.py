@@ -17,10 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from dpfl_jax.data import packing
-from dpfl_jax.data.example_keys import example_keys
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, example_keys
 from dpfl_jax.sampling import Draw, share_of
 
 
@@ -329,7 +328,6 @@ class Pipeline:
                 "arrays": {name: laid(array) for name, array in arrays.items()},
                 "unit_mask": share.slots >= 0,
                 "example_mask": None if used is None else laid(used),
-                "keys": None,
                 "counts": None if counts is None else laid(counts),
                 "per_unit": numbers,
             }, tokens
@@ -351,7 +349,6 @@ class Pipeline:
             "keys": None
             if self.loss_key is None
             else example_keys(self.loss_key, (step,), share.positions),
-            "counts": None,
             "per_unit": numbers,
         }, tokens
 

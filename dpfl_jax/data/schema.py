@@ -207,7 +207,3 @@ class Schema:
             for name, array in arrays.items():
                 records[name] = array
         return records
-
-    def to_json(self) -> dict[str, Any]:
-        """The schema as plain JSON, as a store's manifest has it."""
-        return dataclasses.asdict(self)

@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.data import python_source
-from dpfl_jax.data.chats import Conversations
-from dpfl_jax.data.documents import read_documents
+from dpfl_jax.data.documents import DocumentFiles, read_documents
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, expand_paths, text_of
+from dpfl_jax.data.rows import BadRows, expand_paths, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
-from dpfl_jax.data.sets import data_source
+from dpfl_jax.data.sets import data_source, installed_package_files
 from dpfl_jax.errors import BadInputError
 
 Row = tuple[str, bytes]  # user, and text or packed records
@@ -53,34 +51,20 @@ def file_identity(path: pathlib.Path) -> list[Any]:
 
 
 def file_source(
-    path: str | Sequence[str],
-    format: str | None = None,
-    user_column: str = "user",
-    text_column: str = "text",
-    csv: CsvFormat = PLAIN_CSV,
-    drop: bool = False,
-    conversations: Conversations | None = None,
+    path: str | Sequence[str], how: DocumentFiles | None = None, drop: bool = False
 ) -> Source:
     """Returns the documents of JSONL, Parquet, CSV, Hugging Face files or folders of text."""
-    UserKey(user_column)
+    how = how or DocumentFiles()
+    UserKey(how.user_column)
     paths, bad = expand_paths(path), BadRows(drop)
     files = [entry for p in paths for entry in file_identity(p)]
 
     def rows() -> Iterator[Row]:
-        documents = read_documents(paths, format, user_column, text_column, csv, bad, conversations)
-        for user, text in documents:
+        for user, text in read_documents(paths, how, bad):
             yield user, text.encode()
 
-    identity = {
-        "files": files,
-        "format": format,
-        "user_column": user_column,
-        "text_column": text_column,
-        "csv": dataclasses.asdict(csv),
-        "on_bad_row": "drop" if drop else "error",
-    }
-    if conversations is not None:
-        identity["conversations"] = dataclasses.asdict(conversations)
+    on_bad_row = "drop" if drop else "error"
+    identity = {"files": files, **dataclasses.asdict(how), "on_bad_row": on_bad_row}
     # Compressed columns and gzip grow about threefold.
     packed = (".gz", ".parquet")
     size = sum(s * (3 if name.endswith(packed) else 1) for name, s, _ in files)
@@ -89,7 +73,7 @@ def file_source(
 
 def python_files_source() -> Source:
     """Returns the source files of the installed packages, one user each."""
-    files = python_source.installed_package_files()
+    files = installed_package_files()
     sizes = {user: len(data) for user, data in files.items()}
     return Source(lambda: iter(files.items()), {"python_files": sizes}, sum(sizes.values()))
 

@@ -8,6 +8,7 @@ Stores of the same users and examples have the same fingerprint, in memory or on
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import hashlib
 import json
@@ -133,7 +134,7 @@ def user_digest(user_id: str, records: np.ndarray) -> bytes:
 
 def combine_digests(schema: Schema, digests: Iterable[bytes]) -> str:
     """Fingerprint of a store, from its schema and the digests of its users in order."""
-    total = hashlib.sha256(json.dumps(schema.to_json(), sort_keys=True).encode())
+    total = hashlib.sha256(json.dumps(dataclasses.asdict(schema), sort_keys=True).encode())
     for digest in digests:
         total.update(digest)
     return total.hexdigest()

@@ -20,7 +20,6 @@ from dpfl_jax.clipping import SelfCheckError, clipped_grad, self_check
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import code_outside
-from dpfl_jax.data.example_keys import key_argument, keyed, with_any_key
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, worst_cases
 from dpfl_jax.federation.data import FederatedData
@@ -36,7 +35,7 @@ from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.rounds import PlacedChunk, RoundBuilder
 from dpfl_jax.mechanisms.plan.sum_check import HostSum, only, per_unit_reference
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, key_argument, keyed, with_any_key
 from dpfl_jax.run.algorithm import Algorithm, StepOutput, Steps
 from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.state import TrainState

@@ -19,7 +19,7 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
-from dpfl_jax.data.splits import limit_store
+from dpfl_jax.data.load import limit_store
 from dpfl_jax.data.store import Store, scale_warning, unit_key_of
 from dpfl_jax.federation.accountant import (
     calibrate_federation,
@@ -49,19 +49,16 @@ from dpfl_jax.federation.personal import (
     public_setting,
 )
 from dpfl_jax.mesh import data_parallel_mesh
-from dpfl_jax.models import build_by_name
 from dpfl_jax.run.algorithm import RunResult
-from dpfl_jax.run.balance import Balance, Knob, doubled, knob
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate
-from dpfl_jax.run.pipeline import Charge, Run
+from dpfl_jax.run.pipeline import Balance, Charge, Knob, Run, doubled, knob
 from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.task import Task
-from dpfl_jax.training.augmentation import with_augmentation
 from dpfl_jax.training.evaluate import Evaluator
-from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
+from dpfl_jax.training.start import build_model
 
 EVALUATION_CAVEAT = {
     "by_user": "held-out figures are computed without noise on subjects who are not in the "
@@ -503,11 +500,7 @@ def prepare(
     with console.status("reading data"):
         subjects = read_subjects(config) if subjects is None else subjects
         data = spread(subjects.train, config, subjects.task.classes or None)
-    if config.model.module is not None:
-        model = UserModel.of(config.model, subjects.task, subjects.train, config.init_seed)
-    else:
-        model = build_by_name(config.model.kind, subjects.task, config.model.options)
-    model = with_augmentation(model, config.model, subjects.task)
+    model = build_model(config, subjects.task, subjects.train)
     federation = build_federation(config, [SiloFacts.of(silo) for silo in data.silos])
     federation.check(data)
     delta = config.privacy.delta

@@ -16,7 +16,7 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.balance import Balance
+from dpfl_jax.run.pipeline import Balance
 from dpfl_jax.sampling import FixedSize, Poisson
 
 Cohort = FixedSize | Poisson

@@ -17,14 +17,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.data.example_keys import example_keys, with_keys
 from dpfl_jax.data.pipeline import local_columns
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Chunk
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.mechanisms import SiloDraw
 from dpfl_jax.mesh import DATA_AXIS, place
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, example_keys, with_keys
 
 _BYTES = 192 << 20
 
@@ -56,7 +55,7 @@ class RoundBuilder:
       width: silos of a device that are vmapped.
       microbatch_size: units in a microbatch.
       chunk_silos: silos in a chunk; None: as many as 192 MiB of buffers hold.
-      loss_keys: whether each record comes with its key (``data.example_keys``).
+      loss_keys: whether each record comes with its key (``randomness.example_keys``).
     """
 
     federation: Federation

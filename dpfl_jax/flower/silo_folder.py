@@ -15,8 +15,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from dpfl_jax.accounting.guarantee import rounded_up
-from dpfl_jax.config.base import NAME, Section
-from dpfl_jax.config.text import read_yaml
+from dpfl_jax.config.execution import NAME, Section
+from dpfl_jax.config.load import read_yaml
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import private_folder

@@ -2,7 +2,6 @@
 
 from dpfl_jax.models.by_name import build_by_name
 from dpfl_jax.models.config import SIZES, TransformerConfig, transformer_config
-from dpfl_jax.models.preferences import PreferenceModel, not_reference, with_reference
 from dpfl_jax.models.small import (
     MLP,
     Classifier,
@@ -14,7 +13,12 @@ from dpfl_jax.models.small import (
     SmallCNN,
     StackedLSTM,
 )
-from dpfl_jax.models.transformer import LanguageModel
+from dpfl_jax.models.transformer import (
+    LanguageModel,
+    PreferenceModel,
+    not_reference,
+    with_reference,
+)
 from dpfl_jax.models.unigram import UnigramModel
 
 __all__ = [

@@ -64,10 +64,8 @@ class FunctionalModel:
         out: jax.Array = self.module.apply({"params": params}, x.astype(self.input_dtype))  # type: ignore[assignment]
         return out.astype(jnp.float32)
 
-    def loss(
-        self, params: PyTree, example: Mapping[str, jax.Array], rng: jax.Array | None = None
-    ) -> jax.Array:
-        """Loss of one example, float32 scalar; ``rng`` is unused (there is no dropout)."""
+    def loss(self, params: PyTree, example: Mapping[str, jax.Array]) -> jax.Array:
+        """Loss of one example, float32 scalar."""
         raise NotImplementedError
 
     def predict(self, params: PyTree, x: jax.Array) -> jax.Array:
@@ -102,11 +100,8 @@ class Classifier(FunctionalModel):
       (3,)
     """
 
-    def loss(
-        self, params: PyTree, example: Mapping[str, jax.Array], rng: jax.Array | None = None
-    ) -> jax.Array:
+    def loss(self, params: PyTree, example: Mapping[str, jax.Array]) -> jax.Array:
         """Cross-entropy in nats; NaN for a label that is no class, so that it is noticed."""
-        del rng
         return cross_entropy(self.outputs(params, example["x"]), example["label"])
 
     def predict(self, params: PyTree, x: jax.Array) -> jax.Array:
@@ -128,10 +123,7 @@ class _Score(nn.Module):
 class _Regression(FunctionalModel):
     """One number per input, loss ``(prediction - label)^2 / 2``."""
 
-    def loss(
-        self, params: PyTree, example: Mapping[str, jax.Array], rng: jax.Array | None = None
-    ) -> jax.Array:
-        del rng
+    def loss(self, params: PyTree, example: Mapping[str, jax.Array]) -> jax.Array:
         return jnp.square(self.predict(params, example["x"]) - example["label"]) / 2
 
     def predict(self, params: PyTree, x: jax.Array) -> jax.Array:
@@ -166,11 +158,8 @@ class LogisticRegression(FunctionalModel):
         _check_sizes(num_features=num_features)
         super().__init__(_Score(), (num_features,))
 
-    def loss(
-        self, params: PyTree, example: Mapping[str, jax.Array], rng: jax.Array | None = None
-    ) -> jax.Array:
+    def loss(self, params: PyTree, example: Mapping[str, jax.Array]) -> jax.Array:
         """``log(1 + exp(z)) - label * z``."""
-        del rng
         z = self.outputs(params, example["x"])
         return jax.nn.softplus(z) - example["label"].astype(jnp.float32) * z
 

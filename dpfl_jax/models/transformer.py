@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from dpfl_jax.models.attention import (
     weighted,
 )
 from dpfl_jax.models.config import TransformerConfig
+from dpfl_jax.models.params import flat_paths, is_adapter, nested, without_adapters
 from dpfl_jax.task import takes_segments
 
 PyTree = Any
@@ -471,9 +473,7 @@ class LanguageModel:
         return cast(jax.Array, out)
 
     @takes_segments
-    def loss(
-        self, params: PyTree, example: dict[str, jax.Array], rng: jax.Array | None = None
-    ) -> jax.Array:
+    def loss(self, params: PyTree, example: dict[str, jax.Array]) -> jax.Array:
         """Mean next-token cross-entropy of ONE example over its real tokens, in nats.
 
         Args:
@@ -483,12 +483,10 @@ class LanguageModel:
             are not predicted, but later ones see them: padding belongs at the end. With
             ``segments``, int32 [length], it is a row of several examples, and the loss is the sum
             of theirs.
-          rng: unused (there is no dropout).
 
         Returns:
           float32 scalar; 0 for an example without real tokens.
         """
-        del rng
         tokens, real = example["tokens"], example["mask"].astype(bool)
         segments = example.get("segments")
         if self.config.bos_id is None:
@@ -533,3 +531,97 @@ class LanguageModel:
         """Number of parameters, without allocating them."""
         shapes = jax.eval_shape(self.init, jax.random.key(0))
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+# ---- direct preference optimisation --------------------------------------------------------------
+# Rafailov et al. 2023 (arXiv 2305.18290). The reference is the model before the first step, a
+# constant: the base of a model with adapters, or a frozen copy of the parameters that are trained.
+
+
+REFERENCE = "reference"
+
+
+def with_reference(params: PyTree, trained: Callable[[str], bool] | None = None) -> PyTree:
+    """Adds the reference of a ``PreferenceModel`` to ``params`` before the first step.
+
+    Args:
+      params: of the model; adapters' B are zero.
+      trained: which are trained, by name; None: all.
+
+    Returns:
+      ``params``, with a copy of the trained ones under ``"reference"`` (``not_reference`` then
+      tells them apart); adapters need no copy.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.models import with_reference
+      >>> sorted(with_reference({"w": jnp.ones(2)}))
+      ['reference', 'w']
+    """
+    chosen = {
+        name: value
+        for name, value in flat_paths(params).items()
+        if not is_adapter(name) and (trained is None or trained(name))
+    }
+    return {**params, REFERENCE: nested(chosen)} if chosen else params
+
+
+def not_reference(name: str) -> bool:
+    """Whether a parameter is not of the reference; a run's ``trainable`` must ask it.
+
+    Examples:
+      >>> from dpfl_jax.models import not_reference
+      >>> not_reference("blocks/mlp/up/kernel"), not_reference("reference/blocks/mlp/up/kernel")
+      (True, False)
+    """
+    return not name.startswith(f"{REFERENCE}/")
+
+
+class PreferenceModel(LanguageModel):
+    """A transformer that learns which of two answers was chosen.
+
+    Attributes:
+      beta: the cost of leaving the reference.
+
+    Examples:
+      >>> from dpfl_jax.models import PreferenceModel, transformer_config
+      >>> PreferenceModel(transformer_config("tiny", vocab_size=259), beta=0.1).beta
+      0.1
+    """
+
+    def __init__(self, config: TransformerConfig, beta: float = 0.1) -> None:
+        super().__init__(config)
+        self.beta = beta
+        self._base = LanguageModel(dataclasses.replace(config, lora=None))
+
+    def loss(self, params: PyTree, example: dict[str, jax.Array]) -> jax.Array:
+        """-log sigmoid(beta (margin of the model - margin of the reference)) of ONE pair.
+
+        A margin is log p(chosen answer) - log p(rejected answer), summed over their tokens.
+
+        Args:
+          params: of ``with_reference``.
+          example: ``tokens`` int32 [2, length], the chosen sequence first, and ``mask`` bool [2,
+            length], True for the answers' tokens.
+
+        Returns:
+          float32 scalar; log 2 where the model is the reference.
+        """
+        model_params = {name: value for name, value in params.items() if name != REFERENCE}
+        reference = flat_paths(params.get(REFERENCE, {}))
+        base_params = nested({**flat_paths(without_adapters(model_params)), **reference})
+        margin = _margin(self, model_params, example)
+        reference_margin = jax.lax.stop_gradient(_margin(self._base, base_params, example))
+        return jax.nn.softplus(-self.beta * (margin - reference_margin))
+
+    def right(self, losses: jax.Array) -> jax.Array:
+        """Whether margins are above the reference's, by losses: 1, 0, or 1/2 where equal."""
+        return 0.5 + 0.5 * jnp.sign(jnp.log(jnp.float32(2.0)) - losses)
+
+
+def _margin(model: LanguageModel, params: PyTree, example: dict[str, jax.Array]) -> jax.Array:
+    def log_likelihood(row: int) -> jax.Array:
+        losses = model._apply(params, example["tokens"][row], losses=True)
+        return -jnp.where(example["mask"][row], losses, 0.0).sum()
+
+    return log_likelihood(0) - log_likelihood(1)

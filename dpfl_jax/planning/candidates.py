@@ -42,7 +42,7 @@ class Candidate:
 
 _IN_TURNS = (
     "Its users take part in every {period}th step, and nothing is gained by sampling: a noise "
-    "multiplier of {noise_multiplier:.3g}, of which all but {error:.0%} is taken back in sums of "
+    "multiplier of {noise_multiplier:.3g}, of which all but {error:.0%} cancels in sums of "
     "gradients"
 )
 CANDIDATES = {

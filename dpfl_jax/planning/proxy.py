@@ -28,7 +28,6 @@ from scipy.stats import qmc
 from dpfl_jax.clipping import join, split
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.data import limit_store
-from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments
@@ -37,7 +36,7 @@ from dpfl_jax.mesh import make_mesh, place, replicated
 from dpfl_jax.noise import Noise, transformation
 from dpfl_jax.planning.candidates import at_budget, draws_examples, plain
 from dpfl_jax.planning.planner import Planner
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, key_argument
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.optimizers import make_optimizer

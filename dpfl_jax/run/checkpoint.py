@@ -146,16 +146,16 @@ class Checkpoints:
                 f"the checkpoint of step {progress['step']} was made with another root key than "
                 "the one in private/: noise would be reused or lost, so this run cannot go on"
             )
-        found = f"the checkpoint of step {progress['step']} in {self._manager.directory}"
+        where = f"the checkpoint of step {progress['step']} in {self._manager.directory}"
         seal = progress.pop("seal", None)
         if seal != _seal(key, progress) or progress["state"] != content_digest(
             _to_tree(state), key
         ):
             raise BadInputError(
-                f"{found} was changed after it was written: remove it to go on from the one before"
+                f"{where} was changed after it was written: remove it to go on from the one before"
             )
         # The computation was compared by ``terms.begin``, which knows whether the run has moved.
-        refuse_other(progress["terms"], terms, found, moved=True)
+        refuse_other(progress["terms"], terms, where, moved=True)
         return state
 
     def read(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
@@ -302,8 +302,8 @@ def _read_on_host(directory: pathlib.Path, step: int, parts: Sequence[str] | Non
         state = _Folder(directory.absolute()) / str(step) / "state"
         handler = ocp.PyTreeCheckpointHandler()
         tree = handler.metadata(state).tree
-        found = {name: tree[name] for name in parts or tree}
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+        chosen = {name: tree[name] for name in parts or tree}
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), chosen)
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
         args = ocp.args.PyTreeRestore(item=like, partial_restore=True, restore_args=on_host)
         return handler.restore(state, args=args)

@@ -1,12 +1,18 @@
-"""What a run shows while it works: a bar in a terminal or notebook, plain lines elsewhere."""
+"""What a run shows while it works, and how it is asked to stop.
+
+A bar is shown in a terminal or notebook, plain lines elsewhere. SIGTERM and SIGINT become a wish to
+stop, which the loop grants between two steps.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
+from types import FrameType
 from typing import Any
 
 import rich.console
@@ -133,12 +139,7 @@ class StepProgress:
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 
@@ -152,3 +153,50 @@ class StepProgress:
             self._line = now
             line = f"{self._label} {completed}/{self._total} {status}".rstrip()
             self._console.print(line, highlight=False, soft_wrap=True)
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+
+_DEFAULT = contextvars.ContextVar("default_signal_handling", default=False)
+
+
+@contextlib.contextmanager
+def default_signal_handling() -> Iterator[None]:
+    """Inside, signals act as they would without runs.
+
+    For programs that go on after a run, and would take a part of it for the whole.
+    """
+    token = _DEFAULT.set(True)
+    try:
+        yield
+    finally:
+        _DEFAULT.reset(token)
+
+
+class StopRequest:
+    """Context manager: ``requested`` becomes the signal's name once one has arrived.
+
+    A second signal of the same kind acts as it would have without us.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        """Installs the handlers (only possible in the main thread; elsewhere does nothing)."""
+        if threading.current_thread() is threading.main_thread() and not _DEFAULT.get():
+            for number in self.SIGNALS:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested = signal.Signals(number).name
+        signal.signal(number, self._previous[number])

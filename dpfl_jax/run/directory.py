@@ -21,10 +21,9 @@ from typing import IO, Any
 
 import yaml
 
-from dpfl_jax.accounting.statement import NAME
+from dpfl_jax.accounting import digests, statement
 from dpfl_jax.audit import run_audit
-from dpfl_jax.config.load import other_run, with_moved
-from dpfl_jax.config.text import write_yaml
+from dpfl_jax.config.load import other_run, with_moved, write_yaml
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import read_text
 from dpfl_jax.randomness import RootKey
@@ -36,7 +35,15 @@ RELEASED_STEPS = "private/released_steps.json"  # the largest step that may have
 RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
 SPENT = "private/users.csv"  # what each user of a central run with budgets of their own has spent
 # Written when a run ends or is interrupted.
-REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, SPENT, *run_audit.FILES)
+REPORTS = (
+    "report.json",
+    "report.md",
+    statement.NAME,
+    RECORDS,
+    RECORDS_SUMMARY,
+    SPENT,
+    *run_audit.FILES,
+)
 
 
 def open_plain(path: pathlib.Path) -> IO[str]:
@@ -114,53 +121,55 @@ class RunDirectory:
             private_folder(private)
             if (private / _KEY).exists():
                 close_to_others(private / _KEY)
-        except BadInputError:
+            if self.resumed:
+                self._resume(private, config, key, facts)
+            else:
+                self._begin(private, config, key, facts)
+        except BaseException:
             self.close()
             raise
-        if self.resumed:
-            self.root_key = self._read_key(private)
-            if key is not None and key.fingerprint != self.root_key.fingerprint:
-                self.close()
-                raise BadInputError(
-                    f"the run in {self.path} has a root key of its own, and another was given: "
-                    "leave it out to go on, or start another run in another directory"
-                )
-            self._content = _parsed(self.path / "config.yaml")
-            if self._content.pop("seal", None) != seal_of(self._content, self.root_key):
-                self.close()
-                raise BadInputError(
-                    f"{self.path / 'config.yaml'} was changed after the run began, and what it "
-                    "says would become the guarantee: bring the file back, or start another run in "
-                    "another --run-dir"
-                )
-            self.run_id, self.facts = str(self._content["run_id"]), self._content["facts"]
-            self.released = self._read_released()
-            if self.facts.get("data") != self._sealed(facts).get("data"):
-                self.close()
-                raise BadInputError(
-                    f"the training data are not those that the run in {self.path} began with: "
-                    "bring them back, or start another run in another --run-dir"
-                )
-            if (now := with_moved(self._content["config"], config)) != self._content["config"]:
-                self._content["config"] = now  # whoever exports the model reads the base there
-                self._write_content()
-            # What an interruption left says what had been spent then: soon it is more.
-            for name in REPORTS:
-                (self.path / name).unlink(missing_ok=True)
-        else:
-            self.root_key = key or RootKey.generate()
-            self._write_key(private)
-            self.released = 0
-            # Last: a directory without config.yaml is not yet a run.
-            # People look for the name in a ledger; nothing secret, so no key's fingerprint.
-            self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:16]}"
-            self.facts = self._sealed(facts)
-            self._content = {
-                "run_id": self.run_id,
-                "facts": self.facts,
-                "config": dict(config),
-            }
+
+    def _begin(
+        self, private: pathlib.Path, config: Mapping[str, Any], key: RootKey | None, facts: Any
+    ) -> None:
+        self.root_key = key or RootKey.generate()
+        self._write_key(private)
+        self.released = 0
+        # People look for the name in a ledger; nothing secret, so no key's fingerprint.
+        self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:16]}"
+        self.facts = self._sealed(facts)
+        self._content = {"run_id": self.run_id, "facts": self.facts, "config": dict(config)}
+        self._write_content()  # last: a directory without config.yaml is not yet a run
+
+    def _resume(
+        self, private: pathlib.Path, config: Mapping[str, Any], key: RootKey | None, facts: Any
+    ) -> None:
+        self.root_key = self._read_key(private)
+        if key is not None and key.fingerprint != self.root_key.fingerprint:
+            raise BadInputError(
+                f"the run in {self.path} has a root key of its own, and another was given: "
+                "leave it out to go on, or start another run in another directory"
+            )
+        self._content = _parsed(self.path / "config.yaml")
+        if self._content.pop("seal", None) != seal_of(self._content, self.root_key):
+            raise BadInputError(
+                f"{self.path / 'config.yaml'} was changed after the run began, and what it "
+                "says would become the guarantee: bring the file back, or start another run in "
+                "another --run-dir"
+            )
+        self.run_id, self.facts = str(self._content["run_id"]), self._content["facts"]
+        self.released = self._read_released()
+        if self.facts.get("data") != self._sealed(facts).get("data"):
+            raise BadInputError(
+                f"the training data are not those that the run in {self.path} began with: "
+                "bring them back, or start another run in another --run-dir"
+            )
+        if (now := with_moved(self._content["config"], config)) != self._content["config"]:
+            self._content["config"] = now  # whoever exports the model reads the base there
             self._write_content()
+        # What an interruption left says what had been spent then: soon it is more.
+        for name in REPORTS:
+            (self.path / name).unlink(missing_ok=True)
 
     def note(self, name: str, value: Any) -> None:
         """Keeps a further fact (plain JSON) for when the run is resumed.
@@ -186,10 +195,9 @@ class RunDirectory:
         file = self.path / RELEASED_STEPS
         if not file.exists():
             return None
-        found = _parsed(file)
-        steps: Any = found.get("steps")
-        if found.get("seal") != self.root_key.keyed_digest("released", str(steps)):
-            self.close()
+        content = _parsed(file)
+        steps: Any = content.get("steps")
+        if content.get("seal") != self.root_key.keyed_digest("released", str(steps)):
             raise BadInputError(
                 f"{file} was changed after it was written, and it says how many steps an "
                 "interrupted run is accounted with: bring it back, or remove it, and all steps are"
@@ -400,6 +408,29 @@ def finished_report(path: pathlib.Path) -> dict[str, Any] | None:
     file = path / "report.json"
     report = _parsed(file) if file.exists() else {}
     return report if report.get("status") == FINISHED else None
+
+
+def stated_report(path: pathlib.Path) -> tuple[statement.Statement, dict[str, Any]]:
+    """What a run states, and its report.
+
+    Raises:
+      BadInputError: the report states another guarantee than guarantee.json, or config.yaml is not
+        the one that this was written for.
+    """
+    stated = statement.read(path / statement.NAME)
+    report, unlike = statement.read_report(path, stated)
+    if unlike:
+        raise BadInputError(f"{unlike}: bring it back")
+    refuse_changed(path, stated, digests.CONFIG)
+    return stated, report
+
+
+def refuse_changed(path: pathlib.Path, stated: statement.Statement, name: str) -> None:
+    """Raises BadInputError unless a file of a run is the one that its guarantee was written for."""
+    if stated.digests is None:  # of a release that had none
+        return
+    if changed := digests.compare(path, stated.digests.run, [name]).changed:
+        raise BadInputError(f"{changed[0]}: bring it back")
 
 
 def _parsed(file: pathlib.Path) -> dict[str, Any]:

@@ -32,10 +32,8 @@ from dpfl_jax.run.checkpoint import (
     shapes_of,
     stopped_caveat,
 )
-from dpfl_jax.run.console import RunConsole, StepProgress
+from dpfl_jax.run.console import RunConsole, StepProgress, StopRequest
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.interrupt import StopRequest
-from dpfl_jax.run.profile import Profile
 from dpfl_jax.run.state import content_digest
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 
@@ -71,7 +69,7 @@ class LoopConfig:
       log_every: steps between rows of metrics.
       keep_best: the checkpoint with the lowest held-out loss is kept, too.
       patience: the run stops once so many evaluations in a row found no lower held-out loss.
-      profile: turns of the loop that are traced (``profile.Profile``).
+      profile: turns of the loop that are traced (``Profile``).
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -106,7 +104,7 @@ class LoopConfig:
             section.checkpoint_every * steps,
             section.keep_checkpoints,
             section.eval_every * steps,
-            getattr(section, "log_every", 1),
+            section.log_every,
             section.keep_best,
             section.patience,
             config.execution.profile,
@@ -136,18 +134,6 @@ class Hooks:
     on_checkpoint: Callable[[int], Any] | None = None
 
 
-def _promotes(function: Callable[..., RunResult]) -> Callable[..., RunResult]:
-    """Optax and the engine promote integers to floats, whatever callers forbid their own code."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **options: Any) -> RunResult:
-        with jax.numpy_dtype_promotion("standard"):
-            return function(*args, **options)
-
-    return wrapped
-
-
-@_promotes
 def drive(
     algorithm: Algorithm,
     *,
@@ -181,15 +167,17 @@ def drive(
     """
     loop = loop or LoopConfig()
     _check_options(loop, evaluate, run_dir)
-    run = _Driven(algorithm, run_dir, evaluate, loop, console, hooks or Hooks())
-    run.begin(key)
-    run.pay(charge)
-    run.restore()
-    if run.done == 0:
-        run.evaluate()
-    run.check_first_step()
-    run.take_steps()
-    return run.result()
+    # Optax and the engine promote integers to floats, whatever callers forbid their own code.
+    with jax.numpy_dtype_promotion("standard"):
+        run = _Driven(algorithm, run_dir, evaluate, loop, console, hooks or Hooks())
+        run.begin(key)
+        run.pay(charge)
+        run.restore()
+        if run.done == 0:
+            run.evaluate()
+        run.check_first_step()
+        run.take_steps()
+        return run.result()
 
 
 def _check_options(
@@ -284,11 +272,11 @@ class _Driven:
     def evaluate(self) -> None:
         if self._evaluate is None or evaluation_after(self.log.rows, self.done) is not None:
             return
-        found = self._evaluate(self.algorithm.params(self.state))
-        if self.done == 0 and not math.isfinite(found["loss"]):
+        evaluation = self._evaluate(self.algorithm.params(self.state))
+        if self.done == 0 and not math.isfinite(evaluation["loss"]):
             before = "before the first step the mean loss of held-out examples is"
             raise BadInputError(_NO_LOSS.format(before))
-        self.log.append({"step": self.done, "eval": found})
+        self.log.append({"step": self.done, "eval": evaluation})
 
     def check_first_step(self) -> None:
         """Makes the steps; processes and, if the run is private, the compiled sum are checked."""
@@ -509,7 +497,7 @@ def _warn_of(clipping: dict[str, Any], console: Console | None) -> None:
     if console is not None and clipping["warning"]:
         console.print(clipping["warning"], highlight=False)
     elif clipping["warning"]:
-        warnings.warn(clipping["warning"], stacklevel=6)
+        warnings.warn(clipping["warning"], stacklevel=5)
 
 
 def _show_progress(console: Console | None, line: Any, part: str) -> None:
@@ -519,14 +507,14 @@ def _show_progress(console: Console | None, line: Any, part: str) -> None:
         console.begin(f"{_CHECKING}: {part}")
 
 
-def _check_losses(found: dict[str, Any]) -> bool:
+def _check_losses(raw: dict[str, Any]) -> bool:
     """Whether a step had units; raises BadInputError if many have no loss or gradient.
 
     A single one, which is left out and counted, must not decide whether others are trained on.
     """
-    if found.get("nonfinite_units", 0) > max(1, found.get("units", 0) / 4):
+    if raw.get("nonfinite_units", 0) > max(1, raw.get("units", 0) / 4):
         raise BadInputError(_NO_LOSS.format("of many units of the first step loss or gradient is"))
-    return found.get("units", 1) > 0
+    return raw.get("units", 1) > 0
 
 
 def _status(row: dict[str, Any]) -> str:
@@ -637,3 +625,50 @@ class _Log:
         call = self.hooks.on_evaluation if "eval" in row else self.hooks.on_step
         if call is not None:
             call(row)
+
+
+# ---- a trace of a few steps ----------------------------------------------------------------------
+# As xprof, TensorBoard and Perfetto open it.
+
+
+class Profile:
+    """Traces turns of the loop after the first one, which compiles.
+
+    A trace tells how long single steps took, and so how much was drawn for them: it is as private
+    as the data (``report.PRIVATE_METRICS_CAVEAT``). It changes nothing that is computed.
+    """
+
+    def __init__(self, folder: pathlib.Path | None, turns: int) -> None:
+        """Writes into ``folder`` (None: nowhere), for its owner alone; ``turns`` of the loop."""
+        self._folder, self._left = folder, turns if folder is not None else 0
+        self._running, self._compiled = False, False
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def before(self) -> None:
+        """To be called before each turn."""
+        if self._compiled and self._left and not self._running:
+            assert self._folder is not None
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # calls of Python would be most of the file
+            jax.profiler.start_trace(self._folder, profiler_options=options)
+            self._running = True
+        self._compiled = True
+
+    def after(self, state: Any) -> None:
+        """To be called after each turn, with what it has computed."""
+        if self._running:
+            self._left -= 1
+            if not self._left:
+                jax.block_until_ready(state)
+                self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dpfl_jax.config.base import ProcessesConfig
+from dpfl_jax.config.execution import ProcessesConfig
 from dpfl_jax.errors import BadInputError, StoppedError, one_of
 from dpfl_jax.randomness import RootKey
 
@@ -101,7 +101,7 @@ def start(section: ProcessesConfig) -> bool:
             "process_id": int(mine),
             "cluster_detection_method": "deactivate",
         }
-    # SIGTERM is the run's own affair (``interrupt``): it stops all processes at the same step.
+    # SIGTERM is the run's own affair (``StopRequest``): it stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Programs that send to each other must run in the same order everywhere; on accelerators a
@@ -122,11 +122,11 @@ def start(section: ProcessesConfig) -> bool:
 
 def _many_are_announced() -> bool:
     """Whether the environment says that this is one of several processes."""
-    for total, own in (
+    for total, member in (
         ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ):
-        if own in os.environ and os.environ.get(total, "1").isdigit():
+        if member in os.environ and os.environ.get(total, "1").isdigit():
             return int(os.environ.get(total, "1")) > 1
     if "JAX_COORDINATOR_ADDRESS" in os.environ or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ:
         return True
@@ -174,9 +174,9 @@ def on_all_hosts(action: Callable[[], T]) -> T:
         result = action()
     except BadInputError as error:
         sentence = str(error)
-    for process, found in enumerate(gather(sentence)):
-        if found is not None:
-            raise AgreedError(f"{found} (process {process})" if process else found)
+    for process, refusal in enumerate(gather(sentence)):
+        if refusal is not None:
+            raise AgreedError(f"{refusal} (process {process})" if process else refusal)
     return result  # type: ignore[return-value]
 
 
@@ -198,9 +198,9 @@ def check_same(facts: Mapping[str, Any]) -> None:
     """
     if not many():
         return
-    found = gather(dict(facts))
-    for process, other in enumerate(found[1:], start=1):
-        for name, value in found[0].items():
+    everywhere = gather(dict(facts))
+    for process, other in enumerate(everywhere[1:], start=1):
+        for name, value in everywhere[0].items():
             if other.get(name) != value:
                 raise AgreedError(
                     f"process {process} has another {name} than process 0: give all processes the "
@@ -341,15 +341,15 @@ class Watch:
             try:
                 words = _DONE if ended else str(count)
                 self._client.key_value_set(f"{_FOLDER}{self._me}", words, allow_overwrite=True)
-                found = self._client.key_value_dir_get(_FOLDER)
+                entries = self._client.key_value_dir_get(_FOLDER)
             except Exception:
                 # Process 0 answers no more: if it is not back soon, it is lost.
-                found = []
+                entries = []
             if ended:
                 return
             now = time.monotonic()
             self._heartbeats.update(
-                {int(key.rsplit("/", 1)[1]): words for key, words in found}, now
+                {int(key.rsplit("/", 1)[1]): words for key, words in entries}, now
             )
             lost = self._heartbeats.lost(now)
             if lost is not None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dpfl_jax.accounting import Guarantee
-from dpfl_jax.data.splits import FEW
+from dpfl_jax.data.load import FEW
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.task import Task
 
@@ -33,10 +33,7 @@ _BOUNDS = {
 
 
 def about(
-    guarantee: Guarantee,
-    unit_key: str,
-    public_inputs: tuple[str, ...],
-    account: str | None = None,
+    guarantee: Guarantee, unit_key: str, public_inputs: tuple[str, ...], account: str | None = None
 ) -> Guarantee:
     """A guarantee that says what it is about.
 
@@ -56,10 +53,7 @@ def about(
         )
     caveats = [c for c in guarantee.caveats if c not in (OTHER_RUNS_CAVEAT, counted)]
     return dataclasses.replace(
-        guarantee,
-        unit_key=unit_key,
-        public_inputs=public_inputs,
-        caveats=(*caveats, counted),
+        guarantee, unit_key=unit_key, public_inputs=public_inputs, caveats=(*caveats, counted)
     )
 
 
@@ -121,8 +115,10 @@ def _of_the_data(data: Any, task: Task | None, remote: bool) -> Iterator[str]:
     task = task or Task("tokens")
     source = "the silos" if remote else f"data.source={data.source}"
     if task.kind in ("tokens", "preferences"):
-        own = "that of the checkpoint" if data.tokenizer == "checkpoint" else _name(data.tokenizer)
-        yield f"tokenizer: {own}"
+        tokenizer = (
+            "that of the checkpoint" if data.tokenizer == "checkpoint" else _name(data.tokenizer)
+        )
+        yield f"tokenizer: {tokenizer}"
     elif task.vocab_size:
         yield f"vocabulary: {task.vocab_size} ids of {source}"
     if data.chat_template is not None:

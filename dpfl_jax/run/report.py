@@ -240,15 +240,15 @@ def plot_curves(
         figure.savefig(path, dpi=110)
 
 
-def plot_meaning(path: pathlib.Path, found: Meaning, guarantee: Guarantee) -> None:
+def plot_meaning(path: pathlib.Path, meaning: Meaning, guarantee: Guarantee) -> None:
     """Writes the picture of what attacks may find out as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.6, 4.4), layout="constrained")
     axes = figure.subplots()
-    plot_attacks(axes, found)
+    plot_attacks(axes, meaning)
     axes.spines[["top", "right"]].set_visible(False)
-    question = "Was a {} in the data?" if found.relation != REPLACE else "Which {} was it?"
+    question = "Was a {} in the data?" if meaning.relation != REPLACE else "Which {} was it?"
     cost = guarantee.summary().split(" for each ")[0]
     axes.set_title(
         f"{question.format(guarantee.unit)} What no attack does better, seeing all that was "

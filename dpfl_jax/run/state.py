@@ -15,13 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.mesh import (
-    parameter_shardings,
-    place,
-    replicated,
-    splits_parameters,
-    state_shardings,
-)
+from dpfl_jax.mesh import parameter_shardings, place, replicated, splits_parameters, state_shardings
 from dpfl_jax.randomness import RootKey
 
 PyTree = Any

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from dpfl_jax.mesh import data_parallel_mesh
     from dpfl_jax.run.state import TrainState
     from dpfl_jax.training.augmentation import augmented
+    from dpfl_jax.training.central import make_train_step
     from dpfl_jax.training.fitting import FitResult, fit
-    from dpfl_jax.training.step import make_train_step
 
 # Loaded on first use: an optimiser alone, which plans ask for, needs none of it.
 _HOMES = {
@@ -19,17 +19,10 @@ _HOMES = {
     "augmented": "dpfl_jax.training.augmentation",
     "data_parallel_mesh": "dpfl_jax.mesh",
     "fit": "dpfl_jax.training.fitting",
-    "make_train_step": "dpfl_jax.training.step",
+    "make_train_step": "dpfl_jax.training.central",
 }
 
-__all__ = [
-    "fit",
-    "FitResult",
-    "make_train_step",
-    "augmented",
-    "TrainState",
-    "data_parallel_mesh",
-]
+__all__ = ["fit", "FitResult", "make_train_step", "augmented", "TrainState", "data_parallel_mesh"]
 
 
 def __getattr__(name: str) -> Any:

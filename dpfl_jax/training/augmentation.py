@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.config.schema import AugmentationConfig, ModelConfig
-from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError, at_least
+from dpfl_jax.randomness import key_argument
 from dpfl_jax.task import Task
 
 PyTree = Any

@@ -404,8 +404,8 @@ def with_canary_coordinates(
         return {"model": optimizer.init(params["model"]), "seen": seen, "step": jnp.int32(0)}
 
     def update(gradient: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        own = None if params is None else params["model"]
-        updates, model = optimizer.update(gradient["model"], state["model"], own)
+        model_params = None if params is None else params["model"]
+        updates, model = optimizer.update(gradient["model"], state["model"], model_params)
         seen = state["seen"].at[state["step"]].set(gradient["of_canaries"])
         still = jnp.zeros_like(gradient["of_canaries"])
         now = {"model": model, "seen": seen, "step": state["step"] + 1}
@@ -420,13 +420,13 @@ def _loss(model_loss: Callable[..., jax.Array], length: float) -> Callable[..., 
 
     @functools.wraps(model_loss)  # it may take a key
     def loss(params: PyTree, example: PyTree, **keys: Any) -> jax.Array:
-        number, own = example["canary"], params["of_canaries"]
+        number, coordinates = example["canary"], params["of_canaries"]
         data = {name: x for name, x in example.items() if name != "canary"}
         # proof: canaries-sensitivity-1
         return jnp.where(
             number < 0,
             model_loss(params["model"], data, **keys),
-            length * (own @ jax.nn.one_hot(number, own.shape[0])),
+            length * (coordinates @ jax.nn.one_hot(number, coordinates.shape[0])),
         )
 
     return loss

@@ -1,6 +1,6 @@
 """Central training from a configuration: data, model, pre-training, mechanism and report.
 
-Noise over signal (``run.balance``): a step moves along (clipped sum + noise) / M. A clipped sum
+Noise over signal (``run.pipeline``): a step moves along (clipped sum + noise) / M. A clipped sum
 of M units has norm M C at most, its noise standard deviation sigma C in each of d coordinates; over
 T steps, in units of the learning rate:
 
@@ -24,8 +24,8 @@ from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
-from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.config.schema import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import Bounding, bounding_of, grouped_by_owner_set, shared_store
@@ -38,10 +38,9 @@ from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.algorithm import RunResult
-from dpfl_jax.run.balance import Balance, Knob, doubled, knob
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate
-from dpfl_jax.run.pipeline import Charge, Run
+from dpfl_jax.run.pipeline import Balance, Charge, Knob, Run, doubled, knob
 from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.run.report import PACKING_CAVEAT
 from dpfl_jax.run.state import content_digest
@@ -182,14 +181,14 @@ class CentralRun(Run):
         del algorithm
         if not self.config.eval.personalize or self.held_out is None or result.last is None:
             return {}
-        found = personalize(
+        personalization = personalize(
             self.model.loss,
             result.params,
             self.held_out,
             trainable=trained_by_name(self.config.model, self.model),
             mesh=self.mesh,
         )
-        return {"personalization": dataclasses.asdict(found)}
+        return {"personalization": dataclasses.asdict(personalization)}
 
     def facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -402,15 +401,15 @@ class CentralRun(Run):
     ) -> dict[str, Any]:
         config, data, population = self.config, self.data, self.calibrated.population
         assert data is not None
-        baselines, found, held_out = {}, {}, {}
+        baselines, written, held_out = {}, {}, {}
         if data.public is not None and self.held_out is not None and data.task.kind == "tokens":
             unigram = UnigramModel.fit(data.public, data.public.schema.vocab_size)
             losses = unigram.losses(self.held_out)
             evaluation = summarize(losses, self.held_out.user_offsets)
-            baselines["unigram model of the public corpus"] = evaluation.to_json()
+            baselines["unigram model of the public corpus"] = dataclasses.asdict(evaluation)
         if config.eval.prompt is not None and result.last is not None:
             named = {"before": self.params, "after": result.params}
-            found["samples"] = samples(self.model, data.tokenizer, config.eval.prompt, named)
+            written["samples"] = samples(self.model, data.tokenizer, config.eval.prompt, named)
         if self.held_out is not None:
             rule = data.rules[config.eval.split]
             held_out["held_out"] = f"{config.eval.split} part: {rule}"
@@ -419,7 +418,7 @@ class CentralRun(Run):
             outside["contribution_bounding"] = self.bounding.to_json()
         base, pretrained = directory.facts.get("base"), self.pretrained
         return {
-            **found,
+            **written,
             "baselines": baselines,
             "model": {**self.model_facts, **({} if base is None else {"base": base})},
             "data": {
@@ -516,7 +515,7 @@ def read_data(
             f"pretrain needs a public corpus, but data.source={config.data.source} has none: "
             "remove the pretrain section, or name one as data.public"
         )
-    model = build_model(config, data)
+    model = build_model(config, data.task, data.train)
     check_trainable(config.model, model)
     return data, model
 

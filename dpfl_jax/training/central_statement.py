@@ -43,12 +43,12 @@ def renamed(
     """
     if not isinstance(section, dict):
         return section
-    found = {keys.get(name, name): renamed(value, keys, kinds) for name, value in section.items()}
-    if len(found) < len(section):
+    result = {keys.get(name, name): renamed(value, keys, kinds) for name, value in section.items()}
+    if len(result) < len(section):
         raise BadInputError(f"the section has a key twice, under two names: {sorted(section)}")
-    if isinstance(kind := found.get("kind"), str):
-        found["kind"] = kinds.get(kind, kind)
-    return found
+    if isinstance(kind := result.get("kind"), str):
+        result["kind"] = kinds.get(kind, kind)
+    return result
 
 
 def is_earlier(section: dict[str, Any]) -> bool:

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
 from dpfl_jax.clipping import Trainable, join, split
-from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.data.pipeline import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.data.tokenizers import Tokenizer, prompt_ids
@@ -23,6 +22,7 @@ from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.mesh import make_mesh, replicated, unit_axes, unit_parts
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate
+from dpfl_jax.randomness import key_argument
 from dpfl_jax.task import Task
 
 PyTree = Any
@@ -56,10 +56,6 @@ class Evaluation:
     majority_accuracy: float | None = None
     base_rate: float | None = None
     auc: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return dataclasses.asdict(self)
 
 
 def summarize(losses: np.ndarray, user_offsets: np.ndarray) -> Evaluation:
@@ -166,7 +162,7 @@ class Evaluator:
 
     def of(self, store: Readable) -> Callable[[PyTree], dict[str, Any]]:
         """``params -> dict``: what a run logs of ``store``."""
-        return lambda params: self(params, store).to_json()
+        return lambda params: dataclasses.asdict(self(params, store))
 
     def __call__(self, params: PyTree, store: Readable) -> Evaluation:
         losses, hits, scores, labels = self._columns(params, store)
@@ -312,9 +308,9 @@ def personalize(
         for start in range(0, len(users), users_at_once):
             part = users[start : start + users_at_once]
             padded = np.concatenate([part, np.repeat(part[-1:], users_at_once - len(part))])
-            own = _halves(store, offsets, counts, padded[mine], half)
-            own = ship_columns(own, mine, users_at_once, 0, sharding)
-            out = scores(trained, frozen, *own, np.float32(rate))
+            halves = _halves(store, offsets, counts, padded[mine], half)
+            halves = ship_columns(halves, mine, users_at_once, 0, sharding)
+            out = scores(trained, frozen, *halves, np.float32(rate))
             result.append([np.asarray(x)[: len(part)] for x in out])
         before, after = zip(*result)
         return np.concatenate(before), np.concatenate(after)
@@ -346,8 +342,8 @@ def _halves(
     for first in (0, 1):
         positions = [np.arange(offsets[u] + first, offsets[u] + counts[u], 2) for u in users]
         mask = np.zeros((len(users), half), bool)
-        for row, found in enumerate(positions):
-            mask[row, : len(found)] = True
+        for row, places in enumerate(positions):
+            mask[row, : len(places)] = True
         examples = store.read(np.concatenate(positions))
 
         def scatter(leaf: np.ndarray, mask: np.ndarray = mask) -> np.ndarray:

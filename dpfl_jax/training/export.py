@@ -15,22 +15,27 @@ import jax.numpy as jnp
 
 from dpfl_jax import __version__
 from dpfl_jax.accounting import digests
-from dpfl_jax.accounting.statement import NAME, Statement, read, read_report
+from dpfl_jax.accounting.statement import NAME, Statement
 from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.config.load import read_sections
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError, positive
 from dpfl_jax.mesh import make_mesh, parameter_shardings
-from dpfl_jax.models import LanguageModel, build_by_name, not_reference
+from dpfl_jax.models import LanguageModel, not_reference
 from dpfl_jax.models.checkpoint import fingerprint, save_adapter, save_checkpoint
 from dpfl_jax.models.checkpoint.families import family_of
 from dpfl_jax.models.params import flat_paths, is_adapter, merge, nested, without_adapters
 from dpfl_jax.run.checkpoint import Checkpoints, load_params, released
-from dpfl_jax.run.directory import finished_report, write_atomically
+from dpfl_jax.run.directory import (
+    finished_report,
+    refuse_changed,
+    stated_report,
+    write_atomically,
+)
 from dpfl_jax.run.state import content_digest
 from dpfl_jax.task import Task
-from dpfl_jax.training.exported import filled, save_named
+from dpfl_jax.training.exported import filled, library_model, save_named
 from dpfl_jax.training.modules import built, functional
 from dpfl_jax.training.start import (
     base_from_checkpoint,
@@ -98,7 +103,7 @@ def export(
         is_central = kept.config is not None and kept.config.variant == "central"
         if is_central and kept.config.model.is_transformer:
             base = kept.config.model.checkpoint
-            trained = load_trained(directory, dtype=dtype, which=which, merged=not adapter)
+            trained = language_model(kept, dtype, merged=not adapter)
             if adapter:
                 target, layout = _adapter(trained, out, dtype), "peft"
                 number = sum(x.size for n, x in flat_paths(trained.params).items() if is_adapter(n))
@@ -199,7 +204,7 @@ def _other(
             params = filled(params, lambda: _built(build, section, task, key, digest))
         else:
             structure["kind"] = section.kind
-            model = build_by_name(section.kind, task, section.options)
+            model = library_model(structure, task)
             if isinstance(model, LanguageModel):
                 return *_transformer(out, model, params, None, size), model.num_params
             params = filled(params, lambda: model.init(key))
@@ -237,7 +242,6 @@ class TrainedModel:
       model: without adapters, if they were merged.
       params: likewise.
       tokenizer: of its data.
-      report: content of report.json.
       step: of the checkpoint.
     """
 
@@ -245,51 +249,59 @@ class TrainedModel:
     model: LanguageModel
     params: PyTree
     tokenizer: Tokenizer
-    report: dict[str, Any]
     step: int
 
 
 def load_trained(
-    run: str | os.PathLike[str],
-    dtype: str | None = None,
-    which: Literal["last", "best"] = "last",
-    merged: bool = True,
+    run: str | os.PathLike[str], which: Literal["last", "best"] = "last"
 ) -> TrainedModel:
-    """Reads the language model that a finished run left.
+    """Reads the language model that a finished run left, adapters merged.
 
     Args:
       run: run directory.
-      dtype: of projections that adapters are merged into; default the frozen parameters'.
       which: checkpoint, the last or the one with the lowest held-out loss.
-      merged: whether adapters are merged into their projections.
 
     Raises:
       BadInputError: no finished run of a language model, or its base is not there any more.
     """
-    directory = pathlib.Path(run)
-    kept = read_run(directory, which)
-    config, report, step = kept.config, kept.report, kept.step
+    return language_model(read_run(pathlib.Path(run), which))
+
+
+def language_model(
+    kept: FinishedRun, dtype: str | None = None, merged: bool = True
+) -> TrainedModel:
+    """The language model of a run that was read.
+
+    Args:
+      kept: the run.
+      dtype: of projections that adapters are merged into; default the frozen parameters'.
+      merged: whether adapters are merged into their projections.
+
+    Raises:
+      BadInputError: as of ``load_trained``.
+    """
+    config = kept.config
     if config is None or config.variant != "central":
         raise BadInputError(
-            f"the run in {directory} is no central run of a language model: `dpfl export` writes "
+            f"the run in {kept.path} is no central run of a language model: `dpfl export` writes "
             "any run's parameters"
         )
     path = config.model.checkpoint
     if path is not None and fingerprint(path) != kept.facts.get("checkpoint"):
         raise BadInputError(
-            f"the checkpoint {path} is not the one that the run in {directory} began with"
+            f"the checkpoint {path} is not the one that the run in {kept.path} began with"
         )
     tokenizer = load_tokenizer(data_section(config).tokenizer)
     model = build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)
     chosen = flat_paths(kept.released)
     if set(chosen) < set(flat_paths(jax.eval_shape(model.init, jax.random.key(0)))):
-        chosen = {**flat_paths(_base(config, report, model)), **chosen}
+        chosen = {**flat_paths(_base(config, kept.report, model)), **chosen}
     chosen = {name: jnp.asarray(x) for name, x in chosen.items() if not_reference(name)}
     if not merged:
-        return TrainedModel(config, model, nested(chosen), tokenizer, report, step)
+        return TrainedModel(config, model, nested(chosen), tokenizer, kept.step)
     params = merge(nested(chosen), model.config.lora, dtype or config.model.frozen_dtype)
     plain = LanguageModel(dataclasses.replace(model.config, lora=None))
-    return TrainedModel(config, plain, params, tokenizer, report, step)
+    return TrainedModel(config, plain, params, tokenizer, kept.step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,6 +309,7 @@ class FinishedRun:
     """What the directory of a finished run says, of any system.
 
     Attributes:
+      path: the directory.
       config: None of a run by ``fit``, which has none.
       facts: what it was started with beyond it.
       report: content of report.json.
@@ -305,6 +318,7 @@ class FinishedRun:
       released: parameters, on the host; None where one was not trained.
     """
 
+    path: pathlib.Path
     config: Any
     facts: dict[str, Any]
     report: dict[str, Any]
@@ -314,7 +328,7 @@ class FinishedRun:
 
 
 def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -> FinishedRun:
-    """Reads what a finished run says of itself; arguments as of ``load_trained``.
+    """Reads what a finished run says of itself, and what a checkpoint released.
 
     Raises:
       BadInputError: it is none, is not finished, or has no such checkpoint.
@@ -326,11 +340,7 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
         raise BadInputError(
             f"the run in {directory} is not finished: go on with `dpfl train` and its --run-dir"
         )
-    stated = read(directory / NAME)
-    _, unlike = read_report(directory, stated)
-    if unlike:
-        raise BadInputError(f"{unlike}: bring it back")
-    _refuse_changed(directory, stated, digests.CONFIG)
+    stated, _ = stated_report(directory)
     known = read_sections(directory / "config.yaml")
     section = known["config"]
     config = validate_config(section, str(directory / "config.yaml")) if "data" in section else None
@@ -348,19 +358,11 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
             f"the checkpoints in {directory} are of steps {kept}, but its report tells of "
             f"{step} steps: the guarantee would not be that of this model; bring it back"
         )
-    _refuse_changed(directory, stated, digests.checkpoint(step))
+    refuse_changed(directory, stated, digests.checkpoint(step))
     params = released(checkpoints.directory, step)
     if section.get("audit") is not None:  # with the coordinates of canaries
         params = params["model"]
-    return FinishedRun(config, known["facts"], report, step, stated, params)
-
-
-def _refuse_changed(directory: pathlib.Path, stated: Statement, name: str) -> None:
-    """Raises BadInputError unless a file of a run is the one that its guarantee was written for."""
-    if stated.digests is None:  # of a release that had none
-        return
-    if changed := digests.compare(directory, stated.digests.run, [name]).changed:
-        raise BadInputError(f"{changed[0]}: bring it back")
+    return FinishedRun(directory, config, known["facts"], report, step, stated, params)
 
 
 def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:

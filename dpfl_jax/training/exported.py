@@ -22,9 +22,9 @@ from dpfl_jax.data.in_memory import table_rows
 from dpfl_jax.data.table import read_inputs
 from dpfl_jax.errors import BadInputError, repeated
 from dpfl_jax.models import FunctionalModel, LanguageModel, TransformerConfig, build_by_name
-from dpfl_jax.models.checkpoint import load_checkpoint, read_config
+from dpfl_jax.models.checkpoint import load_model
+from dpfl_jax.models.checkpoint.convert import ADAPTER_CONFIG
 from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, TensorWriter
-from dpfl_jax.models.checkpoint.save import ADAPTER_CONFIG
 from dpfl_jax.task import Task
 from dpfl_jax.training.modules import built, forward_of, functional
 
@@ -69,7 +69,38 @@ class Exported:
           BadInputError: columns that are not there or hold something else; a language model; or
             nobody said what computes with the parameters.
         """
-        return predict(self.params, self.model, self.task, self.structure, rows)
+        params, model, task, structure = self.params, self.model, self.task, self.structure
+        if isinstance(model, LanguageModel) or structure.get("loss") in ("causal_lm", "tokens"):
+            raise BadInputError("this is a language model, which continues a prompt: dpfl sample")
+        linear = structure.get("linear")
+        kind = structure.get("loss")
+        classes = kind in ("classification", "logistic", "softmax", "hinge")
+        if not classes and kind not in ("regression", "squared", "absolute"):
+            raise BadInputError(
+                "this model was trained by a loss of its own, of which it is not known what "
+                "outputs mean: compute with .params"
+            )
+        x = _inputs(task, rows)
+        if linear:
+            x, forward = _features(x, linear), _linear
+        else:
+            forward, params = _forward(params, model)
+        compute = jax.jit(jax.vmap(forward, (None, 0)))
+        parts = [
+            np.asarray(compute(params, x[start : start + _BATCH]), np.float64)
+            for start in range(0, len(x), _BATCH)
+        ]
+        out = np.concatenate(parts) if parts else np.zeros((0, 1))
+        if classes:
+            return _classes(out, _names(task, linear), kind == "hinge")
+        value = out.reshape(len(x))
+        if linear and linear["target"] is not None:
+            middle, width = linear["target"]
+            value = value * width + middle
+        if task is not None and task.table is not None:
+            middle, width = task.table.scale.get(task.table.target, (0.0, 1.0))
+            value = value * width + middle
+        return {"prediction": value}
 
 
 def save_named(
@@ -147,17 +178,15 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
         )
     guarantee = _checked(folder).privacy
     if like is None and (folder / CONFIG).exists():
-        language = LanguageModel(read_config(folder))
-        shapes = jax.eval_shape(language.init, jax.random.key(0))
-        params = load_checkpoint(folder, language.config, shapes)
+        language, params = load_model(folder)
         return Exported(params, language, None, guarantee)
     files = TensorFiles(folder, STRUCTURE)
-    found = {name: jnp.asarray(files.whole(name)) for name in files}
+    values = {name: jnp.asarray(files.whole(name)) for name in files}
     structure = files.config
     task = Task.from_json(structure["task"]) if structure.get("task") else None
-    model = _library_model(structure, task) if model is None else model
+    model = library_model(structure, task) if model is None else model
     if like is None:
-        params = _nested(found, structure["parameters"])
+        params = _nested(values, structure["parameters"])
         return Exported(params, model, task, guarantee, structure)
     if callable(like) and not functional(like).is_module and task is not None:
         place, options = structure.get("module"), structure.get("options", {})
@@ -165,7 +194,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
         if model is not None and not hasattr(model, "apply"):  # a loss of its own
             structure = {**structure, "loss": None}
     arrays, rebuild, _ = functional(like)
-    params = rebuild(_replaced(arrays, found, structure))
+    params = rebuild(_replaced(arrays, values, structure))
     return Exported(params, model, task, guarantee, structure)
 
 
@@ -186,7 +215,8 @@ def _checked(folder: pathlib.Path) -> Statement:
     return stated
 
 
-def _library_model(structure: Mapping[str, Any], task: Task | None) -> Any:
+def library_model(structure: Mapping[str, Any], task: Task | None) -> Any:
+    """The model of the library that an export describes; None of other models."""
     if "transformer" in structure:
         return LanguageModel(TransformerConfig(**structure["transformer"]))
     if "kind" in structure and task is not None:
@@ -196,15 +226,15 @@ def _library_model(structure: Mapping[str, Any], task: Task | None) -> Any:
 
 def _placed(tree: PyTree) -> list[tuple[str, list[Any], Any]]:
     """(name, keys, leaf) of each leaf, None too."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
     placed = []
-    for path, leaf in found:
+    for path, leaf in leaves:
         keys = [getattr(k, "key", getattr(k, "name", getattr(k, "idx", None))) for k in path]
         placed.append(("/".join(map(str, keys)) or "params", keys, leaf))
     return placed
 
 
-def _nested(found: Mapping[str, jax.Array], held: Mapping[str, list[Any]]) -> PyTree:
+def _nested(values: Mapping[str, jax.Array], held: Mapping[str, list[Any]]) -> PyTree:
     """Dicts and lists of the parameters; one alone is itself."""
     root: dict[Any, Any] = {}
     for name, keys in held.items():
@@ -212,7 +242,7 @@ def _nested(found: Mapping[str, jax.Array], held: Mapping[str, list[Any]]) -> Py
         *parents, last = ["", *keys]
         for key in parents:
             node = node.setdefault(key, {})
-        node[last] = found[name]
+        node[last] = values[name]
     return _with_lists(root[""])
 
 
@@ -224,24 +254,26 @@ def _with_lists(node: Any) -> Any:
     return [made[i] for i in range(len(made))] if whole else made
 
 
-def _replaced(like: PyTree, found: Mapping[str, jax.Array], structure: Mapping[str, Any]) -> PyTree:
+def _replaced(
+    like: PyTree, exported: Mapping[str, jax.Array], structure: Mapping[str, Any]
+) -> PyTree:
     """``like`` with the values that were found, in its own types."""
     values, frozen = [], set(structure["not_trained"])
     placed = _placed(like)
-    if more := sorted(set(found) - {name for name, _, _ in placed}):
+    if more := sorted(set(exported) - {name for name, _, _ in placed}):
         raise BadInputError(f"`like` has no parameter {more[0]!r}, which the export holds")
     for name, _, leaf in placed:
         if leaf is None or name in frozen:
             values.append(leaf)
-        elif name not in found:
+        elif name not in exported:
             raise BadInputError(f"`like` has a parameter {name!r}, which the export does not hold")
-        elif found[name].shape != jnp.shape(leaf):
+        elif exported[name].shape != jnp.shape(leaf):
             raise BadInputError(
                 f"the parameter {name!r} of `like` has shape {jnp.shape(leaf)}, but the exported "
-                f"one {found[name].shape}"
+                f"one {exported[name].shape}"
             )
         else:
-            values.append(found[name].astype(jnp.result_type(leaf)))
+            values.append(exported[name].astype(jnp.result_type(leaf)))
     return _with_leaves(like, values)
 
 
@@ -261,51 +293,6 @@ def _with_leaves(tree: PyTree, leaves: list[Any]) -> PyTree:
 # ---- predictions ---------------------------------------------------------------------------------
 
 _BATCH = 1024
-
-
-def predict(
-    params: PyTree, model: Any, task: Task | None, structure: Mapping[str, Any], rows: Any
-) -> dict[str, np.ndarray]:
-    """Predictions for new rows; see ``exported.Exported.predict``.
-
-    Args:
-      params: the parameters, or a module.
-      model: what computes with them.
-      task: of the training data.
-      structure: content of model.json.
-      rows: what is predicted for.
-    """
-    if isinstance(model, LanguageModel) or structure.get("loss") in ("causal_lm", "tokens"):
-        raise BadInputError("this is a language model, which continues a prompt: dpfl sample")
-    linear = structure.get("linear")
-    kind = structure.get("loss")
-    classes = kind in ("classification", "logistic", "softmax", "hinge")
-    if not classes and kind not in ("regression", "squared", "absolute"):
-        raise BadInputError(
-            "this model was trained by a loss of its own, of which it is not known what outputs "
-            "mean: compute with .params"
-        )
-    x = _inputs(task, rows)
-    if linear:
-        x, forward = _features(x, linear), _linear
-    else:
-        forward, params = _forward(params, model)
-    compute = jax.jit(jax.vmap(forward, (None, 0)))
-    parts = [
-        np.asarray(compute(params, x[start : start + _BATCH]), np.float64)
-        for start in range(0, len(x), _BATCH)
-    ]
-    out = np.concatenate(parts) if parts else np.zeros((0, 1))
-    if classes:
-        return _classes(out, _names(task, linear), kind == "hinge")
-    value = out.reshape(len(x))
-    if linear and linear["target"] is not None:
-        middle, width = linear["target"]
-        value = value * width + middle
-    if task is not None and task.table is not None:
-        middle, width = task.table.scale.get(task.table.target, (0.0, 1.0))
-        value = value * width + middle
-    return {"prediction": value}
 
 
 def _inputs(task: Task | None, rows: Any) -> np.ndarray:
@@ -350,7 +337,7 @@ def _forward(params: PyTree, model: Any) -> tuple[Any, PyTree]:
             "load_exported(DIR, like=module), or, for parameters, model= (as of fit)"
         )
     forward = forward_of(params, model)
-    return lambda found, x: forward(rebuild(found), x), arrays
+    return lambda leaves, x: forward(rebuild(leaves), x), arrays
 
 
 def _features(x: np.ndarray, linear: Mapping[str, Any]) -> np.ndarray:

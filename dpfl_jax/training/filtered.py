@@ -287,14 +287,16 @@ class FilteredSteps(CentralSteps):
             loss_key=None if pipeline.loss_key is None else key,
             per_unit=np.arange(units, dtype=np.int32),
         )
-        found = np.full(units, np.nan, np.float32)
+        of_units = np.full(units, np.nan, np.float32)
         for batch in reader.iterate(0, math.ceil(units / width)):
             for bucket in batch.buckets:
-                own = units_of(self.run.mechanism, dataclasses.replace(bucket, per_unit=None))
-                given = (own, bucket.unit_mask, bucket.per_unit, self.run.frozen)
+                unit_arrays = units_of(
+                    self.run.mechanism, dataclasses.replace(bucket, per_unit=None)
+                )
+                given = (unit_arrays, bucket.unit_mask, bucket.per_unit, self.run.frozen)
                 norms, there, who = map(np.asarray, self.norms_of_batch(self.params, *given))
-                found[who[there]] = norms[there]
+                of_units[who[there]] = norms[there]
         largest = np.zeros(self.run.users, np.float32)
         # proof: individual-els-bound-1
-        np.maximum.at(largest, self.owners, found)
+        np.maximum.at(largest, self.owners, of_units)
         return largest

@@ -303,8 +303,8 @@ def _caveats(plan: Plan, validation: Readable | None, known: bool) -> tuple[str,
     return (PRIVATE_METRICS_CAVEAT, *packed, *held_out, TUNING_CAVEAT)
 
 
-def _warn(console: Console | None, *found: str | None) -> None:
-    for text in filter(None, found):
+def _warn(console: Console | None, *warnings: str | None) -> None:
+    for text in filter(None, warnings):
         if console is not None:
             console.print(f"warning: {text}", markup=False, highlight=False)
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.data import Store
-from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.owners import grouped_by_owner_set
 from dpfl_jax.errors import BadInputError, imported, one_of, repeated
 from dpfl_jax.models.small import Classifier, LogisticRegression, cross_entropy
+from dpfl_jax.randomness import key_argument, with_any_key
 from dpfl_jax.task import Task
 
 PyTree = Any
@@ -308,27 +308,28 @@ class UserModel:
     loss: Callable[..., jax.Array]
     predict: Callable[[PyTree, jax.Array], jax.Array] | None = None
 
-    def __init__(
-        self, place: str, task: Task, options: Mapping[str, Any], key: jax.Array, example: PyTree
-    ) -> None:
-        """Calls ``build(task, key, **options)``.
+    def __init__(self, section: ModelConfig, task: Task, store: Store, init_seed: int) -> None:
+        """Calls ``build(task, key, **options)``, which ``model.module`` names.
 
         It returns an NNX or Equinox module, whose loss is that of the task; or a pair: a Linen
         module or Haiku transform and its parameters, or ``loss(params, example)`` and parameters
         (or a module).
 
         Args:
-          place: ``package.module:build``.
+          section: names the function and its options.
           task: shapes and classes of the data.
-          options: further arguments of the function.
-          key: JAX key of the initial parameters.
-          example: one of the data, to try the loss on.
+          store: of the data, on whose first example the loss is tried.
+          init_seed: of the initial parameters.
 
         Raises:
           BadInputError: there is no such function, it takes other arguments or fails, or what it
             returns cannot be trained on these data.
         """
-        model, params = built(imported(place, "model.module"), place, task, options, key)
+        place, key = str(section.module), jax.random.key(init_seed)
+        build = imported(place, "model.module")
+        model, params = built(build, place, task, section.options, key)
+        first = store.read(np.asarray(grouped_by_owner_set(store).user_offsets)[:1])
+        example = jax.tree.map(lambda x: x[0], first)
         with _naming(place):
             arrays, rebuild, is_module = functional(params)
             loss: Any = model
@@ -343,14 +344,6 @@ class UserModel:
             check_one_example(with_any_key(self.loss, key_argument(self.loss)), arrays, example)
         self._params = arrays
         self.num_params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(arrays))
-
-    @classmethod
-    def of(cls, section: ModelConfig, task: Task, store: Store, init_seed: int) -> UserModel:
-        """As a configuration names it, for data like those of ``store``."""
-        assert section.module is not None
-        first = store.read(np.asarray(grouped_by_owner_set(store).user_offsets)[:1])
-        example, key = jax.tree.map(lambda x: x[0], first), jax.random.key(init_seed)
-        return cls(section.module, task, section.options, key, example)
 
     def init(self, key: jax.Array) -> PyTree:
         """The parameters as they were built: ``key`` was given to the function."""
@@ -388,14 +381,14 @@ def _naming(place: str) -> Iterator[None]:
         raise BadInputError(f"model.module={place}: {name}{text}") from error
 
 
-def _parts(found: Any) -> tuple[Any, Any]:
+def _parts(made: Any) -> tuple[Any, Any]:
     """(a loss, a model, or None for a module; parameters)."""
-    pair = isinstance(found, tuple) and len(found) == 2
-    if pair and callable(getattr(found[0], "apply", found[0])):
-        return found
-    if functional(found).is_module:
-        return None, found
+    pair = isinstance(made, tuple) and len(made) == 2
+    if pair and callable(getattr(made[0], "apply", made[0])):
+        return made
+    if functional(made).is_module:
+        return None, made
     raise BadInputError(
-        f"it returns {type(found).__name__}: return an NNX or Equinox module, or a pair: (model, "
+        f"it returns {type(made).__name__}: return an NNX or Equinox module, or a pair: (model, "
         "params) of a Linen module or Haiku transform, or (loss, params) with loss(params, example)"
     )

@@ -18,13 +18,7 @@ MOST_UNITS = 256  # of a microbatch: no more are tried
 HBM = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}
 
 
-_KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 _BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 _LINE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
@@ -160,15 +154,15 @@ class Units:
         import jax
         import jax.numpy as jnp
 
-        own = {"bound": jax.ShapeDtypeStruct(lead, jnp.float32)} if self.bounds else {}
+        bounds = {"bound": jax.ShapeDtypeStruct(lead, jnp.float32)} if self.bounds else {}
         lead = lead if self.group is None else (*lead, self.group)
         example = {
             "tokens": jax.ShapeDtypeStruct((*lead, self.length), jnp.int32),
             "mask": jax.ShapeDtypeStruct((*lead, self.length), jnp.bool_),
         }
         if self.group is None:
-            return example | own
-        return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)} | own
+            return example | bounds
+        return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)} | bounds
 
 
 def kind_of(topology: str) -> str:
@@ -297,7 +291,7 @@ class Step:
         import jax
 
         try:
-            return [dataclasses.asdict(found) for found in self.read(compiled.as_text())]
+            return [dataclasses.asdict(collective) for collective in self.read(compiled.as_text())]
         except jax.errors.JaxRuntimeError:
             return None
 
@@ -309,7 +303,7 @@ class Step:
         from dpfl_jax.clipping import split
         from dpfl_jax.mesh import parameter_shardings, replicated, unit_axes
         from dpfl_jax.run.state import TrainState, shardings_of
-        from dpfl_jax.training.step import make_train_step
+        from dpfl_jax.training.central import make_train_step
 
         capacity = 2  # any number of microbatches runs in the same loop
         rows = NamedSharding(self.mesh, PartitionSpec(None, unit_axes(self.mesh)))
@@ -354,10 +348,8 @@ class Step:
         return jax.jit(step.whole, donate_argnums=0), arguments
 
 
-def largest_that_fits(
-    peak: Callable[[int], int | None], limit: int, start: int = 1
-) -> tuple[int, dict[int, int | None]]:
-    """The largest power of two at which a step fits, by few trials.
+def largest_that_fits(peak: Callable[[int], int | None], limit: int, start: int = 1) -> int:
+    """The largest microbatch size, ``start`` times a power of two, at which a step fits.
 
     Args:
       peak: memory at a microbatch size; None where it cannot be had.
@@ -365,48 +357,23 @@ def largest_that_fits(
       start: where to begin.
 
     Returns:
-      The size (0 if not even one unit fits), and what was tried. Every size returned was tried and
-      found to fit.
+      The size, which was tried and found to fit; 0 if not even one unit fits.
     """
-    tried: dict[int, int | None] = {}
 
     def fits(size: int) -> bool:
-        if size not in tried:
-            tried[size] = peak(size)
-        result = tried[size]
-        return result is not None and result <= limit
+        memory = peak(size)
+        return memory is not None and memory <= limit
 
-    size, most = start, MOST_UNITS
+    size = start
     if fits(size):
-        while size * 2 <= most:
-            jump = _guess(tried, limit, size, most)
-            if jump > 2 * size and not fits(jump):
-                most = jump // 2  # it fits here and not there
-                if most <= size:
-                    break
-                continue
-            if not fits(max(jump, 2 * size)):
-                break
-            size = max(jump, 2 * size)
-        return size, tried
+        while 2 * size <= MOST_UNITS and fits(2 * size):
+            size *= 2
+        return size
     while size > 1:
         size //= 2
         if fits(size):
-            return size, tried
-    return 0, tried
-
-
-def _guess(tried: dict[int, int | None], limit: int, size: int, most: int) -> int:
-    """Memory grows about linearly: from two sizes, the largest that should fit."""
-    known = sorted((s, b) for s, b in tried.items() if b is not None)
-    if len(known) < 2:
-        return 2 * size
-    (s0, b0), (s1, b1) = known[0], known[-1]
-    slope = max((b1 - b0) / (s1 - s0), 1.0)
-    guess = 2 * size
-    while guess * 2 <= most and b0 + slope * (2 * guess - s0) <= limit:
-        guess *= 2
-    return guess
+            return size
+    return 0
 
 
 def measure(
@@ -485,7 +452,7 @@ def measure(
         def peak(size: int) -> int | None:
             return None if at(size).refused else at(size).peak_bytes
 
-        largest, _ = largest_that_fits(peak, limit, start=size)
+        largest = largest_that_fits(peak, limit, start=size)
         size = largest or min(compiled)
     private, units = at(size), Units(parts, size, group, length, bounds)
     plain_step = Step(

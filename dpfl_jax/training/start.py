@@ -26,7 +26,7 @@ from rich.console import Console
 
 from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.config.schema import ModelConfig
-from dpfl_jax.data import DataConfig, Dataset
+from dpfl_jax.data import DataConfig, Dataset, Store
 from dpfl_jax.data.pipeline import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
@@ -48,6 +48,7 @@ from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.console import StepProgress
 from dpfl_jax.run.directory import RunDirectory, open_plain
 from dpfl_jax.run.state import content_digest, shardings_of
+from dpfl_jax.task import Task
 from dpfl_jax.training.augmentation import with_augmentation
 from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
@@ -57,25 +58,31 @@ PyTree = Any
 _COMPUTED = ("dtype", "remat", "scan_layers")
 
 
-def build_model(config: RunConfig, data: Dataset) -> Any:
-    """The model of a config for its data.
+def build_model(config: RunConfig, task: Task, store: Store) -> Any:
+    """The model of a configuration, central or of silos.
+
+    Args:
+      config: the configuration.
+      task: what is learned.
+      store: of the data, on whose first example a model of ``model.module`` is tried.
 
     Raises:
       BadInputError: data and model do not fit, or a setting is unknown.
     """
-    section, task = config.model, data.task
+    section = config.model
     if section.module is not None:
-        made = UserModel.of(section, task, data.train, config.init_seed)
-        return with_augmentation(made, section, task)
+        own = UserModel(section, task, store, config.init_seed)
+        return with_augmentation(own, section, task)
     pairs = task.kind == "preferences"
     if section.dpo is not None and not pairs:
         raise BadInputError(
             "model.dpo learns from preference pairs: set data.prompt_column, data.chosen_column "
             "and data.rejected_column, or leave it out"
         )
-    if section.kind != "transformer" or task.kind not in ("tokens", "preferences"):
-        made = build_by_name(section.kind, task, section.options)
-        return with_augmentation(made, section, task)
+    has_size = config.variant == "central" and section.kind == "transformer"
+    if not has_size or task.kind not in ("tokens", "preferences"):
+        named = build_by_name(section.kind, task, section.options)
+        return with_augmentation(named, section, task)
     if pairs and section.dpo is None:
         raise BadInputError("the data are preference pairs: set model.dpo.beta=0.1")
     model = build_transformer(config, task.vocab_size, task.bos_id)
@@ -420,12 +427,12 @@ def check_pretrained(pretrained: Pretrained, directory: RunDirectory, needed: bo
         may differ in rounding: enough to take steps twice with one noise on different sums, unless
         all parameters are in a checkpoint of the run.
     """
-    found = pretrained.facts
+    facts = pretrained.facts
 
     def check() -> None:
-        known = directory.facts.get("base", found)
+        known = directory.facts.get("base", facts)
         kept = any(p.name.isdigit() for p in (directory.path / "checkpoints").glob("*"))
-        if known["name"] != found["name"] or (known != found and (needed or not kept)):
+        if known["name"] != facts["name"] or (known != facts and (needed or not kept)):
             raise BadInputError(
                 f"the pre-trained checkpoint {pretrained.path} is not the one that the run in "
                 f"{directory.path} began with ({known['name']}): bring back the public corpus and "
@@ -434,7 +441,7 @@ def check_pretrained(pretrained: Pretrained, directory: RunDirectory, needed: bo
 
     processes.on_primary(check)
     if "base" not in directory.facts:
-        directory.note("base", found)
+        directory.note("base", facts)
 
 
 def _shuffled(key: RootKey, first: int, stop: int, rows: int, step: int) -> np.ndarray:

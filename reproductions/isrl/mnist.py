@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.data.sets.arrays import read_idx
+from dpfl_jax.data.sets import read_idx
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from reproductions._plots import band, columns, panel, ticks
 from reproductions._seeds import of

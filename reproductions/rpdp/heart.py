@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage
-from dpfl_jax.data.sets.arrays import HEART_SCALE, HOSPITALS, read_heart_disease
+from dpfl_jax.data.sets import HEART_SCALE, HOSPITALS, read_heart_disease
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import personal_budgets as laws
 from dpfl_jax.federation.data import ArrayRecords, FederatedData

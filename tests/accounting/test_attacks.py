@@ -159,5 +159,8 @@ def test_the_command_explains(capsys, tmp_path):
     assert code == 0
     told = json.loads(printed.out.strip().splitlines()[-1])["meaning"]
     assert told["true_positive_rate"]["0.001"] > 0.001
-    assert "Whoever accuses 0.1 % of those who took no part finds at most" in printed.err
+    assert (
+        "An attacker who wrongly accuses 0.1 % of those who took no part finds at most"
+        in printed.err
+    )
     assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dpfl_jax.accounting import epsilon
-from dpfl_jax.cli._account_rows import ROWS
+from dpfl_jax.cli.account import ROWS
 from dpfl_jax.cli.main import main
 from dpfl_jax.mechanisms import Population, bandmf, truncated
 

@@ -30,10 +30,10 @@ def test_in_short_it_is_six_lines():
     caveats = (*(f"caveat {i}: and why" for i in range(5)), "other runs are not counted: add up")
     given = Guarantee("user", "add-or-remove one user", "central", 3.99991, 1e-5, 1.0, "pld", "all",
                       caveats=caveats, unit_key="column who")  # fmt: skip
-    assert given.in_short("Whoever accuses finds few") == [
+    assert given.in_short("An attacker finds few") == [
         "protects each user by column who (add-or-remove one user; trust model: central)",
         "epsilon 4, delta 1e-05",
-        "Whoever accuses finds few",
+        "An attacker finds few",
         "not covered: other runs are not counted",
         "not covered: caveat 4",
         "not covered: caveat 3",

@@ -16,7 +16,7 @@ from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import load_dataset
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import LanguageModel, TransformerConfig
-from dpfl_jax.models.checkpoint import fingerprint, load_checkpoint, read_config, save_checkpoint
+from dpfl_jax.models.checkpoint import fingerprint, load_model, save_checkpoint
 from dpfl_jax.models.params import flat_paths
 from dpfl_jax.planning.candidates import at_budget
 from dpfl_jax.training.evaluate import Evaluator
@@ -118,11 +118,6 @@ def held_out(folder):
     return load_dataset(data_section(load_config(folder / "config.yaml"))).validation
 
 
-def opened(path):
-    model = LanguageModel(read_config(path))
-    return model, load_checkpoint(path, model.config, jax.eval_shape(model.init, jax.random.key(0)))
-
-
 def loss_in_transformers(path, store):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -184,10 +179,10 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
     assert str(workspace) not in json.dumps(beside)
     assert (tmp_path / "out" / "tokenizer.json").exists()
     store = held_out(workspace)
-    model, params = opened(tmp_path / "out")
+    model, params = load_model(tmp_path / "out")
     evaluate = Evaluator(model.loss, data_parallel_mesh(jax.devices()[:1]))
     assert evaluate(params, store).loss == pytest.approx(after, abs=1e-4)
-    base = flat_paths(opened(workspace / "base")[1])
+    base = flat_paths(load_model(workspace / "base")[1])
     for name, leaf in flat_paths(params).items():
         changed = "attention" in name or "mlp" in name
         assert np.array_equal(leaf, base[name]) != changed, name
@@ -277,7 +272,7 @@ def test_other_choices_change_nothing_else(choice, workspace, tmp_path, capsys):
     changes = ["model.lora=null", f"model.trainable={choice}", "train.steps=3"]
     dpfl(capsys, "train", workspace / "config.yaml", *changes, "--run-dir", run)
     dpfl(capsys, "export", run, tmp_path / "out")
-    base, new = (flat_paths(opened(p)[1]) for p in (workspace / "base", tmp_path / "out"))
+    base, new = (flat_paths(load_model(p)[1]) for p in (workspace / "base", tmp_path / "out"))
     for name, leaf in new.items():
         rows = [not np.array_equal(a, b) for a, b in zip(leaf, base[name])]
         if choice == "all":
@@ -432,7 +427,7 @@ def test_one_command_trains_and_exports_and_never_over_another_run(workspace, ca
     report, _ = dpfl(capsys, *arguments)
     assert report["status"] == "finished"
     assert report["privacy"]["epsilon"] <= 8.0
-    opened(tmp_path / "out" / "model")
+    load_model(tmp_path / "out" / "model")
     guarantee = json.loads((tmp_path / "out" / "model" / "guarantee.json").read_text())
     of_run = json.loads((tmp_path / "out" / "run" / "guarantee.json").read_text())
     assert guarantee.pop("digests")["run"] == of_run.pop("digests")["run"]

@@ -239,6 +239,15 @@ def test_the_ledger_refuses_what_the_budget_does_not_allow(
     assert not (tmp_path / "second" / "metrics.jsonl").exists()
 
 
+def test_a_price_is_printed_in_words(capsys):
+    """Of silos, with rows of them, sources of constants and bounds: no brackets of Python."""
+    assert dpfl("train", "configs/isrl/quickstart.yaml", "--dry-run") == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "clip norm 4 (bound of the logistic loss)" in printed
+    assert "{" not in printed
+    assert "['" not in printed
+
+
 def test_a_dry_run_prices_without_writing(workspace, tmp_path, capsys):
     run_dir = tmp_path / "none"
     code = dpfl("train", workspace / "small.yaml", "--dry-run", "--json", "--run-dir", run_dir)

@@ -647,7 +647,7 @@ def test_the_report_of_a_run_holds(name, tmp_path, capsys):
     for path in (run, run / "report.json", run / "guarantee.json"):
         assert verify(path, capsys) == (0, "")
     report = json.loads((run / "report.json").read_text())
-    assert report["meaning"][0].startswith("Whoever")
+    assert report["meaning"][0].startswith("An attacker who")
     assert price["meaning"] == report["meaning"]
     assert f"- {report['meaning'][0]}\n" in (run / "report.md").read_text()
     assert (run / "attacks.png").stat().st_size > 10_000

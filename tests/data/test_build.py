@@ -429,7 +429,7 @@ def test_users_are_spread_evenly_over_shards():
 
 def test_beam_builds_the_same_bytes(files, memory, tmp_path):
     pytest.importorskip("apache_beam", reason="needs the beam extra")
-    from dpfl_jax.data.beam import build_with_beam
+    from dpfl_jax.data.build import build_with_beam
 
     plan = BuildPlan.for_text("bytes", 32, num_shards=4)
     flags = ["--runner=DirectRunner"]
@@ -445,7 +445,7 @@ def test_beam_builds_the_same_bytes(files, memory, tmp_path):
 
 
 def test_without_beam_one_sentence(files, tmp_path, monkeypatch):
-    from dpfl_jax.data.beam import build_with_beam
+    from dpfl_jax.data.build import build_with_beam
 
     monkeypatch.setitem(sys.modules, "apache_beam", None)
     with pytest.raises(BadInputError, match="pip install apache-beam"):

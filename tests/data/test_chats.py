@@ -1,6 +1,7 @@
 """Chats, instructions and preferences: which tokens are answers, and rows that are none."""
 
 import csv
+import dataclasses
 import datetime
 import json
 import re
@@ -281,7 +282,9 @@ def test_pairs_are_stored_bit_for_bit():
     for name, array in batch.items():
         np.testing.assert_array_equal(again[name], array)
         assert again[name].dtype == array.dtype
-    read = pydantic.TypeAdapter(dpfl.data.Schema).validate_json(json.dumps(schema.to_json()))
+    read = pydantic.TypeAdapter(dpfl.data.Schema).validate_json(
+        json.dumps(dataclasses.asdict(schema))
+    )
     assert read == schema
     with pytest.raises(dpfl.BadInputError, match="outside 0"):
         schema.pack({**batch, "tokens": batch["tokens"] + 69_999})

@@ -11,9 +11,9 @@ import pytest
 
 from dpfl_jax.data import ArrayStore, from_texts
 from dpfl_jax.data.build import write_store
+from dpfl_jax.data.load import limit_store
 from dpfl_jax.data.records import open_records
 from dpfl_jax.data.shards import INDEX, FileEntry, Manifest, open_store
-from dpfl_jax.data.splits import limit_store
 from dpfl_jax.errors import BadInputError
 
 FORMATS = ["arrow", "arrayrecord"]

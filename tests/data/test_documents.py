@@ -9,7 +9,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from dpfl_jax.data.documents import read_documents
+from dpfl_jax.data.documents import DocumentFiles, read_documents
 from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.rows import expand_paths, guess_format, read_rows
 from dpfl_jax.errors import BadInputError
@@ -156,7 +156,7 @@ def test_parquet_null_user_is_named_by_row(tmp_path):
     with pytest.raises(BadInputError, match=r"a user id is None \(.*x.parquet, row 2\)"):
         list(read_documents([path]))
     with pytest.raises(BadInputError, match="no column 'author'"):
-        list(read_documents([path], user_column="author"))
+        list(read_documents([path], DocumentFiles(user_column="author")))
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -173,23 +173,23 @@ def test_huggingface_folders(tmp_path, saved):
         state = {"_data_files": [{"filename": n} for n in reversed(names)]}
         (tmp_path / "state.json").write_text(json.dumps(state))
         order = [ROWS[2], *ROWS[:2]]
-    assert list(read_documents([tmp_path], "huggingface")) == order
+    assert list(read_documents([tmp_path], DocumentFiles("huggingface"))) == order
     with pytest.raises(BadInputError, match=r"arrow: there is no column 'author'"):
-        list(read_documents([tmp_path], "huggingface", "author"))
+        list(read_documents([tmp_path], DocumentFiles("huggingface", "author")))
     (tmp_path / names[0]).write_bytes(b"ARROW1 no more")
     with pytest.raises(BadInputError, match=r"00000-of-00002.arrow: not a readable arrow file"):
-        list(read_documents([tmp_path], "huggingface"))
+        list(read_documents([tmp_path], DocumentFiles("huggingface")))
 
 
 def test_the_state_of_a_saved_data_set_names_its_own_files(tmp_path):
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "../own.arrow"}]}')
     with pytest.raises(BadInputError, match="names a file outside its folder"):
-        list(read_documents([tmp_path], "huggingface"))
+        list(read_documents([tmp_path], DocumentFiles("huggingface")))
 
 
 def test_huggingface_folder_without_files(tmp_path):
     with pytest.raises(BadInputError, match=r"holds no \.arrow or \.parquet"):
-        list(read_documents([tmp_path], "huggingface"))
+        list(read_documents([tmp_path], DocumentFiles("huggingface")))
 
 
 def user_of_row(row):

@@ -13,8 +13,7 @@ from dpfl_jax.config import validate_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.balance import Balance, advice, doubled
-from dpfl_jax.run.pipeline import dry_run
+from dpfl_jax.run.pipeline import Balance, advice, doubled, dry_run
 from tests.federation.fed_zoo import MECHANISMS, make_data, make_federation
 from tests.flower.studies import FEDERATED, ISRL, QUIET, study, write_tables
 

@@ -5,7 +5,7 @@ import pytest
 
 from dpfl_jax.config import RunConfig
 from dpfl_jax.data import DataConfig
-from dpfl_jax.data.sets.text import LEAF_CHARACTERS
+from dpfl_jax.data.sets import LEAF_CHARACTERS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import spread
 from dpfl_jax.federation.partition import load_subjects

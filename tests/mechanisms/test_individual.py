@@ -431,7 +431,7 @@ def test_on_eight_devices_the_same_users_take_part(tmp_path):
 
 @pytest.mark.nightly
 def test_who_is_learnt_soon_stays_for_five_times_as_long(tmp_path):
-    """At one epsilon and clip norm: docs/guides/guarantee.md has these numbers."""
+    """At one epsilon and clip norm: docs/guides/individual.md has these numbers."""
     rng, users, rate, target = np.random.default_rng(0), 400, 0.25, {"epsilon": 2.0, "delta": 1e-4}
     truth = rng.normal(size=8)
     rows = {}

@@ -24,7 +24,7 @@ NAMES = KINDS | {candidate.name for candidate in CANDIDATES.values()} - ORDINARY
 # What may name some, and why.
 ALLOWED = {
     "planning/candidates.py": "the table of presets that a planner weighs",
-    "cli/_account_rows.py": "the table of `dpfl account`: its names are those of commands",
+    "cli/account.py": "the table of `dpfl account`: its names are those of commands",
     "cli/finetune.py": "the configuration that `dpfl finetune` starts from, to be changed",
 }
 

@@ -157,7 +157,7 @@ def test_noise_of_turns_is_priced_without_sampling():
             left = error(made.mechanism.noise.chosen, 60)
             assert option.noise == pytest.approx(option.noise_multiplier * left / option.size)
             assert 19.99 < p.epsilon_of(option) <= 20.0
-        # Everybody in every step: noise that is taken back costs more.
+        # Everybody in every step: noise that cancels later costs more.
         assert p.try_option(kind, 1, 3000) is None
         least[kind] = min(o.noise for o in options)
     assert least["blt"] == pytest.approx(least["banded_inverse"], rel=1e-3)

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.run.interrupt import StopRequest
+from dpfl_jax.run.console import StopRequest
 from reproductions.registry import (
     Claim,
     Outcome,

@@ -1,6 +1,8 @@
 """What is shown is text, whoever wrote it."""
 
 import io
+import os
+import signal
 
 import pytest
 from rich.markdown import Markdown
@@ -8,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.run.console import Console, RunConsole
+from dpfl_jax.run.console import Console, RunConsole, StopRequest, default_signal_handling
 from tests.statements import SOUND, finished
 
 ODD = "[/x] [red]a[/red] :smile: \x1b]0;owned\x07\x9b2J\u202e b"
@@ -70,3 +72,37 @@ def test_a_report_that_somebody_sent_moves_no_cursor(tmp_path, capsys):
     (run / "config.yaml").write_text("a: 1\n")
     assert main(["show", str(run)]) == 0
     assert f"{run}: unfinished".replace("\n", "") in capsys.readouterr().out.replace("\n", "")
+
+
+# ---- signals: a run ends between two steps, what would go on after it ends at once --------------
+
+
+class EndedError(Exception):
+    """Instead of the process."""
+
+
+@pytest.fixture
+def handler():
+    def end(number, frame):
+        raise EndedError
+
+    before = signal.signal(signal.SIGTERM, end)
+    yield end
+    assert signal.signal(signal.SIGTERM, before) is end
+
+
+def test_a_run_is_asked_to_stop_once(handler):
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == "SIGTERM"
+        with pytest.raises(EndedError):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_what_would_take_a_part_for_the_whole_ends_at_once(handler):
+    with default_signal_handling(), StopRequest() as stop, pytest.raises(EndedError):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.requested is None
+    with StopRequest() as stop:  # as before
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.requested == "SIGTERM"

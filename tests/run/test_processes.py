@@ -20,7 +20,7 @@ from dpfl_jax.accounting import Account, Ledger
 from dpfl_jax.cli.main import main
 from dpfl_jax.clipping import split
 from dpfl_jax.config import load_config
-from dpfl_jax.config.base import ProcessesConfig
+from dpfl_jax.config.execution import ProcessesConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, TransformerConfig

@@ -9,7 +9,7 @@ import pytest
 import dpfl_jax as dpfl
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.run.profile import Profile
+from dpfl_jax.run.driver import Profile
 
 rng = np.random.default_rng(0)
 DATA = dpfl.from_arrays({"x": rng.normal(size=(120, 3)).astype(np.float32)}, list(range(120)))

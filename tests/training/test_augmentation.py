@@ -11,12 +11,11 @@ from rich.console import Console
 
 import dpfl_jax as dpfl
 from dpfl_jax.config import validate_config
-from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import prepare
 from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments, training_pipeline
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, key_argument
 from dpfl_jax.run.pipeline import run_experiment
 from dpfl_jax.training import augmented, data_parallel_mesh
 

@@ -11,13 +11,12 @@ import pytest
 from fitting import fit_given as fit
 
 from dpfl_jax.data import ArrayStore, Schema
-from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, non_private, uls
 from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments, training_pipeline
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, key_argument
 
 KEY = RootKey.from_seed(5)
 COUNTS = np.random.default_rng(1).integers(1, 7, 12)

@@ -19,7 +19,7 @@ from dpfl_jax.models.config import Lora
 from dpfl_jax.models.params import is_adapter
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.state import init_state
-from dpfl_jax.training.step import make_train_step
+from dpfl_jax.training.central import make_train_step
 from tests.noised import noised
 
 LENGTH, VOCAB, CLIP = 8, 32, 0.1

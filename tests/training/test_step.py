@@ -13,7 +13,7 @@ from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.state import init_state
-from dpfl_jax.training.step import clipped_sum_over_microbatches, make_train_step
+from dpfl_jax.training.central import clipped_sum_over_microbatches, make_train_step
 from tests.noised import noised
 
 CLIP = 0.7

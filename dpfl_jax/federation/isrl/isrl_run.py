@@ -38,10 +38,9 @@ from dpfl_jax.federation.isrl.silos import SiloRecords, load_silos
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import RunResult
-from dpfl_jax.run.balance import Balance, Knob, doubled, knob
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate, LoopConfig
-from dpfl_jax.run.pipeline import Charge, Run
+from dpfl_jax.run.pipeline import Balance, Charge, Knob, Run, doubled, knob
 from dpfl_jax.run.public_inputs import public_inputs
 from dpfl_jax.task import Task
 

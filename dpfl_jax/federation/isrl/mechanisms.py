@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from dpfl_jax.accounting import NoiseLaw
-from dpfl_jax.config.base import Positive
+from dpfl_jax.config.execution import Positive
 from dpfl_jax.config.kinds import ISRL, Named
 from dpfl_jax.errors import BadInputError
 

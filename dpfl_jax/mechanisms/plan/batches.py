@@ -17,13 +17,12 @@ from jax.sharding import Mesh
 
 from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.data.example_keys import key_argument, keyed, with_keys
 from dpfl_jax.data.packing import SAMPLE_UNITS, Shape, choose_shapes, pack_units
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import unit_axes, unit_parts
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, key_argument, keyed, with_keys
 from dpfl_jax.sampling import Sampler
 from dpfl_jax.task import handles_segments
 
@@ -188,7 +187,7 @@ def example_loss(
     """Turns a loss of one example of ``store`` into one of what the pipeline ships of it.
 
     Token sequences cross to the devices as stored (two bytes a token, not five) and are unpacked
-    there, one microbatch at a time. A loss that takes a key (``example_keys.key_argument``) gets
+    there, one microbatch at a time. A loss that takes a key (``randomness.key_argument``) gets
     that of its example. With ``packing`` an example is a row of several, and has no key.
     """
     if packing:

@@ -23,7 +23,6 @@ from dpfl_jax.clipping import Adaptive, Trainable, self_check, split
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import code_outside
-from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.owners import Bounding, bounding_of
 from dpfl_jax.data.pipeline import Pipeline, StepBatch
 from dpfl_jax.data.store import (
@@ -47,7 +46,7 @@ from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, microba
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
 from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse
-from dpfl_jax.randomness import RootKey
+from dpfl_jax.randomness import RootKey, key_argument, with_any_key
 from dpfl_jax.run.public_inputs import about, public_inputs
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, training_digest
 from dpfl_jax.sampling import Sampler

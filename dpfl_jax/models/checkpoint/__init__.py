@@ -4,12 +4,20 @@ Directories with config.json and safetensors files, read by slices and written; 
 never code, never a download.
 """
 
+from dpfl_jax.models.checkpoint.convert import (
+    describe,
+    fingerprint,
+    load_checkpoint,
+    load_model,
+    read_config,
+    save_adapter,
+    save_checkpoint,
+)
 from dpfl_jax.models.checkpoint.files import checkpoint_dir, tokenizer_file
-from dpfl_jax.models.checkpoint.load import describe, fingerprint, load_checkpoint, read_config
-from dpfl_jax.models.checkpoint.save import save_adapter, save_checkpoint
 
 __all__ = [
     "load_checkpoint",
+    "load_model",
     "save_checkpoint",
     "save_adapter",
     "read_config",
