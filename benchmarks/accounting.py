@@ -19,9 +19,8 @@ import dp_accounting
 from dp_accounting.pld import PLDAccountant
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import closed_forms, events
 from dpfl_jax.accounting.accountant import FINEST
-from dpfl_jax.accounting.closed_forms import group
 
 HELP = "time and answers of noise calibration, beside dp-accounting's"
 DESCRIPTION = """\
@@ -168,11 +167,12 @@ MECHANISMS = ("local_item", "local_group", "hi_grad_avg", "subject_uls", "user_l
 def _unequal(kind: str, count: int, reach: int) -> Any:
     from dpfl_jax.federation import mechanisms
     from dpfl_jax.federation.federation import Federation, SiloPlan
+    from dpfl_jax.federation.participation import SiloFacts
 
     options = {"group_size": 2} if kind == "subject_uls" else {}
     mechanism = getattr(mechanisms, kind)(batch_size=32, max_records_per_subject=2, **options)
     sizes = range(200, 200 + count * 97, 97)
-    facts = [mechanisms.SiloFacts(n, n // 3) for n in sizes]
+    facts = [SiloFacts(n, n // 3) for n in sizes]
     return Federation(tuple(SiloPlan(mechanism, f, 5) for f in facts), 20, reach, None)
 
 
@@ -239,7 +239,7 @@ def black_box_noise(
 
     def spent(sigma: float) -> float:
         event = events.poisson(sigma, sampling_prob, steps)
-        return group.black_box_epsilon(event, group_size, delta)
+        return closed_forms.black_box_epsilon(event, group_size, delta)
 
     low = accounting.calibrate_noise_multiplier(
         lambda s: events.els(s, sampling_prob, group_size, steps), epsilon, delta

@@ -28,9 +28,6 @@ from dpfl_jax.federation.isrl import message
 from dpfl_jax.federation.isrl.privacy import Budget, silo_noise
 from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.mechanisms import (
-    PersonalRecords,
-    SiloDraw,
-    SiloFacts,
     SiloMechanism,
     hi_grad_avg,
     local_group,
@@ -38,6 +35,7 @@ from dpfl_jax.federation.mechanisms import (
     subject_uls,
     user_ldp,
 )
+from dpfl_jax.federation.participation import PersonalRecords, SiloDraw, SiloFacts
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mechanisms import (
     Mechanism,

@@ -111,7 +111,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     from dpfl_jax.federation.data import ArrayRecords, FederatedData
     from dpfl_jax.federation.engine import make_release
     from dpfl_jax.federation.federation import Federation, SiloPlan
-    from dpfl_jax.federation.mechanisms import SiloFacts, fed_avg
+    from dpfl_jax.federation.mechanisms import fed_avg
+    from dpfl_jax.federation.participation import SiloFacts
     from dpfl_jax.federation.rounds import RoundBuilder
     from dpfl_jax.mesh import data_parallel_mesh
     from dpfl_jax.models import LeafCNN

@@ -142,7 +142,7 @@ def parameter_shardings(params: PyTree, mesh: Mesh, whole: Collection[str] = ())
       params: pytree of arrays or ShapeDtypeStructs.
       mesh: from ``make_mesh``.
       whole: names (``blocks/up/kernel``) of parameters that are copied all the same
-        (``convolutions.kernels``).
+        (``jaxprs.convolution_kernels``).
     """
 
     def one(path: Any, x: Any) -> NamedSharding:

@@ -11,7 +11,6 @@ from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, isrl_statement, worst_guarantee
 from dpfl_jax.federation.mechanisms import (
-    SiloFacts,
     fed_avg,
     hi_grad_avg,
     local_group,
@@ -20,6 +19,7 @@ from dpfl_jax.federation.mechanisms import (
     subject_uls,
     user_ldp,
 )
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.federation.personal import PublicBudgets, personal_guarantee, personal_statement
 from dpfl_jax.mechanisms import (
     Calibrated,

@@ -27,9 +27,9 @@ from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.cli.account import ROWS, Row
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.kinds import CENTRAL
-from dpfl_jax.federation.mechanisms import SiloParticipation
+from dpfl_jax.federation.participation import SiloParticipation
 from dpfl_jax.mechanisms import NoiseStrategy, Participation, Population
-from dpfl_jax.mechanisms.unit_losses import mean_of_examples
+from dpfl_jax.mechanisms.participation import mean_of_examples
 from dpfl_jax.noise import Noise, banded_inverse
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Cyclic, UserSampler

@@ -22,7 +22,6 @@ from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeError
 from dpfl_jax.accounting.discretize import StepLoss
 from dpfl_jax.accounting.drawn import RESERVED
-from dpfl_jax.accounting.events import els
 from dpfl_jax.accounting.leaves import ApproximateLeaf, Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
 from dpfl_jax.errors import BadInputError, at_least, require
 
@@ -97,7 +96,7 @@ def epsilon(
 
     Args:
       event: what the mechanism does to one privacy unit.
-      delta: in (0, 1); 2^-20 of it pays for how the noise is drawn (``drawn.py``), if there is any.
+      delta: in (0, 1); 2^-20 of it pays for how the noise is drawn (``drawn``), if there is any.
       relation: adjacency; the events of this package are add-or-remove unless they say otherwise.
       resolution: epsilon may be overstated by about resolution^2 / 12 of itself; smaller is slower.
       accountant: "pld" (tight), or "rdp" or "zcdp" (looser, for comparison).
@@ -139,6 +138,22 @@ def accountant_of(
     """
     known = not any(isinstance(leaf, RenyiLeaf) for leaf, _ in flatten(event, relation).leaves)
     return "pld" if known else "rdp"
+
+
+def epsilon_or_inf(
+    event: dp_accounting.DpEvent,
+    delta: float,
+    relation: NeighboringRelation,
+    *,
+    resolution: float = FINE,
+    accountant: Accountant | None = None,
+) -> float:
+    """As ``epsilon``, by default by the tightest accountant; inf where it cannot be computed."""
+    known = accountant or accountant_of(event, relation)
+    try:
+        return epsilon(event, delta, relation=relation, resolution=resolution, accountant=known)
+    except (TooLittleNoiseError, TableTooLargeError):
+        return math.inf
 
 
 def delta(
@@ -300,11 +315,11 @@ def epsilon_table(
 
     Examples:
       >>> from dpfl_jax import accounting
-      >>> def event(sampling_prob):
-      ...     return accounting.events.uls(1.0, sampling_prob, steps=100)
-      >>> table = accounting.epsilon_table(event, [0.01, 0.02, 0.01], delta=1e-5)
-      >>> {prob: round(epsilon, 2) for prob, epsilon in table.items()}
-      {0.01: 0.72, 0.02: 1.43}
+      >>> def event(examples):
+      ...     return accounting.events.els(2.0, 0.01, examples, steps=100)
+      >>> table = accounting.epsilon_table(event, [1, 4, 1], delta=1e-5)
+      >>> {examples: round(epsilon, 2) for examples, epsilon in table.items()}
+      {1: 0.19, 4: 0.87}
     """
     distinct = sorted(set(values))
     if not distinct:
@@ -313,38 +328,6 @@ def epsilon_table(
         value: epsilon(make_event(value), delta, relation=relation, resolution=resolution)
         for value in distinct
     }
-
-
-def els_epsilons(
-    noise_multiplier: float,
-    sampling_prob: float,
-    contributions: Iterable[int],
-    steps: int,
-    delta: float,
-) -> dict[int, float]:
-    """Epsilon of an ELS run for users of each number of examples; the largest governs the run.
-
-    Each user's is exact for them alone (``events.els`` with their own number in place of the group
-    size), as the examples of a user who has fewer are in a batch more rarely.
-
-    Args:
-      noise_multiplier: sigma_ELS.
-      sampling_prob: p, of each example in each step.
-      contributions: declared numbers of examples (>= 1), after contribution limiting.
-      steps: T.
-      delta: in (0, 1).
-
-    Examples:
-      >>> from dpfl_jax import accounting
-      >>> spent = accounting.els_epsilons(2.0, 0.01, contributions=[1, 4], steps=100, delta=1e-5)
-      >>> {examples: round(epsilon, 2) for examples, epsilon in spent.items()}
-      {1: 0.19, 4: 0.87}
-    """
-    return epsilon_table(
-        lambda count: els(noise_multiplier, sampling_prob, count, steps),
-        contributions,
-        delta,
-    )
 
 
 def delta_curve(
@@ -447,7 +430,7 @@ def _curve(whole: Composition, least: float, points: int) -> Curve:
 
 
 def _renyi_curve(flat: Flat, least: float, points: int) -> Curve:
-    """The curve for both directions, where only Renyi known are known."""
+    """The curve for both directions, where only Renyi divergences are known."""
     known = renyi.flat_divergences(flat, renyi.ORDERS)
     at = np.linspace(0.0, _finite(renyi.epsilon_from_renyi(known, renyi.ORDERS, least)), points)
     deltas = np.exp(renyi.log_delta_from_renyi(known, renyi.ORDERS, at))
@@ -661,7 +644,7 @@ def _composed(
     unit = _common_unit(units)
     if unit > 0 and len(units) == len(flat.leaves) and flat.gaussian == 0:
         return sketch.gridded(_aligned(factor * unit, unit))
-    steps = sum(count for _, count in flat.leaves) + 1
+    steps = _steps(flat) + 1
     grid = min(math.sqrt(12.0 * m / (t * (t + 1.0) * steps)) for m, (t, _) in zip(allowed, asked))
     # An atom is rounded up by a step of the grid, which matters where few steps may all meet it.
     tops = [

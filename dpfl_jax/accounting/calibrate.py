@@ -6,8 +6,14 @@ fine ones: the result meets the target by the bound that will be stated.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import json
 import math
+import os
+import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,25 +21,26 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from dpfl_jax.accounting import cache
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
     FINE,
     Accountant,
-    TooLittleNoiseError,
     check_delta,
     check_epsilon,
+    epsilon_or_inf,
     rough_epsilon,
 )
 from dpfl_jax.accounting.accountant import epsilon as epsilon_of
-from dpfl_jax.accounting.composition import TableTooLargeError
 from dpfl_jax.accounting.leaves import flatten
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import default_cache_dir
 
 MakeEvent = Callable[[float], dp_accounting.DpEvent]
 SMALLEST_NOISE, LARGEST_NOISE = 1e-3, 1e9
 LEAST_PROB = 1e-9
 COARSE = 0.2
+# Of answers that are remembered on disk: raise when the numerics change them.
+_VERSION = "3"
 
 
 def calibrate_noise_multiplier(
@@ -74,8 +81,7 @@ def calibrate_noise_multiplier(
       0.959
     """
     epsilon, delta = check_epsilon(epsilon), check_delta(delta)
-    flat = flatten(make_event(1.0), relation)
-    if flat.private and not flat.leaves and flat.gaussian == 0.0:
+    if flatten(make_event(1.0), relation).reveals_nothing:
         return 0.0
     if accountant != "pld":
 
@@ -87,13 +93,10 @@ def calibrate_noise_multiplier(
         return _root(excess_of, 1.0, relative_tolerance, -1.0)[0]
     fits = _fits(make_event, epsilon, delta, relation)
     excess = functools.partial(_excess, make_event, epsilon, delta, relation, FINE)
-    key = ""
-    if use_cache:
-        key = cache.key_of(
-            "noise", make_event(1.0), make_event(3.0), epsilon, delta, relation, relative_tolerance
-        )
-        if (known := _remembered(key, lambda s: fits(s, FINE))) is not None:
-            return known
+    ends = make_event(1.0), make_event(3.0)
+    file = _cache_file("noise", *ends, epsilon, delta, relation, relative_tolerance)
+    if use_cache and (known := _remembered(file, lambda s: fits(s, FINE))) is not None:
+        return known
     if near is None:
         near, slope = _rough_root(make_event, epsilon, delta, relation)
         coarse = functools.partial(_excess, make_event, epsilon, delta, relation, COARSE)
@@ -105,7 +108,7 @@ def calibrate_noise_multiplier(
         slope = math.log(beyond / here) / math.log(1.02) if 0.0 < beyond < here < math.inf else -1.0
     sigma, _ = _root(excess, near, relative_tolerance, slope)
     if use_cache:
-        cache.write(key, {"noise_multiplier": sigma})
+        _remember(file, sigma)
     return sigma
 
 
@@ -132,12 +135,12 @@ def coarse_noise_multiplier(
     epsilon, delta = check_epsilon(epsilon), check_delta(delta)
     fits = _fits(make_event, epsilon, delta, relation)
     ends = make_event(1.0), make_event(3.0)
-    key = cache.key_of("coarse noise", *ends, epsilon, delta, relation)
-    if (known := _remembered(key, lambda s: fits(s, COARSE))) is not None:
+    file = _cache_file("coarse noise", *ends, epsilon, delta, relation)
+    if (known := _remembered(file, lambda s: fits(s, COARSE))) is not None:
         return known
     excess = functools.partial(_excess, make_event, epsilon, delta, relation, COARSE)
     sigma, _ = _root(excess, near, 2e-2, -1.5)
-    cache.write(key, {"noise_multiplier": sigma})
+    _remember(file, sigma)
     return sigma
 
 
@@ -149,15 +152,56 @@ def _excess(
     grid: float,
     sigma: float,
 ) -> float:
-    return _over(_epsilon_or_inf(make_event(sigma), delta, relation, grid), epsilon)
+    return _over(_bound(make_event(sigma), delta, relation, grid), epsilon)
 
 
-def _remembered(key: str, fits: Callable[[float], bool]) -> float | None:
+# ---- answers that are remembered on disk ---------------------------------------------------------
+
+
+def _cache_file(*content: Any) -> pathlib.Path | None:
+    """The file of the answer that ``content`` determines; None where nothing is to be remembered.
+
+    ``DPFL_CACHE_DIR`` names the folder, or turns this off (``off``, or empty).
+    """
+    if os.environ.get("DPFL_CACHE_DIR", "on").strip().lower() in ("", "off", "none", "0"):
+        return None
+    text = "\n".join([_VERSION, *map(repr, content)])
+    key = hashlib.sha256(text.encode()).hexdigest()
+    try:
+        return default_cache_dir().expanduser() / "accounting" / key[:2] / f"{key}.json"
+    except RuntimeError:  # there is no home
+        return None
+
+
+def _remembered(file: pathlib.Path | None, fits: Callable[[float], bool]) -> float | None:
     """A noise multiplier from disk if it passes ``fits`` again: a bad file weakens no guarantee."""
-    known = (cache.read(key) or {}).get("noise_multiplier")
+    try:
+        known = None if file is None else json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
     if not isinstance(known, float) or not SMALLEST_NOISE <= known <= LARGEST_NOISE:
         return None
     return known if fits(known) else None
+
+
+def _remember(file: pathlib.Path | None, sigma: float) -> None:
+    """Writes under another name and renames: a reader sees a whole file, or none.
+
+    Where the folder cannot be written, nothing is remembered.
+    """
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as opened:
+                json.dump(sigma, opened)
+            os.replace(temporary, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
 
 def noise_near(
@@ -323,21 +367,17 @@ def calibrate_sampling_prob(
     return answer
 
 
-def _epsilon_or_inf(
+def _bound(
     event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation, grid: float
 ) -> float:
-    """Epsilon, or ``inf`` where it is too large to be computed."""
-    try:
-        return epsilon_of(event, delta, relation=relation, resolution=grid)
-    except (TooLittleNoiseError, TableTooLargeError):
-        return math.inf
+    return epsilon_or_inf(event, delta, relation, resolution=grid, accountant="pld")
 
 
 def _certified(
     event: dp_accounting.DpEvent, epsilon: float, delta: float, relation: NeighboringRelation
 ) -> bool:
     """Whether an event meets the target as it will be stated: the end of every calibration."""
-    return _epsilon_or_inf(event, delta, relation, FINE) <= float(epsilon)
+    return _bound(event, delta, relation, FINE) <= float(epsilon)
 
 
 def _fits(
@@ -349,7 +389,7 @@ def _fits(
     epsilon, delta = check_epsilon(epsilon), check_delta(delta)
 
     def fits(value: Any, grid: float) -> bool:
-        return _epsilon_or_inf(make_event(value), delta, relation, grid) <= epsilon
+        return _bound(make_event(value), delta, relation, grid) <= epsilon
 
     return fits
 

@@ -352,8 +352,7 @@ def poisson_of_several(
 
     A user of K examples (``els``), or a subject of K records in one silo; add-or-remove. Those in a
     batch are Binomial(K, q); with a cap Z, at most Z of them are kept, so min(Binomial, Z).
-    (LocalGroupDP of Marathe et al., soundly; their own calibration is in
-    ``closed_forms.subject``.)
+    (LocalGroupDP of Marathe et al., soundly.)
 
     Args:
       noise_multiplier: constant over batches (a noise that follows the batch is not private).

@@ -16,6 +16,15 @@ _LISTS = ("assumptions", "caveats", "public_inputs")
 Status = Literal["upper bound", "exact", "paper's closed form", "none"]
 
 
+def without_infinities(values: Any) -> Any:
+    """Infinities, which JSON lacks, become the string "inf", in dictionaries and lists, too."""
+    if isinstance(values, dict):
+        return {name: without_infinities(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [without_infinities(value) for value in values]
+    return "inf" if values == math.inf else values
+
+
 @dataclasses.dataclass(frozen=True)
 class Guarantee:
     """A differential-privacy guarantee with everything needed to judge it.
@@ -82,8 +91,7 @@ class Guarantee:
         """All fields as JSON values; an infinite epsilon is the string "inf"."""
         out = dataclasses.asdict(self)
         out |= {name: list(getattr(self, name)) for name in _LISTS}
-        out["epsilon"] = self.epsilon if math.isfinite(self.epsilon) else "inf"
-        return out
+        return without_infinities(out)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Guarantee:

@@ -260,6 +260,11 @@ class Flat:
     gaussian: float
     private: bool
 
+    @property
+    def reveals_nothing(self) -> bool:
+        """Whether the unit moves nothing at all."""
+        return self.private and not self.leaves and self.gaussian == 0
+
 
 def flatten(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Flat:
     """Takes an event apart.
@@ -331,20 +336,19 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         inner = flatten(event.event, relation)
         if not inner.private:
             return "no privacy"
-        some = inner.leaves or inner.gaussian > 0
-        return BestLeaf(inner, float(event.mean), float(event.shape)) if some else "nothing"
+        nothing = inner.reveals_nothing
+        return "nothing" if nothing else BestLeaf(inner, float(event.mean), float(event.shape))
     if isinstance(event, FilteredDpEvent):
         require(1 < event.order < math.inf, "the order of a filter", event.order, "above 1")
         budget = flatten(event.event, relation)
         if not budget.private:
             return "no privacy"
-        some = budget.leaves or budget.gaussian > 0
-        return FilteredLeaf(budget, float(event.order)) if some else "nothing"
+        return "nothing" if budget.reveals_nothing else FilteredLeaf(budget, float(event.order))
     if isinstance(event, OneOfDpEvent):
         each = tuple(dict.fromkeys(flatten(part, relation) for part in event.events))
         if not all(part.private for part in each):
             return "no privacy"
-        moved = tuple(part for part in each if part.leaves or part.gaussian > 0)
+        moved = tuple(part for part in each if not part.reveals_nothing)
         return OneOfLeaf(moved) if moved else "nothing"
     if isinstance(event, dp_accounting.GaussianDpEvent):
         sigma = check_noise(event.noise_multiplier)

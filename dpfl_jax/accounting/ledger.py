@@ -2,7 +2,7 @@
 
 A run *reserves* its whole event before its first step, and that counts in full even if it ends
 early, as when it ends may follow from what it showed. *commit* notes that it has ended. A privacy
-filter (``privacy_filter``) keeps the events of one account (data set, unit, adjacency) within its
+filter (``filters``) keeps the events of one account (data set, unit, adjacency) within its
 budget, also if runs are chosen after looking at earlier ones. All runs of an account have one unit
 key: what visits spend does not add up to what a patient spends.
 
@@ -33,8 +33,8 @@ import dp_accounting
 from dpfl_jax.accounting import event_types
 from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, check_delta, check_epsilon
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
+from dpfl_jax.accounting.filters import filtered_epsilon
 from dpfl_jax.accounting.guarantee import Guarantee, rounded_up
-from dpfl_jax.accounting.privacy_filter import filtered_epsilon
 from dpfl_jax.errors import BadInputError, one_line
 
 

@@ -17,17 +17,17 @@ from typing import Any, Literal
 import dp_accounting
 import numpy as np
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import closed_forms, events
 from dpfl_jax.accounting.accountant import (
+    ADD_OR_REMOVE,
     FINE,
     Accountant,
     TooLittleNoiseError,
     check_delta,
     epsilon_curve,
+    epsilon_or_inf,
 )
-from dpfl_jax.accounting.accountant import epsilon as epsilon_of
 from dpfl_jax.accounting.cells import NoisedSums, TwoStagePoisson
-from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.composition import TableTooLargeError
 from dpfl_jax.errors import BadInputError, positive
 
@@ -86,13 +86,10 @@ class TwoStage:
 
     def epsilon(self, rate: float, accountant: Accountant = "pld") -> float:
         """Upper bound on epsilon of a record that is sampled at ``rate``; ``inf`` if too large."""
-        try:
-            return epsilon_of(self.event(rate), self.delta, accountant=accountant)
-        except (TooLittleNoiseError, TableTooLargeError):
-            return math.inf
+        return epsilon_or_inf(self.event(rate), self.delta, ADD_OR_REMOVE, accountant=accountant)
 
     def closed_form(self) -> tuple[float, int, int, float, float]:
-        """Arguments of the functions of ``closed_forms.rpdp`` that follow the rate."""
+        """Arguments of the functions of ``closed_forms`` that follow the rate."""
         return (
             self.noise_multiplier,
             self.local_steps,
@@ -319,7 +316,7 @@ class FittedRates:
     renyi_violations: int
     worst: float
     renyi_worst: float
-    fit: rpdp.CurveFit
+    fit: closed_forms.CurveFit
 
     def to_json(self) -> dict[str, Any]:
         """Counts and worst ratios, as JSON values."""
@@ -330,8 +327,8 @@ class FittedRates:
 
 
 @functools.lru_cache(maxsize=32)
-def _fit(setting: TwoStage) -> rpdp.CurveFit:
-    return rpdp.fit_curve(*setting.closed_form())
+def _fit(setting: TwoStage) -> closed_forms.CurveFit:
+    return closed_forms.fit_curve(*setting.closed_form())
 
 
 def fitted_rates(budgets: np.ndarray, setting: TwoStage, exact_up_to: int = 512) -> FittedRates:
@@ -351,7 +348,7 @@ def fitted_rates(budgets: np.ndarray, setting: TwoStage, exact_up_to: int = 512)
     renyi = np.full(len(distinct), np.nan)
     if len(distinct) <= exact_up_to:
         form = setting.closed_form()
-        renyi = np.array([rpdp.epsilon_two_stage(q, *form)[0] if q else 0.0 for q in rates])
+        renyi = np.array([closed_forms.epsilon_two_stage(q, *form)[0] if q else 0.0 for q in rates])
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio, renyi_ratio = np.nan_to_num(costs / distinct), np.nan_to_num(renyi / distinct)
     return FittedRates(

@@ -17,7 +17,7 @@ from dp_accounting import DpEvent, NeighboringRelation
 from rich.table import Table
 
 from dpfl_jax import accounting, matrices
-from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, epsilon, events
+from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, closed_forms, epsilon, events
 from dpfl_jax.accounting.cells import (
     INDEPENDENT,
     AveragedUnits,
@@ -29,7 +29,6 @@ from dpfl_jax.accounting.cells import (
     StrategyMatrix,
     TwoStagePoisson,
 )
-from dpfl_jax.accounting.closed_forms import group, isrl, rpdp
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError
@@ -427,10 +426,10 @@ class Row:
             return {}
         run = noise, values["sampling_prob"], values["steps"] * values.get("silos", 1)
         size, one = values["group_size"], events.poisson(*run[:2], values["steps"])
-        forms: tuple[group.Form, ...] = ("geometric", "vadhan")
+        forms: tuple[closed_forms.Form, ...] = ("geometric", "vadhan")
         result = {
             f"black-box group privacy ({form}, RDP in log space)": (
-                group.black_box_epsilon(events.poisson(*run), size, delta, form=form),
+                closed_forms.black_box_epsilon(events.poisson(*run), size, delta, form=form),
                 True,
             )
             for form in forms
@@ -470,7 +469,7 @@ def _arguments(maker: Callable[..., Any], values: Values) -> Values:
 def _two_stage(noise: float, v: Values, delta: float) -> dict[str, tuple[float, bool]]:
     names = ("local_steps", "steps", "participation_prob")
     given = (v["sampling_prob"], noise, *(v[name] for name in names), delta)
-    theorem = functools.partial(rpdp.epsilon_two_stage, *given)
+    theorem = functools.partial(closed_forms.epsilon_two_stage, *given)
     return {
         "Theorem 3 (clients), conversion of the paper": (theorem(conversion="mironov")[0], True),
         "Theorem 3 (clients), conversion of the authors' code": (theorem()[0], True),
@@ -481,8 +480,8 @@ def _two_stage(noise: float, v: Values, delta: float) -> dict[str, tuple[float, 
 def _isrl(noise: float, v: Values, delta: float) -> dict[str, tuple[float, bool]]:
     """The epsilon for which the paper's formulas ask for this noise (both fall as 1 / epsilon)."""
     per_unit = noise / v["sampling_prob"]  # sigma n / L
-    valid = isrl.minibatch_noise(v["steps"], 1, 1e-9, delta) * 1e-9 / per_unit
-    shown = isrl.experiment_noise(v["steps"], 1, 1.0, delta) / per_unit
+    valid = closed_forms.minibatch_noise(v["steps"], 1, 1e-9, delta) * 1e-9 / per_unit
+    shown = closed_forms.experiment_noise(v["steps"], 1, 1.0, delta) / per_unit
     return {
         "Theorem D.1 (sampling with replacement)": (valid, True),
         "Appendix I (experiments): not a bound": (shown, False),

@@ -117,14 +117,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any], dict[str, Any]]:
     from dpfl_jax.accounting import statement
-    from dpfl_jax.audit import run_audit
+    from dpfl_jax.audit import proof
 
     if not (directory / "config.yaml").exists():
         raise BadInputError(
             f"{directory} is not the directory of a run: a configuration stands behind --simulate, "
             "--train or --user-inference"
         )
-    seen = run_audit.read(directory)
+    seen = proof.read_run_audit(directory)
     return seen.audits(statement.read(directory / statement.NAME), confidence), seen.cost
 
 
@@ -171,7 +171,7 @@ def _report(
     console: Console, audits: list[Any], cost: dict[str, Any] | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Says, draws and returns what was proved."""
-    from dpfl_jax.audit import run_audit
+    from dpfl_jax.audit import proof
     from dpfl_jax.audit.proof import plot_audits
 
     for line in (cost or {}).get("sentences", ()):
@@ -179,7 +179,7 @@ def _report(
     for one in audits:
         console.print(str(one), highlight=False, soft_wrap=True)
         console.print(f"  {one.how}; attack: {one.attack}", highlight=False)
-    summary = run_audit.summary(audits)
+    summary = proof.summary(audits)
     if len(audits) > 1:
         console.print(f"{summary['refuted']} of {len(audits)} audits refute their claim")
     if args.picture is not None:

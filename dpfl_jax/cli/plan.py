@@ -565,8 +565,7 @@ def _laws(files: list[pathlib.Path] | None) -> dict[str, Any]:
 def _answer(args: argparse.Namespace, scenarios: dict[str, Any], console: Any) -> dict[str, Any]:
     """Answers ``--ask``, and draws."""
     from dpfl_jax.planning.figures import draw_answer
-    from dpfl_jax.planning.hover import to_svg
-    from dpfl_jax.planning.questions import ask
+    from dpfl_jax.planning.questions import ask, to_svg
 
     with console.status("calibrating noise for every cell"):
         result = ask(args.ask, scenarios, args.target_loss)

@@ -25,12 +25,12 @@ class Machine:
       gram: the same for Gram matrices, whose products are of small blocks.
       exact: the same for Gram matrices of float32 operands, which must not be rounded.
       bandwidth: bytes per second to and from its memory.
+      rounding: relative rounding of a float32 operand in a product of default precision (bfloat16
+        on TPUs, TensorFloat-32 on GPUs).
       keep_factor: per-unit gradients may be kept where they take at most this many times the
         memory of what the taps recorded, which they replace.
       scan_traffic: how often a scan over single units moves all parameters through memory for
         each unit, beyond what a batch does.
-      rounding: relative rounding of a float32 operand in a product of default precision (bfloat16
-        on TPUs, TensorFloat-32 on GPUs).
       working_set: largest block of temporary memory, in bytes, that the C library keeps between
         calls; it takes larger ones from the system anew each time, page by page; None: no limit.
       near: bytes of temporary memory that slow no product down, even though they do not fit in
@@ -42,12 +42,12 @@ class Machine:
     gram: float
     exact: float
     bandwidth: float
-    keep_factor: float
-    scan_traffic: float
     rounding: float
-    working_set: float | None
-    near: float | None
-    cache: float | None
+    keep_factor: float = 2.0
+    scan_traffic: float = 7.0
+    working_set: float | None = None
+    near: float | None = None
+    cache: float | None = None
 
     def seconds(self, flops: float, moved: float) -> float:
         """Seconds for so many operations and then so many bytes moved."""
@@ -78,8 +78,6 @@ MACHINES = {
         gram=6e10,
         exact=6e10,
         bandwidth=1.5e10,
-        keep_factor=2.0,
-        scan_traffic=7.0,
         rounding=0.0,
         working_set=2.0**25,  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
         near=1.9e7,
@@ -90,24 +88,15 @@ MACHINES = {
         gram=1.5e14,
         exact=4e13,
         bandwidth=3e12,
-        keep_factor=2.0,
-        scan_traffic=7.0,
         rounding=2.0**-10,  # TensorFloat-32; some units cut operands off instead of rounding them
-        working_set=None,
-        near=None,
-        cache=None,
     ),
     "tpu": Machine(
         flops=1.5e14,
         gram=1.5e14,
         exact=1.5e14,
         bandwidth=8e11,
-        keep_factor=1.0,
-        scan_traffic=7.0,
         rounding=2.0**-8,
-        working_set=None,
-        near=None,
-        cache=None,
+        keep_factor=1.0,
     ),
 }
 

@@ -22,7 +22,7 @@ from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem, as_arrays, c
 from dpfl_jax.clipping.result import ClippedGradResult, leaf_name, real_units, vary, varying_axes
 from dpfl_jax.clipping.rules import Flat, PerGroup, Rule
 from dpfl_jax.clipping.taps.engine import MIXED, mixed_by_convolutions, solve_ghost
-from dpfl_jax.clipping.trainable import trainable_mask
+from dpfl_jax.clipping.trainable import Trainable, join, split, trainable_mask
 from dpfl_jax.errors import BadInputError, at_least, one_of
 
 PyTree = Any
@@ -536,3 +536,41 @@ def clipped_fun(
 
     clipped.sensitivity = template.sensitivity  # type: ignore[attr-defined]
     return clipped
+
+
+def unclipped_sum(
+    loss_fn: Callable[..., jax.Array], trainable: Trainable = None
+) -> Callable[..., ClippedGradResult]:
+    """Returns ``(params, batch, mask, weight=1) -> ClippedGradResult`` of gradients as they are.
+
+    Args:
+      loss_fn: of one example.
+      trainable: which parameters are trained.
+    """
+
+    def total(
+        trained: PyTree, frozen: PyTree, batch: PyTree, mask: jax.Array, weight: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        params = join(trained, frozen)
+        losses = jax.vmap(lambda example: loss_fn(params, example))(batch)
+        losses = jnp.where(mask, losses, 0.0)
+        return (weight * losses).sum(), losses
+
+    def summed(
+        params: PyTree, batch: PyTree, mask: jax.Array, weight: Any = 1.0
+    ) -> ClippedGradResult:
+        trained, frozen = split(params, trainable)
+        gradient = jax.value_and_grad(total, has_aux=True)
+        (_, losses), grad = gradient(trained, frozen, batch, mask, weight)
+        grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
+        weights = mask.astype(jnp.float32)
+        return ClippedGradResult(
+            sum=grad,
+            norms=jnp.zeros_like(weights),
+            weights=weights,
+            losses=losses,
+            nonfinite=jnp.logical_and(mask, ~jnp.isfinite(losses)),
+            aux=None,
+        )
+
+    return summed

@@ -52,15 +52,7 @@ def solve_vmap(problem: ClippingProblem) -> ClippedSums:
     (losses, aux), gradients = problem.every_gradient()
     units = problem.unit_weights(squared_norms(gradients))
     sums = [weighted_sum(*x, problem.parts) for x in zip(gradients, units.weights, units.keeps)]
-    return ClippedSums(
-        sums=sums,
-        norms=units.norms,
-        leaf_norms=units.leaf_norms,
-        weights=units.reported,
-        losses=unit_where(problem.real, losses),
-        nonfinite=units.nonfinite,
-        aux=aux,
-    )
+    return problem.clipped_sums(sums, units, losses, aux)
 
 
 def microbatched(solve: Any, problem: ClippingProblem, microbatch_size: int) -> ClippedSums:

@@ -173,6 +173,14 @@ class ClippingProblem:
             nonfinite=self.real & ~finite,
         )
 
+    def clipped_sums(
+        self, sums: list[jax.Array], units: UnitWeights, losses: jax.Array, aux: PyTree
+    ) -> ClippedSums:
+        """What a strategy returns that has added up units' gradients by these weights."""
+        losses = unit_where(self.real, losses)
+        seen = (units.norms, units.leaf_norms, units.reported, losses, units.nonfinite)
+        return ClippedSums(sums, *seen, aux)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -61,9 +61,14 @@ def scattering(images: Any, *, scales: int = 2, angles: int = 8) -> np.ndarray:
             f"{unit} x {unit} pixels, but these have the shape {list(images.shape[1:])}"
         )
     transform = jax.jit(functools.partial(_transform, scales=scales, angles=angles))
-    parts = [np.asarray(transform(images[i : i + _ROWS])) for i in range(0, len(images), _ROWS)]
-    empty = np.empty((0, *jax.eval_shape(transform, images[:0]).shape[1:]), np.float32)
-    return np.concatenate([empty, *parts])
+    out = np.empty((len(images), *jax.eval_shape(transform, images).shape[1:]), np.float32)
+    for low in range(0, len(images), _ROWS):
+        part = images[low : low + _ROWS]
+        # Of one size: how an image is rounded must not follow from how many there are.
+        filled = np.zeros((_ROWS, *part.shape[1:]), part.dtype)
+        filled[: len(part)] = part
+        out[low : low + _ROWS] = np.asarray(transform(filled))[: len(part)]
+    return out
 
 
 def _transform(images: Any, scales: int, angles: int) -> Any:

@@ -23,7 +23,7 @@ from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore, Store, unit_key_of, user_order_key
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.sampling.contribution import limit_shared
+from dpfl_jax.sampling.samplers import limit_shared
 
 _REFUSED = (
     "records of these data have several owners, and what is asked for treats each as one user's: "

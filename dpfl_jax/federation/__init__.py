@@ -1,8 +1,8 @@
 """Rounds over silos: local steps of a mechanism in each silo, then a server's rule.
 
-``data`` and ``partition`` say who holds what, ``mechanisms`` what a silo does at a local step,
-``engine`` is the compiled round, ``rounds`` ships its batches, ``server`` averages,
-``federated`` runs it all; ``accountant`` and ``guarantee`` say what it costs.
+``data`` and ``partition`` say who holds what, ``participation`` and ``mechanisms`` what a silo does
+at a local step, ``engine`` is the compiled round, ``rounds`` ships its batches, ``federated`` runs
+it all; ``accountant`` and ``guarantee`` say what it costs.
 """
 
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon
@@ -12,12 +12,7 @@ from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.mechanisms import (
-    PersonalRecords,
-    Records,
-    SiloFacts,
     SiloMechanism,
-    Subjects,
-    WholeBatch,
     fed_avg,
     hi_grad_avg,
     local_group,
@@ -25,6 +20,13 @@ from dpfl_jax.federation.mechanisms import (
     rpdp,
     subject_uls,
     user_ldp,
+)
+from dpfl_jax.federation.participation import (
+    PersonalRecords,
+    Records,
+    SiloFacts,
+    Subjects,
+    WholeBatch,
 )
 from dpfl_jax.federation.partition import assign_to_silos, cap_per_subject
 

@@ -84,14 +84,14 @@ def _coarse(profiles: list[_Profile]) -> list[_Profile]:
     def cell(x: float) -> int:
         return math.floor(math.log(x) / math.log(_GRID)) if x > 0 else -(10**9)
 
+    names = [(cell(p.sampling_prob), p.cap, cell(p.sigma), p.steps) for p in profiles]
     classes: dict[Any, list[_Profile]] = {}
-    for p in profiles:
-        classes.setdefault((cell(p.sampling_prob), p.cap, cell(p.sigma), p.steps), []).append(p)
+    for name, p in zip(names, profiles):
+        classes.setdefault(name, []).append(p)
     worst = {name: _envelope(members) for name, members in classes.items()}
     return [
-        dataclasses.replace(p, sampling_prob=w.sampling_prob, sigma=w.sigma)
-        for p in profiles
-        for w in (worst[(cell(p.sampling_prob), p.cap, cell(p.sigma), p.steps)],)
+        dataclasses.replace(p, sampling_prob=worst[name].sampling_prob, sigma=worst[name].sigma)
+        for name, p in zip(names, profiles)
     ]
 
 
@@ -127,7 +127,7 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
       rounds: rounds run.
       subject: account for subjects even if the mechanism protects records.
     """
-    profiles = [_Profile.of(federation.silos[i]) for i in federation.participants.tolist()]
+    profiles = list(map(_Profile.of, federation.members))
     if not profiles:
         raise BadInputError("no silo holds any record, so there is nothing to account for")
     for plan in (profile.plan for profile in profiles):  # personal rates: of the setting that runs
@@ -170,8 +170,7 @@ def dominating_event(federation: Federation, delta: float, subject: bool = False
     single = [case[0] for case in cases if len(case) == 1]
     if single:
         return min(single, key=lambda event: accounting.epsilon(event, delta))
-    members = federation.participants.tolist()
-    worst = _envelope([_Profile.of(federation.silos[i]) for i in members])
+    worst = _envelope(list(map(_Profile.of, federation.members)))
     return worst.event(federation.rounds, subject)
 
 
@@ -214,21 +213,19 @@ def subject_epsilon(federation: Federation, delta: float, rounds: int | None = N
 
 def silo_epsilons(federation: Federation, delta: float) -> list[float]:
     """Epsilon of one unit in each silo alone: 0 where a silo takes no part, inf without privacy."""
-    members = set(federation.participants.tolist())
     known: dict[Any, float] = {}
-    out = []
-    for i, plan in enumerate(federation.silos):
-        if i not in members:
-            out.append(0.0)
-            continue
+
+    def alone(plan: SiloPlan) -> float:
+        if not plan.facts.num_records:
+            return 0.0
         if not plan.mechanism.private:
-            out.append(math.inf)
-            continue
+            return math.inf
         profile = _Profile.of(plan)
         if profile.key not in known:
             known[profile.key] = accounting.epsilon(profile.event(federation.rounds, False), delta)
-        out.append(known[profile.key])
-    return out
+        return known[profile.key]
+
+    return list(map(alone, federation.silos))
 
 
 def calibrate_federation(
@@ -261,12 +258,12 @@ def calibrate_federation(
     """
     if not federation.mechanism.private:
         return federation
-    members = federation.participants.tolist()
+    silos = len(federation.members)
     record = federation.mechanism.privacy_unit == "record"
-    reach = 1 if record else min(federation.max_silos_per_subject, len(members))
+    reach = 1 if record else min(federation.max_silos_per_subject, silos)
     count = min(reach, federation.silos_per_round)
     if mode is None:
-        mode = "per_silo" if reach == 1 or count >= len(members) else "common"
+        mode = "per_silo" if reach == 1 or count >= silos else "common"
     if mode == "common":
 
         def with_noise(x: float) -> Federation:
@@ -337,9 +334,8 @@ def _calibrated(
 
 def _sampled_event(federation: Federation) -> Any:
     """About what all silos cost together, by a sample of them: a guess, and NO BOUND."""
-    members = federation.participants.tolist()
     profiles = sorted(
-        _coarse([_Profile.of(federation.silos[i]) for i in members]),
+        _coarse(list(map(_Profile.of, federation.members))),
         key=lambda p: (p.cap, p.steps, p.sampling_prob),
     )
     ends = [round(i * len(profiles) / _SAMPLED) for i in range(_SAMPLED + 1)]

@@ -15,14 +15,14 @@ from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import FederatedRun, with_calibrated_noise
 from dpfl_jax.federation.mechanisms import (
-    SiloFacts,
+    PRESETS,
     SiloMechanism,
     hi_grad_avg,
     local_group,
     subject_uls,
     user_ldp,
 )
-from dpfl_jax.federation.mechanisms.presets import PRESETS
+from dpfl_jax.federation.participation import SiloFacts
 
 Preset = Callable[..., SiloMechanism]
 _STEP_FACTORS = (0.25, 0.5, 2.0, 4.0)  # steps, times what is configured
@@ -137,7 +137,6 @@ def _options(
         federation, _ = with_calibrated_noise(new, facts)
     except BadInputError:  # no noise meets the target
         return
-    members = federation.participants.tolist()
     whole = sum(silo.num_records for silo in prepared.data.silos)
     yield FederatedOption(
         kind.__name__,
@@ -145,7 +144,7 @@ def _options(
         rounds,
         config.federation.local_steps,
         batch,
-        max(federation.silos[i].sigma for i in members),
+        max(plan.sigma for plan in federation.members),
         sum(known.num_records for known in facts) / whole,
         federation.balance(prepared.num_params).ratio,
         new,

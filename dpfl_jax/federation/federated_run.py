@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.guarantee import without_infinities
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
 from dpfl_jax.data.load import limit_store
@@ -31,13 +32,8 @@ from dpfl_jax.federation.engine import OptimizerServer
 from dpfl_jax.federation.federated import FederatedAlgorithm
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
-from dpfl_jax.federation.mechanisms import (
-    Records,
-    SiloFacts,
-    SiloMechanism,
-    Subjects,
-    WholeBatch,
-)
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import Records, SiloFacts, Subjects, WholeBatch
 from dpfl_jax.federation.partition import SubjectData, load_subjects, spread, subject_keys
 from dpfl_jax.federation.personal import (
     BudgetTable,
@@ -226,30 +222,14 @@ class FederatedRun(FederatedStudy):
         del directory, console
         if self.personal is not None:
             self.personal.check_rates(self.data)
-        return self._algorithm(self.federation)
+        return make_algorithm(self.config, self.model, self.data, self.federation, self.delta)
 
     def without_privacy(self, algorithm: Any = None) -> FederatedAlgorithm:
         """The baseline clips, too: its learning rate is that of clipped gradients."""
         del algorithm
         without_noise = self.federation.with_noise([0.0] * len(self.federation.silos))
-        return self._algorithm(without_noise, show_spent=False)
-
-    def _algorithm(self, federation: Federation, show_spent: bool = True) -> FederatedAlgorithm:
-        config, section = self.config, self.config.federation
-        local, server = round_optimizers(config)
-        return FederatedAlgorithm(
-            loss_fn=self.model.loss,
-            params=self.model.init(jax.random.key(config.init_seed)),
-            data=self.data,
-            federation=federation,
-            local_optimizer=local,
-            delta=self.delta,
-            mesh=data_parallel_mesh(),
-            server=server,
-            keep_local_state=section.local_state == "keep",
-            execution=config.execution,
-            show_spent=show_spent,
-        )
+        given = (self.config, self.model, self.data, without_noise, self.delta)
+        return make_algorithm(*given, show_spent=False)
 
     def evaluator(self) -> Evaluate:
         mesh, size = data_parallel_mesh(), self.config.eval.batch_size
@@ -345,7 +325,7 @@ class FederatedRun(FederatedStudy):
 
     def price(self) -> dict[str, Any]:
         federation, steps = self.federation, self.federation.silos[0].local_steps
-        members = [federation.silos[i] for i in federation.participants.tolist()]
+        members = federation.members
         sigmas = [p.sigma for p in members]
         means = [p.noise_stddev / p.mechanism.participation.divisor(p.facts) for p in members]
         records = sum(p.mechanism.participation.expected_records(p.facts) for p in members)
@@ -397,7 +377,7 @@ class FederatedRun(FederatedStudy):
                 "sampling_prob": plan.mechanism.participation.sampling_prob_of(plan.facts),
                 "local_steps": plan.local_steps,
                 "noise_multiplier": plan.sigma,
-                "epsilon_alone": "inf" if math.isinf(epsilon) else epsilon,
+                "epsilon_alone": without_infinities(epsilon),
             }
             for i, (plan, epsilon) in enumerate(zip(self.federation.silos, alone))
         ]
@@ -408,6 +388,30 @@ def round_optimizers(config: RunConfig) -> tuple[Any, OptimizerServer]:
     section = config.federation
     local = make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
     return local, OptimizerServer(make_optimizer(section.server_optimizer, section.rounds))
+
+
+def make_algorithm(
+    config: RunConfig,
+    model: Any,
+    data: FederatedData,
+    federation: Federation,
+    delta: float,
+    **options: Any,
+) -> FederatedAlgorithm:
+    """The rounds of a configuration; ``options``: of ``FederatedAlgorithm``."""
+    local, server = round_optimizers(config)
+    usual: dict[str, Any] = {"mesh": data_parallel_mesh(), "execution": config.execution}
+    return FederatedAlgorithm(
+        loss_fn=model.loss,
+        params=model.init(jax.random.key(config.init_seed)),
+        data=data,
+        federation=federation,
+        local_optimizer=local,
+        delta=delta,
+        server=server,
+        keep_local_state=config.federation.local_state == "keep",
+        **(usual | options),
+    )
 
 
 def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:

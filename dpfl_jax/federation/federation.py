@@ -13,7 +13,8 @@ import numpy as np
 from dpfl_jax.accounting.cells import NoisedSums
 from dpfl_jax.errors import BadInputError, at_least, positive
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.pipeline import Balance
@@ -146,6 +147,11 @@ class Federation:
         return np.flatnonzero([plan.facts.num_records > 0 for plan in self.silos])
 
     @property
+    def members(self) -> list[SiloPlan]:
+        """The plans of silos that hold records."""
+        return [plan for plan in self.silos if plan.facts.num_records > 0]
+
+    @property
     def least_subjects(self) -> int:
         """The fewest subjects in all silos together that the silos' numbers allow."""
         counts = [plan.facts.num_subjects for plan in self.silos]
@@ -224,7 +230,7 @@ class Federation:
 
         A run whose noise goes farther than its gradients could at best learns nothing.
         """
-        plans = [self.silos[i] for i in self.participants.tolist()]
+        plans = self.members
         # On average so many take part, and weights are those of them.
         total = sum(plan.weight for plan in plans) * self.participation
         variance = signal = 0.0

@@ -13,7 +13,8 @@ from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, worst_cases
 from dpfl_jax.federation.federation import Cohort, Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.run.public_inputs import of_the_mechanism
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.training.central_statement import renamed
@@ -67,7 +68,7 @@ def federated_guarantee(
     mechanism, unit = federation.mechanism, federation.mechanism.privacy_unit
     reach, silos = federation.max_silos_per_subject, len(federation.silos)
     cap = max(p.mechanism.participation.max_records_per_subject for p in federation.silos)
-    members = [federation.silos[i] for i in federation.participants.tolist()]
+    members = federation.members
     sigmas = sorted(plan.sigma for plan in members)
     steps = sorted(plan.local_steps for plan in members)
     probs = sorted(p.mechanism.participation.sampling_prob_of(p.facts) for p in members)

@@ -25,6 +25,7 @@ from dpfl_jax.data.load import hold_out, load_examples, rule_of
 from dpfl_jax.data.store import Store
 from dpfl_jax.errors import BadInputError, at_least, one_of
 from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.sampling.samplers import places_in_runs
 from dpfl_jax.task import Task
 
 Spread = Literal["uniform", "power", "confined"]
@@ -53,11 +54,8 @@ def uniforms(*words: np.ndarray | int) -> np.ndarray:
 def record_numbers(subjects: np.ndarray) -> np.ndarray:
     """int64 [n]: how many earlier records the subject of each record has."""
     order = np.argsort(subjects, kind="stable")
-    ordered = subjects[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
-    run = np.diff(np.concatenate([starts, [len(ordered)]]))
     numbers = np.empty(len(subjects), np.int64)
-    numbers[order] = np.arange(len(subjects)) - np.repeat(starts, run)
+    numbers[order] = places_in_runs(subjects[order])
     return numbers
 
 
@@ -202,17 +200,13 @@ def cap_per_subject(
     if not len(subjects):
         return np.zeros(0, bool)
     # Of its place in this silo: a silo does not know the records of others.
-    numbers = record_numbers(subjects * (int(silos.max()) + 1) + silos)
+    groups = subjects * (int(silos.max()) + 1) + silos
+    numbers = record_numbers(groups)
     # proof: cap-1
     ticket = mixed(np.asarray(subject_keys, np.uint64)[subjects], numbers, 0, 4)
-    order = np.lexsort((ticket, subjects, silos))
-    new = np.diff(subjects[order], prepend=-1) != 0
-    new |= np.diff(silos[order], prepend=-1) != 0
-    starts = np.flatnonzero(new)
-    run = np.diff(np.concatenate([starts, [len(order)]]))
-    rank = np.arange(len(order)) - np.repeat(starts, run)
+    order = np.lexsort((ticket, groups))
     keep = np.zeros(len(order), bool)
-    keep[order] = rank < cap
+    keep[order] = places_in_runs(groups[order]) < cap
     return keep
 
 

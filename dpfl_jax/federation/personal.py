@@ -21,7 +21,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -29,9 +28,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import Guarantee, NoiseLaw, events
+from dpfl_jax.accounting import Guarantee, NoiseLaw, closed_forms, events
 from dpfl_jax.accounting.cells import cell_of
-from dpfl_jax.accounting.closed_forms import rpdp
+from dpfl_jax.accounting.guarantee import without_infinities
 from dpfl_jax.accounting.rates import (
     TwoStage,
     Unreachable,
@@ -48,7 +47,8 @@ from dpfl_jax.errors import BadInputError, one_of
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import ASSUMPTIONS, as_written, parse_known
-from dpfl_jax.federation.mechanisms import PersonalRecords, SiloMechanism
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import PersonalRecords
 from dpfl_jax.federation.personal_budgets import public_quantiles, record_budgets
 from dpfl_jax.files import csv_text, unquoted
 from dpfl_jax.run.directory import RECORDS, RECORDS_SUMMARY, write_atomically
@@ -132,7 +132,9 @@ def assign(
     elif policy == "bisection":
         distinct, inverse = np.unique(budgets, return_inverse=True)
         form = setting.closed_form()
-        rates = np.array([rpdp.binary_search_rate(float(b), *form) for b in distinct])[inverse]
+        rates = np.array([closed_forms.binary_search_rate(float(b), *form) for b in distinct])[
+            inverse
+        ]
     else:
         least, mean = float(public.min()), float(np.minimum(public, _MOST_BUDGET).mean())
         threshold = least if policy == "minimum" else mean
@@ -441,16 +443,9 @@ class BudgetTable:
         text = csv_text([COLUMNS, *zip(self.names, *(c.tolist() for c in columns))])
         (directory / "private").mkdir(mode=0o700, exist_ok=True)
         write_atomically(directory / RECORDS, text, mode=0o600)
-        text = json.dumps(_without_infinities(summary), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(without_infinities(summary), indent=2, allow_nan=False) + "\n"
         write_atomically(directory / RECORDS_SUMMARY, text, mode=0o600)
         return summary
-
-
-def _without_infinities(values: Any) -> Any:
-    """Infinities, which JSON lacks, become the string "inf"."""
-    if isinstance(values, dict):
-        return {name: _without_infinities(value) for name, value in values.items()}
-    return "inf" if values == math.inf else values
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
@@ -474,9 +469,6 @@ def read_records(directory: pathlib.Path) -> tuple[dict[str, Any], list[dict[str
     with (directory / RECORDS).open(newline="") as file:
         rows = list(csv.DictReader(file))
     return summary, [row | {COLUMNS[0]: unquoted(row[COLUMNS[0]])} for row in rows]
-
-
-_MOST_GROUPS = 16
 
 
 # ---- what is guaranteed --------------------------------------------------------------------------
@@ -553,7 +545,7 @@ def personal_statement(
     rows, groups = [], []
     for budget, rate, stay in public.groups:
         stay = min(stay, rounds)
-        rows.append([budget if math.isfinite(budget) else "inf", rate, stay])
+        rows.append([without_infinities(budget), rate, stay])
         event = setting.event(rate, stay) if rate > 0 else events.repeated(setting.event(1.0), 0)
         groups.append((f"records of budget {budget:g}", event))
     basis = {

@@ -21,7 +21,7 @@ from dpfl_jax.data.pipeline import local_columns
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Chunk
 from dpfl_jax.federation.federation import Federation
-from dpfl_jax.federation.mechanisms import SiloDraw
+from dpfl_jax.federation.participation import SiloDraw
 from dpfl_jax.mesh import DATA_AXIS, place
 from dpfl_jax.randomness import RootKey, example_keys, with_keys
 
@@ -75,8 +75,11 @@ class RoundBuilder:
     @functools.cached_property
     def capacity(self) -> int:
         """Microbatches in a step's buffer."""
-        plans, held = self.federation.silos, self.data.silos
-        bounds = [plans[i].mechanism.participation.size_bound(held[i]) for i in self._members]
+        held = [self.data.silos[i] for i in self.federation.participants]
+        bounds = [
+            plan.mechanism.participation.size_bound(silo)
+            for plan, silo in zip(self.federation.members, held, strict=True)
+        ]
         return max(1, math.ceil(max([*bounds, self._usual]) / self.row))
 
     @functools.cached_property
@@ -86,20 +89,15 @@ class RoundBuilder:
 
     @functools.cached_property
     def _usual(self) -> int:
-        plans = self.federation.silos
-        sizes = [
-            plans[i].mechanism.participation.public_size_guess(plans[i].facts)
-            for i in self._members
-        ]
+        plans = self.federation.members
+        sizes = [plan.mechanism.participation.public_size_guess(plan.facts) for plan in plans]
         return max(sizes, default=1)
 
     @functools.cached_property
     def unit_size(self) -> int | None:
         """Records in a unit, or None if a unit is a record."""
-        plans = self.federation.silos
-        sizes = [
-            plans[i].mechanism.participation.unit_records(plans[i].facts) for i in self._members
-        ]
+        plans = self.federation.members
+        sizes = [plan.mechanism.participation.unit_records(plan.facts) for plan in plans]
         return max((size for size in sizes if size is not None), default=None)
 
     @functools.cached_property
@@ -121,11 +119,8 @@ class RoundBuilder:
     @functools.cached_property
     def public_bytes(self) -> int:
         """Upper bound on ``silo_bytes`` by public numbers alone, without personal rates."""
-        plans = self.federation.silos
-        most = [
-            plans[i].mechanism.participation.public_size_bound(plans[i].facts)
-            for i in self._members
-        ]
+        plans = self.federation.members
+        most = [plan.mechanism.participation.public_size_bound(plan.facts) for plan in plans]
         return self._bytes(max([*most, self._usual]) + self.row)
 
     def _bytes(self, units: int) -> int:
@@ -137,10 +132,6 @@ class RoundBuilder:
     @property
     def _by_silo(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
-
-    @functools.cached_property
-    def _members(self) -> list[int]:
-        return self.federation.participants.tolist()
 
     # ---- building --------------------------------------------------------------------------
 

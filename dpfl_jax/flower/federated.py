@@ -28,6 +28,7 @@ from dpfl_jax.federation.federated_run import (
     build_federation,
     federated_inputs,
     identity,
+    make_algorithm,
     read_subjects,
     round_optimizers,
     unit_key_in,
@@ -35,7 +36,7 @@ from dpfl_jax.federation.federated_run import (
 )
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.mechanisms import SiloFacts
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.federation.partition import capped, subject_keys
 from dpfl_jax.federation.personal import personal_guarantee, personalise
 from dpfl_jax.federation.rounds import RoundBuilder
@@ -168,17 +169,13 @@ class FederatedSiloRun:
         self._personal, self._data, self.unit_key = personal, data, unit_key_of(held.store)
         model = build_by_name(config.model.kind, held.task, config.model.options)
         model = with_augmentation(model, config.model, held.task)
-        local, server = round_optimizers(config)
-        self.algorithm = FederatedAlgorithm(
-            loss_fn=model.loss,
-            params=model.init(jax.random.key(config.init_seed)),
-            data=data,
-            federation=self.federation,
-            local_optimizer=local,
-            delta=delta,
+        self.algorithm = make_algorithm(
+            config,
+            model,
+            data,
+            self.federation,
+            delta,
             mesh=one_device(),
-            server=server,
-            keep_local_state=config.federation.local_state == "keep",
             execution=one_silo_at_a_time(config),
             show_spent=False,
             here=index,

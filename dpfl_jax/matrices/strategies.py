@@ -135,8 +135,8 @@ def inverse_bound(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
       steps: T, at least 1.
 
     Examples:
-      >>> from dpfl_jax.matrices import inverse_column
-      >>> inverse_column((0.5,), steps=4).round(4).tolist()
+      >>> from dpfl_jax.matrices import inverse_bound
+      >>> inverse_bound((0.5,), steps=4).round(4).tolist()
       [1.0, 0.5, 0.25, 0.125]
     """
     column = inverse_column(coefficients, steps)
@@ -243,10 +243,7 @@ def inverse_matrix(coefficients: tuple[float, ...], steps: int) -> StrategyMatri
       >>> inverse_matrix((0.5,), steps=3).column
       (1.0, 0.5, 0.25)
     """
-    column, bound = (
-        inverse_column(coefficients, steps),
-        inverse_bound(coefficients, steps),
-    )
+    column, bound = inverse_column(coefficients, steps), inverse_bound(coefficients, steps)
     return StrategyMatrix(tuple(column.tolist()), "full", tuple(bound.tolist()))
 
 
@@ -334,10 +331,14 @@ def buffered_strategy(
     columns, responses = workload.columns(steps), workload.response(steps)
     participation = _participation(steps, separation)
 
+    def parse(given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Decays, and scales that add up to less than 1: the opposite of ``_searched``."""
+        odds = np.exp(given[buffers:])
+        return special.expit(given[:buffers]), odds / (1 + odds.sum())
+
     def loss(given: np.ndarray) -> tuple[float, np.ndarray]:
         """Logarithm of error times sensitivity, squared, and its gradient."""
-        decays, odds = special.expit(given[:buffers]), np.exp(given[buffers:])
-        scales = odds / (1 + odds.sum())
+        decays, scales = parse(given)
         first = _divided(decays, scales, responses)
         change = _divided(decays, scales, first)  # -d first / d column_j, delayed by j
         parts = [_delayed(decay, participation) for decay in decays]
@@ -349,10 +350,8 @@ def buffered_strategy(
         slopes = np.zeros((2, buffers))
         for i, (decay, part) in enumerate(zip(decays, parts, strict=True)):
             late = _delayed(decay, change)
-            for row, up, down in (
-                (1, late, part),
-                (0, _delayed(decay, late), _delayed(decay, part)),
-            ):
+            later = (_delayed(decay, late), _delayed(decay, part))
+            for row, (up, down) in enumerate([later, (late, part)]):
                 gained, paid = (moved * down).sum() / reach, (weighted * up).sum() / error
                 slopes[row, i] = 2 * (gained - paid)
         slopes[0] *= scales * decays * (1 - decays)
@@ -363,11 +362,12 @@ def buffered_strategy(
     spans = sorted({min(separation, steps), min(10 * separation, steps)})
     starts = [_start(buffers, steps, span) for span in spans]
     if workload != PREFIX_SUMS:  # and from the best of prefix sums, so that it is never worse
-        starts.append(_parameters(buffered_strategy(buffers, steps, separation)))
+        decays, scales = map(np.array, buffered_strategy(buffers, steps, separation))
+        decays, scales = np.clip(decays, 1e-6, 1 - 1e-9), np.maximum(scales, 1e-6)
+        starts.append(_searched(decays, scales, 0.999))
     results = (_minimise(loss, start) for start in starts)
     best = min(results, key=lambda result: float(result.fun))
-    decays, odds = special.expit(best.x[:buffers]), np.exp(best.x[buffers:])
-    scales = odds / (1 + odds.sum())
+    decays, scales = parse(best.x)
     scales *= min(1.0, 0.999 / scales.sum())  # at most 1 when they are rounded
     pairs = ((1 - _rounded(1 - d), _rounded(w)) for d, w in zip(decays, scales, strict=True))
     numbers = np.array(sorted(pairs, reverse=True), np.float32).T
@@ -395,16 +395,15 @@ def _start(buffers: int, steps: int, span: int) -> np.ndarray:
     column = np.cumprod((2 * j - 1) / (2 * j))
     weight = np.sqrt(column)[:, None]
     scales, _ = optimize.nnls(decays ** (j[:, None] - 1) / weight, weight[:, 0])
-    scales = np.maximum(scales, 1e-3 / buffers)
-    scales *= min(1.0, 0.9 / scales.sum())
-    return np.r_[special.logit(decays), np.log(scales / (1 - scales.sum()))]
+    return _searched(decays, np.maximum(scales, 1e-3 / buffers), 0.9)
 
 
-def _parameters(buffers: Buffers) -> np.ndarray:
-    """What is searched over: logits of decays, and logarithms of scales over what they leave."""
-    decays = np.clip(buffers[0], 1e-6, 1 - 1e-9)
-    scales = np.maximum(buffers[1], 1e-6)
-    scales *= min(1.0, 0.999 / scales.sum())
+def _searched(decays: np.ndarray, scales: np.ndarray, most: float) -> np.ndarray:
+    """What is searched over: logits of decays, and logarithms of scales over what they leave.
+
+    Scales that add up to more than ``most`` are shrunk to it.
+    """
+    scales = scales * min(1.0, most / scales.sum())
     return np.r_[special.logit(decays), np.log(scales / (1 - scales.sum()))]
 
 

@@ -20,6 +20,7 @@ from dpfl_jax.mechanisms.participation import (
     Participation,
     Population,
     Users,
+    mean_of_examples,
 )
 from dpfl_jax.mechanisms.presets import (
     allocation,
@@ -34,7 +35,6 @@ from dpfl_jax.mechanisms.presets import (
     truncated,
     uls,
 )
-from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.mechanisms.user_update import Gradient, UserUpdate
 
 __all__ = [

@@ -17,7 +17,7 @@ import optax
 from dpfl_jax import accounting
 from dpfl_jax.accounting import cells
 from dpfl_jax.accounting.events import LEAST_NOISE
-from dpfl_jax.accounting.renyi_filter import RenyiFilter
+from dpfl_jax.accounting.filters import RenyiFilter
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping import Adaptive
 from dpfl_jax.clipping.adaptive import adapting_noise

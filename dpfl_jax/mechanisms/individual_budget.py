@@ -33,8 +33,8 @@ import numpy as np
 from dpfl_jax import accounting
 from dpfl_jax.accounting.accountant import Accountant
 from dpfl_jax.accounting.cells import Contribution, SeveralUnits
+from dpfl_jax.accounting.filters import RenyiFilter, best_order
 from dpfl_jax.accounting.renyi import ORDERS
-from dpfl_jax.accounting.renyi_filter import RenyiFilter, best_order
 from dpfl_jax.clipping import Flat, Normalized, OwnBound
 from dpfl_jax.config.kinds import BUDGETS, Named
 from dpfl_jax.errors import BadInputError, at_least

@@ -16,7 +16,6 @@ that have names. How much noise there is follows from a target, or is given: ``c
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
@@ -39,8 +38,8 @@ from dpfl_jax.clipping import (
     Rule,
 )
 from dpfl_jax.clipping.adaptive import CountedSum, clipped_and_counted
+from dpfl_jax.clipping.gradients import unclipped_sum
 from dpfl_jax.clipping.result import ClippedGradResult
-from dpfl_jax.clipping.unclipped import unclipped_sum
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import (
     BUDGETS,
@@ -55,13 +54,19 @@ from dpfl_jax.config.kinds import (
     fields_of,
 )
 from dpfl_jax.data.store import Readable, check_offsets, expect_store
-from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.errors import BadInputError, at_least, expect
 from dpfl_jax.mechanisms.calibrated import Calibrated
 from dpfl_jax.mechanisms.individual_budget import IndividualBudget
 from dpfl_jax.mechanisms.noise_strategies import Independent, NoiseStrategy
-from dpfl_jax.mechanisms.participation import SHARED_KINDS, Examples, Participation, Population
+from dpfl_jax.mechanisms.participation import (
+    SHARED_KINDS,
+    Examples,
+    LossFn,
+    Participation,
+    Population,
+    PyTree,
+)
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mechanisms.user_update import Gradient, UnitUpdate, UserUpdate
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.noise import workload_of
@@ -308,7 +313,8 @@ class Mechanism(Composed):
           BadInputError: neither of the two or both are given, nobody is there to protect, the
             target is out of reach, or of this combination nothing is proven.
         """
-        steps = _count_of_steps(steps)
+        at_least("the number of steps", steps, 1, whole=True)
+        steps = int(steps)
         for name, number in (
             ("epsilon", epsilon),
             ("noise_multiplier", noise_multiplier),
@@ -407,16 +413,6 @@ class Mechanism(Composed):
 
 
 CENTRAL.without_kind = Mechanism
-
-
-def _count_of_steps(steps: Any) -> int:
-    try:
-        steps = operator.index(steps)
-    except TypeError:
-        raise BadInputError(f"the number of steps is {steps!r}: give a whole number") from None
-    if steps < 1:
-        raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
-    return int(steps)
 
 
 def check_bounded(clip: Rule | Adaptive) -> None:

@@ -251,8 +251,7 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.horizon is not None and self.horizon < 1:
-            raise BadInputError(f"mechanism.horizon is {self.horizon}: it must be 1 or more steps")
+        at_least("mechanism.horizon", self.horizon, 1)
 
     @property
     def is_correlated(self) -> bool:
@@ -371,7 +370,7 @@ class Buffered(_Toeplitz):
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.decays is not None:
             return made
-        apart = min(_needed(separation), steps)  # beyond the last step nobody takes part again
+        apart = _steps_apart(separation, steps)
         decays, scales = buffered_strategy(self.buffers, steps, apart, workload)
         return dataclasses.replace(made, decays=decays, scales=scales)
 
@@ -446,7 +445,7 @@ class BandedInverse(_Toeplitz):
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.fractions is not None:
             return made
-        apart = min(_needed(separation), steps)
+        apart = _steps_apart(separation, steps)
         found = inverse_strategy(self.bands, steps, apart, workload)
         return dataclasses.replace(made, fractions=found)
 
@@ -479,10 +478,10 @@ class BandedInverse(_Toeplitz):
         return redrawn(dataclasses.replace(noise, rows=rows), self.chosen, divisor)
 
 
-def _needed(separation: int | None) -> int:
+def _steps_apart(separation: int | None, steps: int) -> int:
     if separation is None:
         raise BadInputError(
             "this noise is fitted to how many steps a unit pauses, which the sampling does not "
             "bound: take cyclic participation"
         )
-    return separation
+    return min(separation, steps)  # beyond the last step nobody takes part again

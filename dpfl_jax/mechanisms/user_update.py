@@ -35,8 +35,14 @@ from dpfl_jax.clipping import ClippedGrad, Rule, Trainable, clipped_grad, join, 
 from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.config.kinds import UPDATES, Named
 from dpfl_jax.errors import BadInputError, at_least
-from dpfl_jax.mechanisms.participation import Participation, require_positive
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_unit
+from dpfl_jax.mechanisms.participation import (
+    LossFn,
+    Participation,
+    PyTree,
+    mean_of_examples,
+    pieces_of_unit,
+    require_positive,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import numpy as np
 from dpfl_jax.clipping import Trainable, clipped_grad
 from dpfl_jax.data.inspect import private_quantile
 from dpfl_jax.errors import BadInputError, at_least
-from dpfl_jax.mechanisms.unit_losses import mean_of_examples
+from dpfl_jax.mechanisms.participation import mean_of_examples
 from dpfl_jax.planning.candidates import draws_examples
 from dpfl_jax.randomness import RootKey
 

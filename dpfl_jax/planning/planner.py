@@ -364,10 +364,7 @@ class Planner:
         examples = draws_examples(kind)
         units = self.users.left(group) if examples else self.users.num_users
         what = f"examples left with at most {group} a user" if examples else "users"
-        if size < 1:
-            raise BadInputError(
-                f"the compute budget pays for {size} a step, less than one: raise it"
-            )
+        at_least("what the compute budget pays for, a step,", size, 1, advice="raise the budget")
         if size > units:
             raise BadInputError(
                 f"{size} a step cannot be drawn from {units} {what}: lower the compute "
@@ -409,10 +406,7 @@ class Planner:
             whose calibration takes seconds are priced where the plain one has the least noise, and
             to 2.5 % where they cannot win.
         """
-        if budget < 1:
-            raise BadInputError(
-                f"the compute budget is {budget}, less than one gradient a step: raise it"
-            )
+        at_least("the compute budget (gradients a step)", budget, 1, advice="raise it")
         kinds = [k for k, c in CANDIDATES.items() if c.is_plain or every]
         options: list[Option] = []
         for kind in sorted(kinds, key=lambda kind: CANDIDATES[kind].is_slow):

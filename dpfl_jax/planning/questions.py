@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from typing import Any
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning.candidates import CANDIDATES, plain
-from dpfl_jax.planning.hover import Answer
 from dpfl_jax.planning.planner import Option, Planner, UserStatistics, in_words
 from dpfl_jax.planning.scaling_law import ScalingLaw, join_scaling_laws
 
@@ -326,3 +326,94 @@ def predict(
             "cell": cell,
         }
     return prediction
+
+
+# ---- answers as pictures -------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 400, 80, 50, 30, 190
+_COLOURS = ("#1f5fbf", "#d1813a", "#3b8f5a", "#8a4fb0", "#b03a48", "#555555")
+_STYLE = (
+    "<style>.dpfl-answer{font:12px sans-serif} .dpfl-answer g:hover polyline{stroke-width:4}"
+    ".dpfl-answer circle:hover{r:7} .dpfl-answer .grid{stroke:#ddd}</style>"
+)
+
+
+class Answer(dict[str, Any]):
+    """What ``ask`` returns: JSON; notebooks show it as a picture (an SVG without scripts)."""
+
+    def _repr_html_(self) -> str:
+        return to_svg(self)
+
+
+def to_svg(answer: dict[str, Any]) -> str:
+    """An answer of ``ask`` as SVG in HTML."""
+    series = {n: [p for p in ps if p["cell"] is not None] for n, ps in answer["series"].items()}
+    points = [point for some in series.values() for point in some]
+    if not points:
+        return f"<p>{html.escape(answer['answer'])}</p>"
+    log = answer["y"].startswith("noise")
+    across = _scale([p["x"] for p in points], _LEFT, _WIDTH - _RIGHT, log=True)
+    heights = [p[k] for p in points for k in ("low", "high")] + list(answer["lines"].values())
+    up = _scale(heights, _HEIGHT - _BOTTOM, _TOP, log=log)
+    parts = [f'<svg class="dpfl-answer" width="{_WIDTH}" height="{_HEIGHT}">', _STYLE]
+    for x in sorted({p["x"] for p in points}):
+        parts.append(_text(across(x), _HEIGHT - _BOTTOM + 18, f"{x:,.4g}", "middle"))
+    for y in _ticks(heights, log):
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{up(y):.1f}" '
+            f'y2="{up(y):.1f}"/>' + _text(_LEFT - 6, up(y) + 4, f"{y:.3g}", "end")
+        )
+    for name, value in answer["lines"].items():
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{up(value):.1f}" y2="{up(value):.1f}" '
+            'stroke="grey" stroke-dasharray="4 3"/>'
+            + _text(_LEFT + 4, up(value) - 4, name, "start")
+        )
+    for i, (name, some) in enumerate(series.items()):
+        colour = _COLOURS[i % len(_COLOURS)]
+        line = " ".join(f"{across(p['x']):.1f},{up(p['score']):.1f}" for p in some)
+        parts.append(
+            f'<g fill="{colour}"><polyline points="{line}" fill="none" stroke="{colour}" '
+            'stroke-width="2"/>'
+        )
+        for p in some:
+            if p["low"] < p["high"]:
+                parts.append(
+                    f'<line x1="{across(p["x"]):.1f}" x2="{across(p["x"]):.1f}" '
+                    f'y1="{up(p["low"]):.1f}" y2="{up(p["high"]):.1f}" stroke="{colour}" '
+                    'stroke-opacity="0.4" stroke-width="4"/>'
+                )
+            parts.append(
+                f'<circle cx="{across(p["x"]):.1f}" cy="{up(p["score"]):.1f}" r="5"><title>'
+                f"{html.escape(_tooltip(p, name, answer))}</title></circle>"
+            )
+        parts.append(_text(_WIDTH - _RIGHT + 12, _TOP + 10 + 18 * i, name, "start") + "</g>")
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 12, answer["x"], "middle"))
+    parts.append(_text(_LEFT, _TOP - 12, answer["y"], "start") + "</svg>")
+    return f"<div>{''.join(parts)}<p>{html.escape(answer['answer'])}</p></div>"
+
+
+def _tooltip(point: dict[str, Any], name: str, answer: dict[str, Any]) -> str:
+    band = "" if point["low"] == point["high"] else f" ({point['low']:.3f} to {point['high']:.3f})"
+    return (
+        f"{name}\n{answer['x']} {point['x']:,.4g}\n{answer['y']} {point['score']:.4g}{band}\n"
+        f"{in_words(point['cell'])}"
+    )
+
+
+def _scale(values: list[float], first: float, last: float, log: bool) -> Any:
+    low, high = min(values), max(values)
+    by = math.log if log else float
+    span = (by(high) - by(low)) or 1.0
+    return lambda value: first + (last - first) * (by(value) - by(low)) / span
+
+
+def _ticks(values: list[float], log: bool) -> list[float]:
+    low, high = min(values), max(values)
+    if log:
+        return [low * (high / low) ** (k / 4) for k in range(5)]
+    return [low + (high - low) * k / 4 for k in range(5)]
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'

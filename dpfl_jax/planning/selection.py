@@ -39,8 +39,7 @@ from dpfl_jax.accounting.renyi import renyi_divergences
 from dpfl_jax.accounting.statement import Statement, whole_number
 from dpfl_jax.errors import BadInputError, positive, require
 from dpfl_jax.mechanisms.calibrated import COMMON_ASSUMPTIONS, Calibrated
-from dpfl_jax.noise.exact import draw_integer
-from dpfl_jax.noise.table import STDDEV
+from dpfl_jax.noise.exact import STDDEV, draw_integer
 from dpfl_jax.planning.candidates import RENYI_KINDS
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_statement import is_earlier, parse_calibrated

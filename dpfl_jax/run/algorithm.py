@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from dpfl_jax.audit.run_audit import RunAudit
+from dpfl_jax.audit.proof import RunAudit
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.checkpoint import Best
 from dpfl_jax.run.directory import RunDirectory

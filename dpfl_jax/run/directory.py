@@ -22,7 +22,7 @@ from typing import IO, Any
 import yaml
 
 from dpfl_jax.accounting import digests, statement
-from dpfl_jax.audit import run_audit
+from dpfl_jax.audit import proof
 from dpfl_jax.config.load import other_run, with_moved, write_yaml
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import read_text
@@ -42,7 +42,7 @@ REPORTS = (
     RECORDS,
     RECORDS_SUMMARY,
     SPENT,
-    *run_audit.FILES,
+    *proof.FILES,
 )
 
 

@@ -3,17 +3,15 @@
 Everything here is NumPy. What a sampler draws is what the mechanism that owns it accounts for.
 """
 
-from dpfl_jax.sampling.contribution import (
-    choose_within_users,
-    limit_contributions,
-    limited_size,
-)
 from dpfl_jax.sampling.samplers import (
     Draw,
     ExampleSampler,
     Sampler,
     Share,
     UserSampler,
+    choose_within_users,
+    limit_contributions,
+    limited_size,
     share_of,
 )
 from dpfl_jax.sampling.schemes import (

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from dpfl_jax.accounting import cells
-from dpfl_jax.audit.run_audit import RunAudit
+from dpfl_jax.audit.proof import RunAudit
 from dpfl_jax.audit.trials import LONG
 from dpfl_jax.clipping import join
 from dpfl_jax.clipping.rules import WholeGradientRule

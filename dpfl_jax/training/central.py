@@ -27,7 +27,8 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import Trainable, convolutions, join, split
+from dpfl_jax.clipping import Trainable, join, split
+from dpfl_jax.clipping.jaxprs import convolution_kernels
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.mechanisms import Calibrated, Mechanism, NoNoise, non_private
@@ -185,7 +186,7 @@ class Central(Algorithm):
         self.traced = with_any_key(loss_fn, key_argument(loss_fn))
         check_one_example(self.traced, params, plan.example)
         self.copied = (
-            convolutions.kernels(self.traced, params, plan.example)
+            convolution_kernels(self.traced, params, plan.example)
             if splits_parameters(self.mesh)
             else ()
         )

@@ -18,7 +18,7 @@ from dpfl_jax.data.pipeline import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.data.tokenizers import Tokenizer, prompt_ids
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.unit_losses import mean_of_examples
+from dpfl_jax.mechanisms.participation import mean_of_examples
 from dpfl_jax.mesh import make_mesh, replicated, unit_axes, unit_parts
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate

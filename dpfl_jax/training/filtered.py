@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.accounting.renyi_filter import LEVELS, RenyiFilter, bounds, levels_of
+from dpfl_jax.accounting.filters import LEVELS, RenyiFilter, bounds, levels_of
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import csv_text

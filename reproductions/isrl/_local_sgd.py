@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import REPLACE, events
-from dpfl_jax.accounting.closed_forms import isrl as closed
+from dpfl_jax.accounting import REPLACE, closed_forms, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.algorithms import Oracle
 from dpfl_jax.federation.isrl.message import Loss, SiloData, loss_name
@@ -94,7 +93,7 @@ def local_sgd_noise(
             event, budget.epsilon, budget.delta, relation=REPLACE
         )
     elif arm == "as_published":
-        noise = closed.experiment_noise(steps, silo_size, budget.epsilon, budget.delta)
+        noise = closed_forms.experiment_noise(steps, silo_size, budget.epsilon, budget.delta)
     else:
         raise BadInputError("the paper has no closed form for local SGD: sound or as_published")
     return noise, accounting.epsilon(event(noise), budget.delta, relation=REPLACE)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.accounting.closed_forms import isrl as closed
+from dpfl_jax.accounting import closed_forms
 from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.federation.isrl import privacy
 from dpfl_jax.federation.isrl.algorithms import Oracle
@@ -65,11 +65,11 @@ def silo_noise(
     if arm == "sound":
         return privacy.silo_noise(budget, silo_size, batch, rounds, sampling=sampling)
     if arm == "as_published":
-        noise = closed.experiment_noise(rounds, silo_size, budget.epsilon, budget.delta)
+        noise = closed_forms.experiment_noise(rounds, silo_size, budget.epsilon, budget.delta)
     elif sampling == "disjoint":
-        noise = closed.one_pass_noise(batch, budget.epsilon, budget.delta)
+        noise = closed_forms.one_pass_noise(batch, budget.epsilon, budget.delta)
     else:
-        noise = closed.minibatch_noise(rounds, silo_size, budget.epsilon, budget.delta)
+        noise = closed_forms.minibatch_noise(rounds, silo_size, budget.epsilon, budget.delta)
     return SiloNoise(noise * batch, batch, silo_size, rounds, sampling, budget)
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import REPLACE, events
-from dpfl_jax.accounting.closed_forms import isrl as closed
+from dpfl_jax.accounting import REPLACE, closed_forms, events
 from dpfl_jax.federation.isrl import Budget
 from dpfl_jax.federation.isrl.privacy import silo_noise
 from reproductions._plots import columns, panel
@@ -88,8 +87,12 @@ def run(settings: Settings) -> Outcome:
                     "n": size,
                     "private_risk": private - plain,
                     "epsilon": noise.epsilon,
-                    "user_epsilon": closed.user_level_guarantee(size, noise.epsilon, own.delta)[0],
-                    "user_delta": closed.user_level_guarantee(size, noise.epsilon, own.delta)[1],
+                    "user_epsilon": closed_forms.user_level_guarantee(
+                        size, noise.epsilon, own.delta
+                    )[0],
+                    "user_delta": closed_forms.user_level_guarantee(size, noise.epsilon, own.delta)[
+                        1
+                    ],
                     "noise_over_direct": noise.noise_multiplier / direct,
                 }
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpfl_jax.accounting.closed_forms import rpdp
+from dpfl_jax.accounting import closed_forms
 
 
 def noise_for_cap(
@@ -15,7 +15,9 @@ def noise_for_cap(
     """
 
     def cost(sigma: float) -> float:
-        return rpdp.epsilon_two_stage(1.0, sigma, local_steps, rounds, participation, delta)[0]
+        return closed_forms.epsilon_two_stage(
+            1.0, sigma, local_steps, rounds, participation, delta
+        )[0]
 
     low, high = 0.0, 20.0
     while cost(high) > largest_epsilon:

@@ -22,14 +22,8 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import OptimizerServer, make_release
 from dpfl_jax.federation.federated import FederatedAlgorithm, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import (
-    SiloDraw,
-    SiloFacts,
-    SiloMechanism,
-    fed_avg,
-    local_item,
-    rpdp,
-)
+from dpfl_jax.federation.mechanisms import SiloMechanism, fed_avg, local_item, rpdp
+from dpfl_jax.federation.participation import SiloDraw, SiloFacts
 from dpfl_jax.federation.personal import (
     BudgetTable,
     RateAssignment,
@@ -61,7 +55,8 @@ class _Buffers(RoundBuilder):
     def capacity(self) -> int:
         plans = self.federation.silos
         bounds = [
-            plans[i].mechanism.participation.size_bound(self.data.silos[i]) for i in self._members
+            plans[i].mechanism.participation.size_bound(self.data.silos[i])
+            for i in self.federation.participants
         ]
         rows = math.ceil(max(1, max(bounds, default=1)) / self.row)
         unit = 1 << max(0, rows.bit_length() - 2)

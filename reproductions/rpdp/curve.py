@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.accounting.closed_forms import rpdp
+from dpfl_jax.accounting import closed_forms
 from dpfl_jax.accounting.rates import RateSolver, TwoStage, certified_rates, fitted_rates, solver
 from reproductions._plots import panel
 from reproductions._seeds import of
@@ -74,7 +74,7 @@ def run(settings: Settings) -> Outcome:
 def _fits(rows: list[dict[str, Any]]) -> list[Claim]:
     claims = []
     for lam, (a, b, c, goodness) in FIGURE_5.items():
-        fit = rpdp.fit_curve(1.0, 5, 20, lam, 1e-3, rates=POINTS)
+        fit = closed_forms.fit_curve(1.0, 5, 20, lam, 1e-3, rates=POINTS)
         found = (*(round(v, 2) for v in (fit.a, fit.b, fit.c)), round(fit.r_squared, 4))
         rows.append({"figure": 5, "lambda": lam, "a": fit.a, "b": fit.b, "c": fit.c,
                      "r_squared": fit.r_squared})  # fmt: skip
@@ -83,7 +83,7 @@ def _fits(rows: list[dict[str, Any]]) -> list[Claim]:
                   found == (a, b, c, goodness), "every printed digit", source="paper")
         )  # fmt: skip
     for sigma, goodness in FIGURE_6.items():
-        fit = rpdp.fit_curve(sigma, 5, 20, 1.0, 1e-3, conversion="mironov", rates=POINTS)
+        fit = closed_forms.fit_curve(sigma, 5, 20, 1.0, 1e-3, conversion="mironov", rates=POINTS)
         rows.append({"figure": 6, "sigma": sigma, "r_squared": fit.r_squared})
         claims.append(
             Claim(f"figure 6, sigma {sigma:g}: R^2", round(fit.r_squared, 5), goodness,
@@ -145,12 +145,12 @@ def _profile_claims(name: str, profile: dict[str, Any]) -> list[Claim]:
 def _order() -> list[Claim]:
     """What the paper claims of the server, and what client sampling does."""
     args = (10.752, 50, 15)
-    server = rpdp.epsilon_two_stage(1.0, *args, 0.5, 1e-4, adversary="server")[0]
-    clients = rpdp.epsilon_two_stage(1.0, *args, 0.5, 1e-4)[0]
-    always = rpdp.epsilon_two_stage(1.0, *args, 1.0, 1e-4)[0]
+    server = closed_forms.epsilon_two_stage(1.0, *args, 0.5, 1e-4, adversary="server")[0]
+    clients = closed_forms.epsilon_two_stage(1.0, *args, 0.5, 1e-4)[0]
+    always = closed_forms.epsilon_two_stage(1.0, *args, 1.0, 1e-4)[0]
     less = all(
-        rpdp.epsilon_two_stage(q, 1.0, 5, 20, 0.5, 1e-3)[0]
-        < rpdp.epsilon_two_stage(q, 1.0, 1, 100, 1.0, 1e-3)[0]
+        closed_forms.epsilon_two_stage(q, 1.0, 5, 20, 0.5, 1e-3)[0]
+        < closed_forms.epsilon_two_stage(q, 1.0, 1, 100, 1.0, 1e-3)[0]
         for q in POINTS
     )
     return [

@@ -26,19 +26,17 @@ from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.closed_forms import subject
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon, subject_epsilon
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.federated import FederatedAlgorithm, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import (
-    SiloDraw,
-    SiloMechanism,
-)
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import SiloDraw
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
 from reproductions._seeds import of
+from reproductions.subject import _closed_forms
 from reproductions.subject._batches import batch_statistics
 
 Recipe = Literal["sound", "paper_batch_z", "paper_a", "paper_b"]
@@ -176,7 +174,7 @@ def apply_recipe(
     why: list[str] = []
     if silos > 1:
         if horizontal == "paper_sqrt":
-            rounds = max(1, subject.rounds_printed(federation.rounds, silos))
+            rounds = max(1, _closed_forms.rounds_printed(federation.rounds, silos))
             why.append(
                 f"running R/sqrt(s) = {rounds} of {federation.rounds} rounds does not pay for "
                 f"{silos} silos: R/s would"
@@ -235,10 +233,11 @@ def _paper(
     if mechanism.kind == "local_group":
         largest = min(cap, int(stats.binom.isf(1e-12, cap, prob)) + 1) if prob < 1 else cap
         return tuple(
-            subject.noise_by_group(epsilon, delta, z, prob, steps) for z in range(1, largest + 1)
+            _closed_forms.noise_by_group(epsilon, delta, z, prob, steps)
+            for z in range(1, largest + 1)
         )
     if mechanism.kind == "hi_grad_avg" and recipe in ("paper_a", "paper_b"):
-        fraction = subject.hi_grad_fraction(prob, cap, "A" if recipe == "paper_a" else "B")
+        fraction = _closed_forms.hi_grad_fraction(prob, cap, "A" if recipe == "paper_a" else "B")
 
         def event(sigma: float) -> Any:
             return events.poisson(sigma, fraction, steps)

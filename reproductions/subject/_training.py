@@ -19,7 +19,7 @@ from dpfl_jax.data import DataConfig
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import OptimizerServer
 from dpfl_jax.federation.federated_run import build_federation, spread
-from dpfl_jax.federation.mechanisms import SiloFacts
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.federation.partition import SubjectData, load_subjects
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mesh import data_parallel_mesh

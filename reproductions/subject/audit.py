@@ -8,9 +8,9 @@ from typing import Any
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.closed_forms import subject
 from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
+from reproductions.subject import _closed_forms
 
 TITLE = "what the papers' calibrations really cost"
 SOURCE = "Marathe et al., text A sections 3.2 to 3.5, text B section 3; target (4, 1e-5)"
@@ -53,13 +53,13 @@ def run(settings: Settings) -> Outcome:
     claims: list[Claim] = []
     rows: list[dict[str, Any]] = []
     hi, group = events.poisson_of_averaged, events.poisson_of_several
-    used = subject.rounds_printed(ROUNDS, SILOS)
+    used = _closed_forms.rounds_printed(ROUNDS, SILOS)
     with settings.console.status("accounting"):
         for local in (62, 10):
             steps = local * ROUNDS
             found = {
                 "item": noise_of_records(Q, steps),
-                "sigma_3": subject.noise_by_group(EPSILON, DELTA, 3, Q, steps),
+                "sigma_3": _closed_forms.noise_by_group(EPSILON, DELTA, 3, Q, steps),
                 "hi_grad": noise_of(hi, CAP, steps),
             }
             real = {
@@ -127,8 +127,8 @@ def _fractions() -> Claim:
     """Why the two texts disagree about HiGradAvgDP's utility."""
     steps = 62 * ROUNDS
     by = {
-        "A": noise_of_records(subject.hi_grad_fraction(Q, CAP, "A"), steps),
-        "B": noise_of_records(subject.hi_grad_fraction(Q, CAP, "B"), steps),
+        "A": noise_of_records(_closed_forms.hi_grad_fraction(Q, CAP, "A"), steps),
+        "B": noise_of_records(_closed_forms.hi_grad_fraction(Q, CAP, "B"), steps),
     }
     ratio = by["A"] / by["B"]
     return Claim(

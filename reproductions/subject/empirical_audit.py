@@ -18,10 +18,10 @@ from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.closed_forms import subject
 from reproductions._plots import columns, panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
+from reproductions.subject import _closed_forms
 
 TITLE = "an attack that tells which calibrations are broken"
 SOURCE = "Marathe et al., texts A and B; likelihood-ratio attack on the worst-case subject"
@@ -126,7 +126,7 @@ def run(settings: Settings) -> Outcome:
         lambda s: events.poisson_of_several(s, Q, CAP, STEPS), EPSILON, DELTA
     )
     table = np.array(
-        [subject.noise_by_group(EPSILON, DELTA, z, Q, STEPS) for z in range(1, CAP + 1)]
+        [_closed_forms.noise_by_group(EPSILON, DELTA, z, Q, STEPS) for z in range(1, CAP + 1)]
     )
     cases: list[tuple[str, bool, float, Callable[..., np.ndarray]]] = [
         (

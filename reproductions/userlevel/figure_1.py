@@ -7,7 +7,7 @@ from typing import Any
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.closed_forms.group import black_box_epsilon
+from dpfl_jax.accounting.closed_forms import black_box_epsilon
 from reproductions._plots import columns, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings
 

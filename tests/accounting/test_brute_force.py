@@ -8,9 +8,8 @@ import pytest
 from scipy import stats
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import events, renyi
+from dpfl_jax.accounting import closed_forms, events, renyi
 from dpfl_jax.accounting.accountant import _composed
-from dpfl_jax.accounting.closed_forms import group
 from dpfl_jax.accounting.leaves import flatten
 from reproductions.userlevel import _closed_forms as userlevel
 
@@ -169,8 +168,8 @@ def test_black_box_group_privacy_golden_and_looser(setting, golden):
     sigma, size = setting
     mixture = accounting.epsilon(events.els(sigma, 0.01, size, 2000), 1e-6)
     example = events.poisson(sigma, 0.01, 2000)
-    pld = group.black_box_epsilon(example, size, 1e-6, accountant="pld")
-    rdp = group.black_box_epsilon(example, size, 1e-6)
+    pld = closed_forms.black_box_epsilon(example, size, 1e-6, accountant="pld")
+    rdp = closed_forms.black_box_epsilon(example, size, 1e-6)
     assert mixture == pytest.approx(golden[0], rel=5e-3)
     # The reference scanned example-level epsilons in steps of about 0.01, always upwards.
     assert golden[1] * 0.97 <= pld <= golden[1] * 1.002
@@ -179,16 +178,19 @@ def test_black_box_group_privacy_golden_and_looser(setting, golden):
 
 
 def test_log_space_black_box_is_finite_where_floating_point_is_not():
-    found = group.black_box_epsilon(events.poisson(1, 0.01, 2000), 8, 1e-6)
+    found = closed_forms.black_box_epsilon(events.poisson(1, 0.01, 2000), 8, 1e-6)
     assert found == pytest.approx(314, rel=1e-2)
-    vadhan = group.black_box_epsilon(events.poisson(4, 0.01, 2000), 8, 1e-6, form="vadhan")
-    marathe = group.black_box_epsilon(events.poisson(4, 0.01, 2000), 8, 1e-6, form="marathe")
-    geometric = group.black_box_epsilon(events.poisson(4, 0.01, 2000), 8, 1e-6)
+    vadhan = closed_forms.black_box_epsilon(events.poisson(4, 0.01, 2000), 8, 1e-6, form="vadhan")
+    marathe = closed_forms.black_box_epsilon(events.poisson(4, 0.01, 2000), 8, 1e-6, form="marathe")
+    geometric = closed_forms.black_box_epsilon(events.poisson(4, 0.01, 2000), 8, 1e-6)
     assert geometric <= marathe <= vadhan
 
 
 def test_group_lemma_by_hand():
-    factor = {form: math.exp(group.log_delta_factor(0.5, 3, form)) for form in get_args(group.Form)}
+    factor = {
+        form: math.exp(closed_forms.log_delta_factor(0.5, 3, form))
+        for form in get_args(closed_forms.Form)
+    }
     assert factor["geometric"] == pytest.approx(1 + math.exp(0.5) + math.exp(1.0))
     assert factor["marathe"] == pytest.approx(3 * math.e)
     assert factor["vadhan"] == pytest.approx(3 * math.exp(1.5))

@@ -7,32 +7,31 @@ import pytest
 from dp_accounting import rdp
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import events, renyi
-from dpfl_jax.accounting.closed_forms import rpdp
+from dpfl_jax.accounting import closed_forms, events, renyi
 from reproductions.rpdp._noise import noise_for_cap
 
 SHORT = np.array([2, 3, 4, 5, 8])
 
 
 def test_lemma_9_golden_and_dp_accounting():
-    found = 5 * rpdp.poisson_gaussian(SHORT, 0.1, 1.0)
+    found = 5 * closed_forms.poisson_gaussian(SHORT, 0.1, 1.0)
     assert found == pytest.approx([0.0851843, 0.1585615, 0.2933630, 0.6493872, 6.8918071], rel=1e-6)
     accountant = rdp.RdpAccountant(list(SHORT)).compose(events.uls(1.0, 0.1, 5))
     assert found == pytest.approx(accountant._rdp, rel=1e-9)
     # Order 2 by hand: log(1 + q^2 (e^{1/s^2} - 1)).
     by_hand = math.log1p(0.01 * math.expm1(1.0))
-    assert rpdp.poisson_gaussian([2], 0.1, 1.0)[0] == pytest.approx(by_hand, rel=1e-12)
-    assert rpdp.poisson_gaussian([4], 1.0, 2.0)[0] == pytest.approx(4 / 8)
+    assert closed_forms.poisson_gaussian([2], 0.1, 1.0)[0] == pytest.approx(by_hand, rel=1e-12)
+    assert closed_forms.poisson_gaussian([4], 1.0, 2.0)[0] == pytest.approx(4 / 8)
 
 
 def test_quadrature_of_the_general_accountant_is_lemma_9():
     orders = SHORT.astype(float)
     found = renyi.renyi_divergences(events.uls(1.0, 0.1, 5), orders)
-    assert found == pytest.approx(5 * rpdp.poisson_gaussian(SHORT, 0.1, 1.0), rel=1e-9)
+    assert found == pytest.approx(5 * closed_forms.poisson_gaussian(SHORT, 0.1, 1.0), rel=1e-9)
 
 
 def test_lemma_2_golden():
-    found = rpdp.two_stage(SHORT, 0.1, 1.0, 5, 0.5)
+    found = closed_forms.two_stage(SHORT, 0.1, 1.0, 5, 0.5)
     assert found == pytest.approx([0.0434989, 0.0855400, 0.1779640, 0.4940540, 6.7927860], rel=1e-6)
     assert 20 * found == pytest.approx(
         [0.869979, 1.710801, 3.559279, 9.881079, 135.855721], rel=1e-6
@@ -41,24 +40,24 @@ def test_lemma_2_golden():
     general = renyi.renyi_divergences(event, SHORT.astype(float))
     assert general == pytest.approx(20 * found, rel=1e-8)
     # lambda = 1 changes nothing.
-    plain = 5 * rpdp.poisson_gaussian(SHORT, 0.1, 1.0)
-    assert rpdp.two_stage(SHORT, 0.1, 1.0, 5, 1.0) == pytest.approx(plain)
+    plain = 5 * closed_forms.poisson_gaussian(SHORT, 0.1, 1.0)
+    assert closed_forms.two_stage(SHORT, 0.1, 1.0, 5, 1.0) == pytest.approx(plain)
 
 
 def test_theorem_3_golden():
     rates = (0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
-    figure_5 = [rpdp.epsilon_two_stage(q, 1.0, 5, 20, 0.5, 1e-3) for q in rates]
+    figure_5 = [closed_forms.epsilon_two_stage(q, 1.0, 5, 20, 0.5, 1e-3) for q in rates]
     assert [e for e, _ in figure_5] == pytest.approx(
         [0.26809, 0.56170, 4.20991, 30.49293, 79.11737, 91.79282], rel=2e-5
     )
     assert [a for _, a in figure_5] == [14, 9, 3, 2, 2, 2]
-    figure_2 = [rpdp.epsilon_two_stage(q, 1.0, 1, 100, 1.0, 1e-3) for q in rates]
+    figure_2 = [closed_forms.epsilon_two_stage(q, 1.0, 1, 100, 1.0, 1e-3) for q in rates]
     assert [e for e, _ in figure_2] == pytest.approx(
         [0.28181, 0.64559, 5.67034, 41.25886, 92.72643, 105.52146], rel=2e-5
     )
     assert [a for _, a in figure_2] == [14, 8, 3, 2, 2, 2]
     mironov = [
-        rpdp.epsilon_two_stage(0.1, 1.0, *args, 1e-3, conversion="mironov")[0]
+        closed_forms.epsilon_two_stage(0.1, 1.0, *args, 1e-3, conversion="mironov")[0]
         for args in ((5, 20, 0.5), (1, 100, 1.0))
     ]
     assert mironov == pytest.approx([5.16468, 6.62511], rel=2e-6)
@@ -80,21 +79,23 @@ def test_server_formula_is_not_a_bound():
     # Golden: .606 / 8.516 against .659 / 9.995 (and .889 / 13.382 without client sampling).
     for q, server, clients, always in ((0.1, 0.606, 0.659, 0.889), (1.0, 8.516, 9.995, 13.382)):
         args = (q, 10.752, 50, 15)
-        found = rpdp.epsilon_two_stage(*args, 0.5, 1e-4, adversary="server")[0]
-        sound = rpdp.epsilon_two_stage(*args, 0.5, 1e-4)[0]
+        found = closed_forms.epsilon_two_stage(*args, 0.5, 1e-4, adversary="server")[0]
+        sound = closed_forms.epsilon_two_stage(*args, 0.5, 1e-4)[0]
         assert (found, sound) == pytest.approx((server, clients), abs=1e-3)
-        assert rpdp.epsilon_two_stage(*args, 1.0, 1e-4)[0] == pytest.approx(always, abs=1e-3)
+        assert closed_forms.epsilon_two_stage(*args, 1.0, 1e-4)[0] == pytest.approx(
+            always, abs=1e-3
+        )
         assert found < sound
     # The violation itself, at every order, by Jensen: the server sees at least what clients see.
-    inner = 50 * rpdp.poisson_gaussian(SHORT, 1.0, 10.752)
-    assert np.all(0.5 * inner < rpdp.two_stage(SHORT, 1.0, 10.752, 50, 0.5))
+    inner = 50 * closed_forms.poisson_gaussian(SHORT, 1.0, 10.752)
+    assert np.all(0.5 * inner < closed_forms.two_stage(SHORT, 1.0, 10.752, 50, 0.5))
 
 
 def test_server_formula_is_below_the_true_divergence():
     # One round, one local full-batch step: what the server sees is exactly (omega, output), whose
     # delta is lambda times the Gaussian's. At small delta the printed epsilon is too small.
     sigma, lam, delta = 1.0, 0.5, 1e-6
-    printed, _ = rpdp.epsilon_two_stage(1.0, sigma, 1, 1, lam, delta, adversary="server")
+    printed, _ = closed_forms.epsilon_two_stage(1.0, sigma, 1, 1, lam, delta, adversary="server")
     true_delta = lam * accounting.delta(events.gaussian(sigma, 1), printed)
     assert true_delta > 5 * delta
 
@@ -112,7 +113,7 @@ def test_tight_two_stage_golden_and_below_the_papers_bound():
         found = accounting.epsilon(events.two_stage(*arguments), delta)
         assert found == pytest.approx(golden, rel=1e-3)
         sigma, q, lam, tau, rounds = arguments
-        renyi_epsilon = rpdp.epsilon_two_stage(q, sigma, tau, rounds, lam, delta)[0]
+        renyi_epsilon = closed_forms.epsilon_two_stage(q, sigma, tau, rounds, lam, delta)[0]
         assert renyi_epsilon == pytest.approx(by_renyi, rel=1e-3)
         assert found < renyi_epsilon
 
@@ -137,7 +138,7 @@ TABLE_1 = {
 @pytest.mark.parametrize("name", TABLE_1)
 def test_table_1_presets(name):
     (tau, rounds, lam, delta), whole, fractional, rates = TABLE_1[name]
-    at_cap = rpdp.epsilon_two_stage(1.0, whole, tau, rounds, lam, delta)[0]
+    at_cap = closed_forms.epsilon_two_stage(1.0, whole, tau, rounds, lam, delta)[0]
     assert at_cap == pytest.approx(10.0, rel=2e-5)
 
     def renyi_epsilon(q):
@@ -158,27 +159,28 @@ def test_table_1_presets(name):
 
 def test_binary_search_golden():
     args = (11.484375, 1, 100, 1.0, 1e-3)
-    found = [rpdp.binary_search_rate(e, *args) for e in (1.0, 2.0, 3.0)]
+    found = [closed_forms.binary_search_rate(e, *args) for e in (1.0, 2.0, 3.0)]
     assert found == pytest.approx([0.39209592, 0.71094039, 0.99902345], abs=1e-8)
-    fit = rpdp.fit_curve(*args)
+    fit = closed_forms.fit_curve(*args)
     assert [fit.rate(e) for e in (1.0, 2.0, 3.0)] == pytest.approx(
         [0.39089506, 0.71363807, 1.0], rel=1e-5
     )
     # Certified by construction, and nobody is sampled whose budget is below the floor.
     assert all(
-        rpdp.epsilon_two_stage(q, *args)[0] <= e for q, e in zip(found, (1, 2, 3), strict=True)
+        closed_forms.epsilon_two_stage(q, *args)[0] <= e
+        for q, e in zip(found, (1, 2, 3), strict=True)
     )
-    assert rpdp.binary_search_rate(1e-3, 11.484375, 1, 100, 1.0, 1e-9) == 0.0
+    assert closed_forms.binary_search_rate(1e-3, 11.484375, 1, 100, 1.0, 1e-9) == 0.0
 
 
 def test_curve_fit_golden_and_overruns_small_budgets():
-    fit = rpdp.fit_curve(12.373046875, 50, 15, 0.8, 1e-4)
+    fit = closed_forms.fit_curve(12.373046875, 50, 15, 0.8, 1e-4)
     assert (fit.a, fit.b, fit.c) == pytest.approx((0.5446, 2.6380, -14.0540), rel=1e-3)
     assert fit.r_squared == pytest.approx(0.99985, abs=1e-5)
     budgets = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
     rates = [fit.rate(e) for e in budgets]
     assert rates == pytest.approx([0.02197, 0.03489, 0.07314, 0.13516, 0.25325, 0.56782], rel=1e-3)
-    cost = [rpdp.epsilon_two_stage(q, 12.373046875, 50, 15, 0.8, 1e-4)[0] for q in rates]
+    cost = [closed_forms.epsilon_two_stage(q, 12.373046875, 50, 15, 0.8, 1e-4)[0] for q in rates]
     assert cost == pytest.approx([0.1270, 0.2131, 0.4858, 0.9637, 1.9545, 5.0028], rel=2e-3)
     assert cost[0] > 1.25 * budgets[0]
     # Tight accounting does not save it either.
@@ -197,10 +199,12 @@ def test_curve_fit_golden_and_overruns_small_budgets():
     ],
 )
 def test_curve_fit_of_the_presets(preset, golden, r_squared):
-    fit = rpdp.fit_curve(*preset)
+    fit = closed_forms.fit_curve(*preset)
     assert (fit.a, fit.b, fit.c) == pytest.approx(golden, rel=2e-3)
     assert fit.r_squared == pytest.approx(r_squared, abs=6e-6)
-    worst = max(rpdp.epsilon_two_stage(fit.rate(e), *preset)[0] / e for e in (0.1, 0.12, 0.15))
+    worst = max(
+        closed_forms.epsilon_two_stage(fit.rate(e), *preset)[0] / e for e in (0.1, 0.12, 0.15)
+    )
     assert worst > 1.15
 
 
@@ -212,7 +216,7 @@ def test_expected_batches_of_the_published_runs():
         ((10.7483, 50, 15, 0.5, 1e-4), 3960, 403, 89),
     ]
     for preset, records, personal, minimum in runs:
-        fit = rpdp.fit_curve(*preset)
+        fit = closed_forms.fit_curve(*preset)
         rates = [fit.rate(e) for e in (0.1, 1.0, 5.0)]
         first, second = int(0.7 * records), int(0.2 * records)
         counts = (first, second, records - first - second)

@@ -8,7 +8,7 @@ from dp_accounting.pld import PLDAccountant
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.closed_forms import subject
+from reproductions.subject import _closed_forms
 
 DELTA = 1e-5
 averaged, several = events.poisson_of_averaged, events.poisson_of_several
@@ -84,29 +84,29 @@ def test_batch_caps_interpolate_between_the_two_mechanisms():
 
 
 def test_group_formula_and_its_tight_form_by_hand():
-    epsilon, delta = subject.item_budget_of_group(4.0, DELTA, 3)
+    epsilon, delta = _closed_forms.item_budget_of_group(4.0, DELTA, 3)
     assert (epsilon, delta) == pytest.approx((4 / 3, 1e-5 / (3 * math.exp(8 / 3))))
-    epsilon, delta = subject.item_budget_of_group(4.0, DELTA, 2, tight=True)
+    epsilon, delta = _closed_forms.item_budget_of_group(4.0, DELTA, 2, tight=True)
     assert delta == pytest.approx(1e-5 / (1 + math.exp(2.0)))
-    assert subject.item_budget_of_group(4.0, DELTA, 1)[1] == pytest.approx(DELTA)
+    assert _closed_forms.item_budget_of_group(4.0, DELTA, 1)[1] == pytest.approx(DELTA)
 
 
 def test_group_noise_golden_and_never_below_the_tight_event():
-    printed = [subject.noise_by_group(4, DELTA, z, Q, T * 100) for z in (2, 3, 4, 6, 9)]
+    printed = [_closed_forms.noise_by_group(4, DELTA, z, Q, T * 100) for z in (2, 3, 4, 6, 9)]
     assert printed == pytest.approx([2.992, 4.472, 5.965, 8.968, 13.49], rel=3e-3)
-    tight = [subject.noise_by_group(4, DELTA, z, Q, T * 100, tight=True) for z in (2, 3, 9)]
+    tight = [_closed_forms.noise_by_group(4, DELTA, z, Q, T * 100, tight=True) for z in (2, 3, 9)]
     # The reference's fixed grid overstates these small budgets by up to 2 %.
     assert np.all(np.array(tight) <= np.array([2.923, 4.350, 13.05]) * 1.001)
     assert tight == pytest.approx([2.923, 4.350, 13.05], rel=2e-2)
     # With the right group (K) the lemma is sound: the mixture never asks for more.
     for size in (2, 4, 9):
-        lemma = subject.noise_by_group(4, DELTA, size, Q, T * 100, tight=True)
+        lemma = _closed_forms.noise_by_group(4, DELTA, size, Q, T * 100, tight=True)
         mixture = noise(lambda s, size=size: several(s, Q, size, T * 100), 4)
         assert mixture <= lemma * (1 + 1e-4)
 
 
 def test_batch_group_size_is_not_a_bound():
-    sigma_3 = subject.noise_by_group(4, DELTA, 3, Q, T * 100)
+    sigma_3 = _closed_forms.noise_by_group(4, DELTA, 3, Q, T * 100)
     one = accounting.epsilon(several(sigma_3, Q, K, T * 100), DELTA)
     many = accounting.epsilon(several(sigma_3, Q, K, T * 25 * 16), DELTA)
     assert one == pytest.approx(13.9, rel=5e-3)
@@ -121,16 +121,20 @@ def test_item_fraction_for_hi_grad_is_not_a_bound_and_k_times_it_is():
     assert accounting.epsilon(several(1.553, Q, K, T * 100), DELTA) == pytest.approx(68.9, rel=2e-3)
     event = events.horizontal([averaged(1.553, Q, K, T * 25)] * 16)
     assert accounting.epsilon(event, DELTA) == pytest.approx(175.6, rel=2e-3)
-    exact = subject.hi_grad_fraction(Q, K)
+    exact = _closed_forms.hi_grad_fraction(Q, K)
     assert exact == pytest.approx(0.13624, abs=1e-5)
-    assert subject.hi_grad_fraction(Q, K, "B") < exact <= subject.hi_grad_fraction(Q, K, "A")
-    assert subject.hi_grad_fraction(0.5, 9, "A") == 1.0
+    assert (
+        _closed_forms.hi_grad_fraction(Q, K, "B")
+        < exact
+        <= _closed_forms.hi_grad_fraction(Q, K, "A")
+    )
+    assert _closed_forms.hi_grad_fraction(0.5, 9, "A") == 1.0
     # The text's "expected number of items" is no bound for a subject that holds more.
-    assert subject.hi_grad_fraction(Q, 3.0, "A") < exact
+    assert _closed_forms.hi_grad_fraction(Q, 3.0, "A") < exact
 
 
 def test_square_root_of_silos_is_not_a_bound_and_the_quotient_is():
-    assert [subject.rounds_printed(rounds, 16) for rounds in (100, 200)] == [25, 50]
+    assert [_closed_forms.rounds_printed(rounds, 16) for rounds in (100, 200)] == [25, 50]
 
     def run(rounds):
         event = events.horizontal([averaged(11.636, Q, K, T * rounds)] * 16)

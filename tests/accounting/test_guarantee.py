@@ -8,7 +8,7 @@ import pytest
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import Guarantee, delta_caveats
-from dpfl_jax.accounting.independent import independent
+from dpfl_jax.accounting.statement import dp_accounting_bounds
 from dpfl_jax.errors import BadInputError
 
 ONE = Guarantee(
@@ -77,9 +77,9 @@ def test_a_second_opinion_is_none_where_it_is_no_bound():
     """At epsilon 1,462 dp_accounting's bound from below was 1,463: e^-epsilon is 0 there."""
     event = accounting.events.gaussian(0.02, 1)
     assert accounting.epsilon(event, 1e-5) == pytest.approx(1462.285, abs=1e-3)
-    assert independent(event, 1e-5) is None
+    assert dp_accounting_bounds(event, 1e-5) is None
     small = accounting.events.gaussian(2.0, 1)
-    low, high = independent(small, 1e-5)
+    low, high = dp_accounting_bounds(small, 1e-5)
     assert low <= accounting.epsilon(small, 1e-5) <= high * (1 + 1e-5)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import Account, BudgetExceededError, Guarantee, Ledger, event_types, events
-from dpfl_jax.accounting.privacy_filter import filtered_epsilon
+from dpfl_jax.accounting.filters import filtered_epsilon
 from dpfl_jax.errors import BadInputError
 
 USERS = Account("fingerprint-1")
@@ -73,7 +73,7 @@ def test_budget_is_refused_before_anything_is_recorded(tmp_path):
 
 
 def test_two_choices_that_are_each_within_a_budget_are_not_within_it_together(tmp_path):
-    """The first run is seen, then one of two: delta is 1.93e-5, not 1e-5 (test_privacy_filter)."""
+    """The first run is seen, then one of two: delta is 1.93e-5, not 1e-5 (test_filters)."""
     for number, second in enumerate((events.uls(0.2676, 1e-4, 1), events.gaussian(3.1066, 1))):
         ledger = Ledger(tmp_path / f"{number}")
         ledger.reserve(USERS, "first", events.gaussian(2.6, 1), 1e-5, 2.0)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import closed_forms, events
 from dpfl_jax.accounting.accountant import FINEST
-from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import (
     LOG_STEP,
     RateSolver,
@@ -153,18 +152,18 @@ def test_figures_5_and_6_fits():
         0.2: (1.93, 2.55, -12.59, 0.9983),
     }
     for lam, (a, b, c, r2) in golden.items():
-        fit = rpdp.fit_curve(1.0, 5, 20, lam, 1e-3, rates=points)
+        fit = closed_forms.fit_curve(1.0, 5, 20, lam, 1e-3, rates=points)
         assert (fit.a, fit.b) == pytest.approx((a, b), abs=5.1e-3)
         assert fit.c == pytest.approx(c, abs=5.1e-3)
         assert fit.r_squared == pytest.approx(r2, abs=5.1e-5)
     figure_6 = dict(zip((1, 1.2, 1.5, 2, 5, 10), (0.99903, 0.99967, 0.99989, 0.99989, 0.99997, 1)))
     for sigma, r2 in figure_6.items():
-        fit = rpdp.fit_curve(sigma, 5, 20, 1.0, 1e-3, conversion="mironov", rates=points)
+        fit = closed_forms.fit_curve(sigma, 5, 20, 1.0, 1e-3, conversion="mironov", rates=points)
         assert fit.r_squared == pytest.approx(r2, abs=6e-6)
     # At the delta of the figure's caption, and half of the silos.
     caption = dict(zip((1, 1.2, 1.5, 2, 5, 10), (99927, 99967, 99939, 99926, 99990, 99993)))
     for sigma, r2 in caption.items():
-        fit = rpdp.fit_curve(sigma, 5, 20, 0.5, 1e-5, rates=points)
+        fit = closed_forms.fit_curve(sigma, 5, 20, 0.5, 1e-5, rates=points)
         assert fit.r_squared == pytest.approx(r2 / 1e5, abs=6e-6)
 
 
@@ -185,4 +184,4 @@ def test_when_a_record_leaves_does_not_depend_on_how_many_others_there_are():
 def test_a_curve_that_cannot_be_fitted_is_one_sentence():
     """Few steps: epsilon along the rates is no exponential, and least squares find none."""
     with pytest.raises(BadInputError, match="no exponential was found"):
-        rpdp.fit_curve(1.0, 2, 3, 1.0, 1e-4)
+        closed_forms.fit_curve(1.0, 2, 3, 1.0, 1e-4)

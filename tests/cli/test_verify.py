@@ -18,7 +18,8 @@ from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, worst_guarantee
-from dpfl_jax.federation.mechanisms import SiloFacts, hi_grad_avg
+from dpfl_jax.federation.mechanisms import hi_grad_avg
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.mechanisms import Calibrated, Population, els, uls
 from tests.run.silo_configs import SILOS
 from tests.statements import EXTRA, SOUND, central, federated, finished, personal

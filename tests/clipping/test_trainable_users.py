@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dpfl_jax.clipping import clipped_grad, join, split
-from dpfl_jax.mechanisms.unit_losses import mean_of_examples
+from dpfl_jax.mechanisms.participation import mean_of_examples
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora
 from dpfl_jax.models.params import is_adapter

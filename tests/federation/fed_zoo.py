@@ -8,7 +8,6 @@ import optax
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    SiloFacts,
     fed_avg,
     hi_grad_avg,
     local_group,
@@ -16,6 +15,7 @@ from dpfl_jax.federation.mechanisms import (
     subject_uls,
     user_ldp,
 )
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.federation.partition import assign_to_silos, cap_per_subject
 from dpfl_jax.noise import Noise
 

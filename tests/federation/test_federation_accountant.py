@@ -14,13 +14,8 @@ from dpfl_jax.federation.accountant import (
     worst_cases,
 )
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import (
-    SiloFacts,
-    hi_grad_avg,
-    local_group,
-    local_item,
-    subject_uls,
-)
+from dpfl_jax.federation.mechanisms import hi_grad_avg, local_group, local_item, subject_uls
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.sampling import FixedSize
 
 DELTA = 1e-5

@@ -24,7 +24,8 @@ from dpfl_jax.federation import federated
 from dpfl_jax.federation.engine import make_release, mean_update
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import SiloFacts, local_item
+from dpfl_jax.federation.mechanisms import local_item
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import exact

@@ -15,8 +15,6 @@ from dpfl_jax.clipping import Normalized
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import clipped_sum, make_release
 from dpfl_jax.federation.mechanisms import (
-    Records,
-    SiloFacts,
     SiloMechanism,
     hi_grad_avg,
     local_group,
@@ -24,6 +22,7 @@ from dpfl_jax.federation.mechanisms import (
     subject_uls,
     user_ldp,
 )
+from dpfl_jax.federation.participation import Records, SiloFacts
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey

@@ -16,7 +16,8 @@ from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import OptimizerServer
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import PersonalRecords, SiloFacts, SiloMechanism, local_item
+from dpfl_jax.federation.mechanisms import SiloMechanism, local_item
+from dpfl_jax.federation.participation import PersonalRecords, SiloFacts
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.sampling import Poisson

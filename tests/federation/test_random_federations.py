@@ -24,7 +24,7 @@ from dpfl_jax.federation.accountant import (
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    SiloFacts,
+    PRESETS,
     fed_avg,
     hi_grad_avg,
     local_group,
@@ -33,7 +33,7 @@ from dpfl_jax.federation.mechanisms import (
     subject_uls,
     user_ldp,
 )
-from dpfl_jax.federation.mechanisms.presets import PRESETS
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.federation.personal import RATE_POLICIES, BudgetTable, assign, with_setting
 from dpfl_jax.sampling import FixedSize, Poisson
 

@@ -26,13 +26,8 @@ from dpfl_jax.federation.engine import clipped_sum
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federated_run import build_federation
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import (
-    PersonalRecords,
-    SiloFacts,
-    SiloMechanism,
-    local_item,
-    rpdp,
-)
+from dpfl_jax.federation.mechanisms import SiloMechanism, local_item, rpdp
+from dpfl_jax.federation.participation import PersonalRecords, SiloFacts
 from dpfl_jax.federation.partition import spread, subject_keys
 from dpfl_jax.federation.personal import RATE_POLICIES, assign, personal_guarantee, personalise
 from dpfl_jax.federation.rounds import RoundBuilder

@@ -15,12 +15,7 @@ from dpfl_jax.federation import federated_epsilon
 from dpfl_jax.federation.federated_run import knobs, with_calibrated_noise
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    PersonalRecords,
-    Records,
-    SiloFacts,
     SiloMechanism,
-    Subjects,
-    WholeBatch,
     fed_avg,
     hi_grad_avg,
     local_group,
@@ -28,6 +23,13 @@ from dpfl_jax.federation.mechanisms import (
     rpdp,
     subject_uls,
     user_ldp,
+)
+from dpfl_jax.federation.participation import (
+    PersonalRecords,
+    Records,
+    SiloFacts,
+    Subjects,
+    WholeBatch,
 )
 from dpfl_jax.mechanisms import Banded, Independent, NoNoise
 from dpfl_jax.randomness import RootKey

@@ -18,7 +18,7 @@ from runs import DiedError, death_after_a_checkpoint, final_state
 from scipy import stats
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting.renyi_filter import RenyiFilter, bounds
+from dpfl_jax.accounting.filters import RenyiFilter, bounds
 from dpfl_jax.clipping import OwnBound
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore

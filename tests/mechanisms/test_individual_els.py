@@ -12,7 +12,7 @@ from fitting import fit_given as fit
 from neighbours import people
 from scipy import stats
 
-from dpfl_jax.accounting.renyi_filter import bounds
+from dpfl_jax.accounting.filters import bounds
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError

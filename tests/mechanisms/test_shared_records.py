@@ -24,7 +24,7 @@ from dpfl_jax.mechanisms.plan.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling.contribution import limit_shared
+from dpfl_jax.sampling.samplers import limit_shared
 
 PROB, SIGMA, STEPS, DELTA = 0.3, 1.0, 1, 1e-3
 

@@ -18,7 +18,7 @@ from scipy import stats
 from dpfl_jax.accounting import drawn, epsilon, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import data_parallel_mesh
-from dpfl_jax.noise import Noise, chacha, exact, table
+from dpfl_jax.noise import Noise, chacha, exact
 from dpfl_jax.randomness import RootKey
 
 KEY = RootKey.from_seed(11)
@@ -76,31 +76,31 @@ def test_keys_of_keys_are_hchacha20():
 
 def columns():
     """Thresholds and aliases as integers."""
-    rows = [[int(x) for x in row] for row in table.alias_table()]
+    rows = [[int(x) for x in row] for row in exact.alias_table()]
     thresholds = [sum(w << b for w, b in zip(c, (128, 96, 64, 32, 0))) for c in zip(*rows[:5])]
     return thresholds, rows[5]
 
 
 def test_the_alias_table_draws_exactly_its_weights():
     thresholds, alias = columns()
-    full, mass = 1 << table.THRESHOLD_BITS, [0] * table.COLUMNS
+    full, mass = 1 << exact.THRESHOLD_BITS, [0] * exact.COLUMNS
     for column, (threshold, other) in enumerate(zip(thresholds, alias)):
         assert 0 <= threshold <= full
         mass[column] += threshold
         mass[other] += full - threshold
-    assert mass == table.counts()
+    assert mass == exact.table_counts()
     assert sum(mass) == 2**159
     assert min(mass) > 10**8  # the last column too is known to nine digits
 
 
 def test_the_tables_distance_is_what_is_accounted():
     with decimal.localcontext(PRECISE):
-        true = table.weights()
+        true = exact.table_weights()
         inside = sum(true)
         beyond = 1 - inside
         chi = sum(
             (Decimal(n) / 2**159 - w / inside) ** 2 / (w / inside)
-            for n, w in zip(table.counts(), true)
+            for n, w in zip(exact.table_counts(), true)
         )
     assert drawn.BEYOND_TABLE / 2 < beyond <= drawn.BEYOND_TABLE
     assert drawn.TABLE / 2 < chi <= drawn.TABLE
@@ -123,7 +123,7 @@ def spline_probability(z, weights):
 
 def gaussian_probability(z):
     """P(floor(N(0, s^2)) = z), by Taylor's series in 1/s, whose next term is below 1e-60."""
-    s = Decimal(table.STDDEV)
+    s = Decimal(exact.STDDEV)
     x = (Decimal(z) + Decimal("0.5")) / s
     series = 1 + (x**2 - 1) / (24 * s**2) + (x**4 - 6 * x**2 + 3) / (1920 * s**4)
     return (-(x**2) / 2).exp() / (s * (2 * PI).sqrt()) * series
@@ -133,12 +133,12 @@ def test_the_spline_is_gaussian_into_the_tails():
     """Relative errors of probabilities, from the middle to where 1e-36 of the mass lies beyond."""
     rng, step, chi = np.random.default_rng(0), 0.25, 0.0
     with decimal.localcontext(PRECISE):
-        weights = table.weights(table.COLUMNS + 20)
+        weights = exact.table_weights(exact.COLUMNS + 20)
         for x in np.arange(0.0, 12.75, step):
             errors = []
             for phase in range(4):
                 place = int(KNOTS * (phase + rng.random()) / 4)
-                z = int(x * table.STDDEV / KNOTS) * KNOTS + place
+                z = int(x * exact.STDDEV / KNOTS) * KNOTS + place
                 errors.append(float(spline_probability(z, weights) / gaussian_probability(z) - 1))
             assert max(map(abs, errors)) < 1e-26 * (1 + x) ** 6
             chi += 2 * step * stats.norm.pdf(x) * np.mean(np.square(errors))
@@ -228,8 +228,8 @@ def test_the_noise_hides_clip_norm_and_grid(sigma, clip_norm, coordinates):
     stddev, norm = np.float32(sigma * clip_norm), np.float32(clip_norm)
     scale = Fraction(float(jax.jit(exact.grid, static_argnums=2)(stddev, norm, coordinates)))
     needed = Fraction(sigma) * (Fraction(clip_norm) * scale + math.isqrt(coordinates) + 1)
-    assert needed <= Fraction(table.STDDEV)
-    assert needed > Fraction(table.STDDEV) * Fraction(999, 1000)  # grid sqrt(d) < 0.1 % of C
+    assert needed <= Fraction(exact.STDDEV)
+    assert needed > Fraction(exact.STDDEV) * Fraction(999, 1000)  # grid sqrt(d) < 0.1 % of C
 
 
 def test_more_coordinates_than_are_accounted_are_refused():
@@ -301,7 +301,7 @@ def test_the_grid_hides_what_every_row_is_cut_off_by():
     """Numbers of one key are as far apart as the grids: by what 4 million coordinates take."""
     tree = {"w": jnp.zeros(3), "b": jnp.zeros(1)}
     one, many = (Noise(1000.0, 1.0, rows=rows).add(key(), tree) for rows in (1, 10**6))
-    cut_off = 1000.0 * math.sqrt(4e6) / table.STDDEV
+    cut_off = 1000.0 * math.sqrt(4e6) / exact.STDDEV
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
         np.testing.assert_allclose(np.float64(b) / np.float64(a) - 1, cut_off, rtol=0.1)
 

@@ -246,7 +246,7 @@ def test_orthogonal_gradients_keep_uls_ahead():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: planner().recommend(0), "less than one gradient"),
+        (lambda: planner().recommend(0), r"a step\) is 0, but it must be at least 1"),
         (lambda: planner(users=16).option("uls", 1, 32), "cannot be drawn from 16 users"),
         (lambda: planner(epsilon=-1.0).recommend(64), "epsilon is -1"),
         (lambda: UserStatistics(0), "number of users"),

@@ -24,8 +24,7 @@ from dpfl_jax.accounting.event_types import ApproximateDpEvent, OneOfDpEvent, fr
 from dpfl_jax.accounting.renyi import ORDERS, renyi_divergences
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Independent, Population, allocation, bandmf, els, uls
-from dpfl_jax.noise.exact import draw_integer
-from dpfl_jax.noise.table import STDDEV
+from dpfl_jax.noise.exact import STDDEV, draw_integer
 from dpfl_jax.planning.selection import RunCount, Selection, restate
 from dpfl_jax.randomness import RootKey
 

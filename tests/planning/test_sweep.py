@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dpfl_jax.accounting import Account, Ledger, events
 from dpfl_jax.accounting import epsilon as epsilon_of
-from dpfl_jax.accounting.privacy_filter import filtered_epsilon
+from dpfl_jax.accounting.filters import filtered_epsilon
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import config_to_dict
 from dpfl_jax.data import DataConfig

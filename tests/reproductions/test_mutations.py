@@ -154,7 +154,7 @@ def test_a_group_whose_noise_does_not_grow_with_it(tmp_path, monkeypatch):
 
 def test_a_subject_is_not_sampled_as_a_record_is(monkeypatch):
     assert subject_audit._fractions().holds
-    monkeypatch.setattr(subject_audit.subject, "hi_grad_fraction", lambda q, cap, variant: q)
+    monkeypatch.setattr(subject_audit._closed_forms, "hi_grad_fraction", lambda q, cap, variant: q)
     assert not subject_audit._fractions().holds
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dpfl_jax.accounting.closed_forms import subject
 from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
 from reproductions.correlated import _training as correlated
 from reproductions.correlated import language_model
@@ -23,8 +22,8 @@ from reproductions.registry import Settings
 from reproductions.rpdp import _training, centralised, heart, published
 from reproductions.rpdp import budgets as personal_budgets
 from reproductions.rpdp import mnist as personal_mnist
+from reproductions.subject import _closed_forms, curves, few_subjects, shakespeare, skew
 from reproductions.subject import _training as subject_training
-from reproductions.subject import curves, few_subjects, shakespeare, skew
 from reproductions.userlevel import _mean_estimation as mean_estimation
 from reproductions.userlevel import _small_lm as small
 from reproductions.userlevel import (
@@ -232,7 +231,8 @@ def accuracy_by_groups(monkeypatch):
 
     weighs = {"local_group": 2.0, "hi_grad_avg": 0.5}
 
-    def rounds(*, data, federation, key, **rest):
+    def rounds(run, *, key, **rest):
+        data, federation = run.data, run.federation
         mechanism, silo = federation.silos[0].mechanism, data.silos[0]
         sizes = np.diff(silo.subject_offsets)
         crowd = sizes.max() / sizes.sum()  # how much one subject weighs
@@ -251,7 +251,10 @@ def accuracy_by_groups(monkeypatch):
         ]
         return types.SimpleNamespace(metrics=metrics)
 
-    monkeypatch.setattr(subject_training, "run_rounds", rounds)
+    monkeypatch.setattr(
+        subject_training, "Rounds", lambda builder, **given: types.SimpleNamespace(**given)
+    )
+    monkeypatch.setattr(subject_training, "drive", rounds)
     return weighs
 
 
@@ -282,9 +285,9 @@ def test_few_subjects_that_are_many(accuracy_by_groups, tmp_path, monkeypatch):
 
 def fractions_of_text_b(monkeypatch):
     """Both texts take q for the fraction of subjects in a batch, as B does."""
-    made = subject.hi_grad_fraction
+    made = _closed_forms.hi_grad_fraction
     monkeypatch.setattr(
-        subject, "hi_grad_fraction", lambda q, cap, variant="exact": made(q, cap, "B")
+        _closed_forms, "hi_grad_fraction", lambda q, cap, variant="exact": made(q, cap, "B")
     )
 
 
@@ -305,7 +308,7 @@ def test_the_sampling_fraction_of_records_for_roles(tmp_path, monkeypatch):
         variant = {"paper_a": "A", "paper_b": "B"}.get(run.recipe, "exact")
         sigma = 0.7  # noise at these fractions grows with them
         if run.kind == "hi_grad_avg":
-            sigma *= subject.hi_grad_fraction(0.001, cap, variant) / 0.001
+            sigma *= _closed_forms.hi_grad_fraction(0.001, cap, variant) / 0.001
         curve = [[(1, 3.0 + jitter(s) + 0.01 * sigma, 0.1)] for s in range(seeds)]
         claim = subject_training.Claim(4.0, 1e-5, "subject", 4.0, None, None, 36, ())
         return subject_training.Trained(run, [0.1] * seeds, curve, claim, sigma)

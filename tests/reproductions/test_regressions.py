@@ -25,7 +25,7 @@ from references import (
 from rich.console import Console
 from scipy import stats
 
-from dpfl_jax.accounting.closed_forms import isrl as closed
+from dpfl_jax.accounting import closed_forms
 from reproductions import registry
 from reproductions.registry import Settings
 from reproductions.rpdp import heart
@@ -71,7 +71,7 @@ def test_what_the_noise_without_trust_spends(tmp_path):
     for epsilon, spent in ONE_PASS_SPENDS.items():
         assert rows[epsilon]["one_pass_theorem"] == pytest.approx(spent, rel=5e-3)
     for arguments, epsilon in SHUFFLED.items():
-        assert closed.shuffled_epsilon(*arguments) == pytest.approx(epsilon, rel=1e-4)
+        assert closed_forms.shuffled_epsilon(*arguments) == pytest.approx(epsilon, rel=1e-4)
 
 
 @pytest.mark.nightly

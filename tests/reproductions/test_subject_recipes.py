@@ -13,7 +13,6 @@ from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    SiloFacts,
     fed_avg,
     hi_grad_avg,
     local_group,
@@ -21,6 +20,7 @@ from dpfl_jax.federation.mechanisms import (
     subject_uls,
     user_ldp,
 )
+from dpfl_jax.federation.participation import SiloFacts
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from reproductions.subject._batches import batch_statistics

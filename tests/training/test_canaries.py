@@ -13,7 +13,7 @@ from scipy import linalg
 
 import dpfl_jax as dpfl
 from benchmarks import audit as bench
-from dpfl_jax.audit import run_audit
+from dpfl_jax.audit import proof
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import allocation, bandmf, blt, els, non_private, uls
@@ -177,9 +177,9 @@ def test_a_run_that_goes_on_has_the_same_canaries_and_sees_the_same(tmp_path, mo
     with death_after_a_checkpoint(monkeypatch):
         fitted(plan(), 200, run_dir=tmp_path / "killed", loop=loop)
     fitted(plan(), 200, run_dir=tmp_path / "killed", loop=loop, key=None)
-    first, second = (run_audit.read(tmp_path / name) for name in ("whole", "killed"))
+    first, second = (proof.read_run_audit(tmp_path / name) for name in ("whole", "killed"))
     np.testing.assert_array_equal(first.seen, second.seen)
-    texts = [(tmp_path / name / run_audit.SUMMARY).read_text() for name in ("whole", "killed")]
+    texts = [(tmp_path / name / proof.SUMMARY).read_text() for name in ("whole", "killed")]
     assert texts[0] == texts[1]
     assert json.loads(texts[0])["holds"]
     with pytest.raises(BadInputError, match="another configuration"):

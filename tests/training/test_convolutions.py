@@ -13,7 +13,7 @@ import pytest
 from fitting import fit_given as fit
 from neighbours import removed
 
-from dpfl_jax.clipping import SelfCheckError, convolutions
+from dpfl_jax.clipping import SelfCheckError, jaxprs
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.errors import BadInputError
@@ -59,7 +59,7 @@ def summed(name, layout, option, copied=True):
     loss, params, data = problem(name)
     mesh = make_mesh(*LAYOUTS[layout])
     example = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
-    whole = convolutions.kernels(loss, params, example) if copied else ()
+    whole = jaxprs.convolution_kernels(loss, params, example) if copied else ()
     mechanism, options = OPTIONS[option]
     total = clipped_sum_over_microbatches(mechanism, loss, mesh, whole=whole, **options)
     sampler = mechanism.sampler(data.user_offsets, KEY)
@@ -221,7 +221,7 @@ def test_who_does_not_say_which_parameters_are_whole_gets_no_split_kernel(layout
 def test_kernels_of_convolutions_are_found(name):
     loss, params, data = problem(name)
     example = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
-    found = convolutions.kernels(loss, params, example)
+    found = jaxprs.convolution_kernels(loss, params, example)
     assert found == conv_zoo.KERNELS[name]
     mesh = make_mesh(2, 2, 2)
     places = parameter_shardings(params, mesh, found)
@@ -245,11 +245,11 @@ def test_kernels_are_found_through_branches_loops_and_rules():
         return conv_zoo.energy(h @ p["d"] + p["c"].sum())
 
     params = {k: conv_zoo.normal(0, 3, 4, 8) for k in "abc"} | {"d": conv_zoo.normal(0, 8, 4)}
-    assert convolutions.kernels(loss, params, {"x": np.zeros(24, "f4")}) == {"a", "b", "c"}
+    assert jaxprs.convolution_kernels(loss, params, {"x": np.zeros(24, "f4")}) == {"a", "b", "c"}
 
 
 def test_a_transformer_has_none():
     model = LanguageModel(TransformerConfig(num_layers=2, embed_dim=16, num_heads=2, vocab_size=32))
     example = {"tokens": np.zeros(8, "i4"), "mask": np.ones(8, bool)}
     params = jax.eval_shape(model.init, jax.random.key(0))
-    assert convolutions.kernels(model.loss, params, example) == frozenset()
+    assert jaxprs.convolution_kernels(model.loss, params, example) == frozenset()

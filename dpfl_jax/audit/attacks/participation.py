@@ -30,7 +30,8 @@ from dpfl_jax.federation.accountant import dominating_event
 from dpfl_jax.federation.isrl import isrl_run
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.privacy import at_one_delta
-from dpfl_jax.federation.mechanisms import Records, SiloMechanism
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.participation import Records
 from dpfl_jax.mechanisms import NoNoise, non_private
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh, make_mesh

@@ -136,7 +136,7 @@ def _trials_of_silos(
         reach = min(federation.max_silos_per_subject, federation.silos_per_round)
     # Those that cost most, as in federation.accountant.worst_cases.
     members = sorted(
-        (federation.silos[i] for i in federation.participants.tolist()),
+        federation.members,
         key=lambda p: (
             -p.mechanism.participation.sampling_prob_of(p.facts),
             p.sigma,

@@ -3,9 +3,8 @@
 ``views``: what is done to a parameter before it meets data. ``trace``: finds in the jaxpr of the
 one-unit loss every place (site) where a parameter meets data. ``evaluate``: runs that jaxpr with a
 tap at each site. ``factors``: the gradient of one use of a parameter as a product of two labelled
-arrays. ``leaves``: the norm and the weighted sum of one parameter over all its uses. ``formed``:
-gradients that are formed, a few units at a time. ``engine``: the strategy itself. The derivation
-is in docs/internals/clipping.md.
+arrays. ``leaves``: the norm and the weighted sum of one parameter over all its uses. ``engine``:
+the strategy itself. The derivation is in docs/internals/clipping.md.
 
 Sources: Li et al. 2022 (ghost clipping: the norm of a dense layer from Gram matrices), Bu et al.
 2023 (book-keeping: one backward pass), generalised from layers to equations of a jaxpr.

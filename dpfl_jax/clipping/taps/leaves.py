@@ -5,7 +5,7 @@ A unit's gradient is g = sum_k L_k R_k^T over K positions, with factors of width
 
 * ``gram``: that sum, from the K x K Gram matrices of both factors: 2 K^2 (a + b) operations;
 * ``direct``: form each unit's gradient in turn, keep its norm, drop it: 2 K a b operations;
-* ``keep``: form each unit's gradient and keep it for the sum (module ``formed``): no operation more
+* ``keep``: form each unit's gradient and keep it for the sum (``engine``): no operation more
   than training without privacy, a b floats of memory for each unit of a microbatch.
 
 Rounding must never make a norm smaller than that of what is summed. What is added to norms for

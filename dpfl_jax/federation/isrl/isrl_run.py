@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.guarantee import without_infinities
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
 from dpfl_jax.federation.isrl import theory
@@ -252,7 +253,7 @@ class IsrlRun(IsrlStudy):
     def _tables(self, noise: list[SiloNoise]) -> dict[str, Any]:
         config = self.config
         return {
-            "relations": _plain(_relations(config, noise)),
+            "relations": without_infinities(_relations(config, noise)),
             "silos": self._silo_rows(noise),
             "participation": {
                 "silos": config.federation.silos,
@@ -273,11 +274,10 @@ class IsrlRun(IsrlStudy):
         for i, (size, batch) in enumerate(zip(sizes, batches, strict=True)):
             row: dict[str, Any] = {"silo": i, "records": size, "batch": batch}
             if noise:
-                epsilon = prices[noise[i]]
                 row |= {
                     "noise_multiplier": noise[i].noise_multiplier,
                     "target_epsilon": noise[i].budget.epsilon,
-                    "epsilon": epsilon if math.isfinite(epsilon) else "inf",
+                    "epsilon": without_infinities(prices[noise[i]]),
                     "delta": noise[i].budget.delta,
                 }
             rows.append(row)
@@ -368,10 +368,3 @@ def _relations(config: RunConfig, noise: list[SiloNoise]) -> list[dict[str, Any]
         worst = max(column, key=lambda row: row["epsilon"])
         rows.append({**worst, "delta": max(row["delta"] for row in column)})
     return rows
-
-
-def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {k: "inf" if isinstance(v, float) and math.isinf(v) else v for k, v in row.items()}
-        for row in rows
-    ]

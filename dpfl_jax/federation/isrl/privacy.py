@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import REPLACE, Guarantee, NoiseLaw, events
+from dpfl_jax.accounting import REPLACE, Guarantee, NoiseLaw, closed_forms, events
 from dpfl_jax.accounting.calibrate import noise_ahead
 from dpfl_jax.accounting.cells import Everyone, NoisedSums, OnePass
-from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
 from dpfl_jax.accounting.statement import Statement, whole_number
 from dpfl_jax.errors import BadInputError, positive, probability
@@ -325,7 +324,7 @@ def relations(noise: SiloNoise, silos: int, shuffled: bool = True) -> list[dict[
       Rows ``notion, trusted, protects, epsilon, delta, note``.
     """
     epsilon, delta, is_local = noise.epsilon, noise.budget.delta, noise.silo_size == 1
-    user_epsilon, user_delta = closed.user_level_guarantee(noise.silo_size, epsilon, delta)
+    user_epsilon, user_delta = closed_forms.user_level_guarantee(noise.silo_size, epsilon, delta)
     user_delta = min(user_delta, 1.0) if math.isfinite(user_delta) else 1.0
     hidden = shuffled_view(noise, silos) if shuffled else math.inf
     if hidden < epsilon:
@@ -374,10 +373,10 @@ def shuffled_view(noise: SiloNoise, silos: int) -> float:
     silo_delta = shuffle_delta / (2 * silos * n * limit)
     try:
         per_silo = accounting.epsilon(one, silo_delta, relation=REPLACE)
-        hidden = closed.shuffled_epsilon(per_silo, silos, n, shuffle_delta)
+        hidden = closed_forms.shuffled_epsilon(per_silo, silos, n, shuffle_delta)
     except BadInputError:
         return math.inf
-    per_round = closed.shuffled_delta(per_silo, silos, n, shuffle_delta, silo_delta)
+    per_round = closed_forms.shuffled_delta(per_silo, silos, n, shuffle_delta, silo_delta)
     if rounds == 1:
         return hidden
     step = ApproximateDpEvent(hidden, per_round)

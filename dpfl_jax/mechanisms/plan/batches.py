@@ -222,7 +222,7 @@ def units_of(mechanism: Mechanism, bucket: Bucket) -> PyTree:
     units = mechanism.participation.units(examples, bucket.example_mask)
     if bucket.per_unit is not None:
         units = {**units, "bound": bucket.per_unit}
-    # Its rows are fewer than its examples, whose mean is meant (``unit_losses.mean_of_examples``).
+    # Its rows are fewer than its examples, whose mean is meant (``mean_of_examples``).
     return units if bucket.counts is None else {**units, "count": bucket.counts}
 
 

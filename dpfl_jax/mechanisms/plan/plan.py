@@ -32,7 +32,7 @@ from dpfl_jax.data.store import (
 )
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.participation import Population
+from dpfl_jax.mechanisms.participation import LossFn, Population, PyTree
 from dpfl_jax.mechanisms.plan.batches import (
     check_packed_loss,
     check_packing,
@@ -43,7 +43,6 @@ from dpfl_jax.mechanisms.plan.batches import (
 )
 from dpfl_jax.mechanisms.plan.sum_check import check_sum
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, microbatched
-from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
 from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse
 from dpfl_jax.randomness import RootKey, key_argument, with_any_key

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import Flat, accumulate, join
 from dpfl_jax.clipping.adaptive import CountedSum
-from dpfl_jax.clipping.convolutions import kernels
+from dpfl_jax.clipping.jaxprs import convolution_kernels
 from dpfl_jax.clipping.result import StepStats, leaf_name
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import (
@@ -73,8 +73,21 @@ def clipped_sum_over_microbatches(
     options |= cut
     if splits_parameters(mesh):
         loss_fn = _in_place(loss_fn if whole is not None else _kernels_whole(loss_fn, mesh), mesh)
-        return _compiler_placed(mechanism, loss_fn, mesh, whole or (), options)
-    return _shard_mapped(mechanism, loss_fn, mesh, options)
+        summed = _compiler_placed(mechanism, loss_fn, mesh, whole or (), options)
+    else:
+        summed = _shard_mapped(mechanism, loss_fn, mesh, options)
+
+    def total(
+        params: PyTree,
+        units: PyTree,
+        mask: Any,
+        num_microbatches: Any,
+        frozen: PyTree = None,
+        clip_norm: Any = None,
+    ) -> tuple[PyTree, StepStats]:
+        return summed(params, units, mask, num_microbatches, frozen, clip_norm)
+
+    return total
 
 
 def unit_norms(
@@ -152,13 +165,13 @@ def _kernels_whole(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..
             leaf_name(path): parameter_sharding(leaf_name(path), jnp.shape(x), mesh)
             for path, x in jax.tree_util.tree_leaves_with_path(params)
         }
-        found = kernels(functools.partial(loss_fn, **kwargs), params, example)
+        found = convolution_kernels(functools.partial(loss_fn, **kwargs), params, example)
         split = sorted(name for name in found if not places[name].is_fully_replicated)
         if split:
             raise BadInputError(
                 f"the mesh splits {', '.join(split)} over devices, which reach the kernel of a "
                 "convolution, where XLA mixes units: copy them to all devices, with whole= "
-                "clipping.convolutions.kernels(loss_fn, params, example) here and in "
+                "clipping.jaxprs.convolution_kernels(loss_fn, params, example) here and in "
                 "mesh.parameter_shardings"
             )
         return loss_fn(params, example, **kwargs)
@@ -231,25 +244,13 @@ def _shard_mapped(
         )
         return jax.lax.psum(total, DATA_AXIS)
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(PartitionSpec(), rows, rows, *[PartitionSpec()] * 3),
         out_specs=PartitionSpec(),
         axis_names={DATA_AXIS},
     )
-
-    def total(
-        params: PyTree,
-        units: PyTree,
-        mask: Any,
-        num_microbatches: Any,
-        frozen: PyTree = None,
-        clip_norm: Any = None,
-    ) -> tuple[PyTree, StepStats]:
-        return mapped(params, units, mask, num_microbatches, frozen, clip_norm)
-
-    return total
 
 
 def _compiler_placed(
@@ -272,8 +273,8 @@ def _compiler_placed(
         units: PyTree,
         mask: Any,
         num_microbatches: Any,
-        frozen: PyTree = None,
-        clip_norm: Any = None,
+        frozen: PyTree,
+        clip_norm: Any,
     ) -> tuple[PyTree, StepStats]:
         places = parameter_shardings(params, mesh, whole)
 

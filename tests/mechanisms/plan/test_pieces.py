@@ -15,8 +15,8 @@ from dpfl_jax.config import load_config
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, mean_of_examples, uls
+from dpfl_jax.mechanisms.participation import pieces_of_unit
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
-from dpfl_jax.mechanisms.unit_losses import pieces_of_unit
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey

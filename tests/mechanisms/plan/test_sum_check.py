@@ -11,7 +11,7 @@ import pytest
 from fitting import fit_given as fit
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import SelfCheckError, convolutions
+from dpfl_jax.clipping import SelfCheckError
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import els, uls
@@ -218,7 +218,7 @@ def test_a_run_with_convolutions_trains_as_on_one_device_or_not_at_all(way, monk
     if "split_users" in way:
         return
     # The layout that was: no step is taken.
-    monkeypatch.setattr(convolutions, "kernels", lambda *_: frozenset())
+    monkeypatch.setattr(central, "convolution_kernels", lambda *_: frozenset())
     monkeypatch.setattr(central, "step_arguments", None)
     with pytest.raises(SelfCheckError, match="sum of the training step is wrong on the mesh"):
         train(mesh, **way)

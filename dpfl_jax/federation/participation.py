@@ -25,10 +25,10 @@ from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.kinds import DERIVED, SILO_PARTICIPATIONS, Named
 from dpfl_jax.errors import BadInputError, at_least, probability
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.mechanisms.participation import require_positive
-from dpfl_jax.mechanisms.unit_losses import LossFn, mean_of_examples
+from dpfl_jax.mechanisms.participation import LossFn, mean_of_examples, require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PersonalizedPoisson, Poisson, choose_within_users
+from dpfl_jax.sampling.samplers import places_in_runs
 from dpfl_jax.sampling.schemes import binomial_bound
 
 Self = TypeVar("Self", bound="SiloParticipation")
@@ -68,7 +68,7 @@ class SiloDraw:
 
     Examples:
       >>> import numpy as np
-      >>> from dpfl_jax.federation.mechanisms import SiloDraw
+      >>> from dpfl_jax.federation.participation import SiloDraw
       >>> SiloDraw.of(np.array([3, 8])).weight.tolist()
       [1.0, 1.0]
     """
@@ -98,7 +98,7 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     Examples:
       >>> from dpfl_jax.federation import Subjects
-      >>> from dpfl_jax.federation.mechanisms import SiloParticipation
+      >>> from dpfl_jax.federation.participation import SiloParticipation
       >>> isinstance(Subjects(sampling_prob=0.1), SiloParticipation)
       True
     """
@@ -295,7 +295,7 @@ class Records(_AtOneRate):
 
     Examples:
       >>> from dpfl_jax.federation import SiloFacts
-      >>> from dpfl_jax.federation.mechanisms import Records
+      >>> from dpfl_jax.federation.participation import Records
       >>> facts = SiloFacts(num_records=500, num_subjects=200)
       >>> Records(batch_size=50).sampling_prob_of(facts)
       0.1
@@ -325,24 +325,21 @@ class Records(_AtOneRate):
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Looks at each subject's records of the whole batch, before anything is split."""
         subjects = silo.subject_of_record[chosen]
-        starts, lengths = _runs_of(subjects)
+        _, row, count = np.unique(subjects, return_inverse=True, return_counts=True)
+        places = places_in_runs(subjects)
         if self.average == "average_then_clip":
             # proof: hi-grad-avg-sensitivity-2
-            rows = np.repeat(np.arange(len(starts)), lengths)
-            columns = np.arange(len(chosen)) - np.repeat(starts, lengths)
-            positions = np.full((len(starts), self.max_records_per_subject), -1, np.int64)
-            positions[rows, columns] = silo.first + chosen
+            positions = np.full((len(count), self.max_records_per_subject), -1, np.int64)
+            positions[row, places] = silo.first + chosen
             return SiloDraw.of(positions)
         if self.average == "clip_then_average":
             # proof: hi-grad-avg-sensitivity-1
-            weight = np.repeat(1.0 / lengths, lengths).astype(np.float32)
-            return SiloDraw(silo.first + chosen, weight)
+            return SiloDraw(silo.first + chosen, (1.0 / count)[row].astype(np.float32))
         if self.batch_cap is not None and len(chosen):
             ticket = key.numpy("batch-cap", step).random(len(chosen))
-            order = np.lexsort((ticket, subjects))
-            rank = np.arange(len(chosen)) - np.repeat(starts, lengths)
+            order = np.lexsort((ticket, subjects))  # places in runs are those of ``subjects``
             # proof: local-group-sampling-1
-            chosen = np.sort(chosen[order[rank < self.batch_cap]])
+            chosen = np.sort(chosen[order[places < self.batch_cap]])
         return SiloDraw.of(silo.first + chosen)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
@@ -580,9 +577,3 @@ class PersonalRecords(SiloParticipation):
                 f"silo {silo.index} has {silo.num_records} records but {len(rates)} sampling rates"
             )
         return rates
-
-
-def _runs_of(subjects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the runs of equal values in a sorted array."""
-    starts = np.flatnonzero(np.diff(subjects, prepend=-1))
-    return starts, np.diff(np.concatenate([starts, [len(subjects)]]))

@@ -5,8 +5,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from dpfl_jax.planning import Planner, Sensitivities, UserStatistics
-from dpfl_jax.planning.hover import Answer
-from dpfl_jax.planning.questions import Scenario, ask
+from dpfl_jax.planning.questions import Answer, Scenario, ask
 
 CELL = {"kind": "uls", "group_size": 4, "size": 16, "steps": 100}
 

@@ -5,8 +5,8 @@ Privacy with Hierarchical Gradient Averaging". K is the most records of a subjec
 sampling probability of a record, T R the number of local steps of the whole run.
 
 Examples:
-  >>> from dpfl_jax.accounting.closed_forms import subject
-  >>> subject.rounds_printed(30, silos=10)
+  >>> from reproductions.subject import _closed_forms
+  >>> _closed_forms.rounds_printed(30, silos=10)
   9
 """
 
