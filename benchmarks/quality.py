@@ -82,8 +82,8 @@ _OTHER_HELD_OUT = ("data.test_fraction=0.1", "eval.split=test")
 _CONSTANT = "optimizer.schedule=constant"
 _FEW = ("mechanism.cohort_size=256", "train.steps=12", _CONSTANT, "optimizer.options={b1: 0.6}")
 _LORA = "model.lora={rank: 8, targets: [query, key, value, out, gate, up, down]}"
+_AUTOMATIC = "mechanism={{{}, group_size: 1, {}, clip: {{kind: automatic}}}}".format
 _PATIENTS = "mechanism={kind: uls, group_size: 1, cohort_size: 100}"
-_AUTOMATIC = ", clip: {kind: automatic}}"
 _PIXELS = ("data.features=none", "model.kind=small_cnn", "optimizer.schedule=constant")
 TASKS = {
     "mnist": Task(
@@ -94,7 +94,8 @@ TASKS = {
         (
             Arm("scattering, linear model", (), (1.0,)),
             Arm("the same, average: ema", ("train.average=ema", _CONSTANT), (0.5,)),
-            Arm("the same, automatic clipping", ("mechanism={kind: els, group_size: 1, batch_size: 4096" + _AUTOMATIC,), (1.0,)),
+            Arm("the same, automatic clipping",
+                (_AUTOMATIC("kind: els", "batch_size: 4096"),), (1.0,)),
             Arm("pixels, small CNN", _PIXELS, (0.5, 1.0)),
         ),
         (),
@@ -126,7 +127,8 @@ TASKS = {
         (
             Arm("uls, tail average", ("train.average=tail",), (0.3, 1.0, 3.0)),
             Arm("the same without the average", (), (0.3, 1.0, 3.0)),
-            Arm("the same, automatic clipping", (_PATIENTS[:-1] + _AUTOMATIC,), (0.3, 1.0, 3.0)),
+            Arm("the same, automatic clipping",
+                (_AUTOMATIC("kind: uls", "cohort_size: 100"),), (0.3, 1.0, 3.0)),
         ),
         (
             "data={source: heart_disease, path: '${DPFL_DATA_DIR}/heart_disease', "
@@ -148,8 +150,7 @@ TASKS = {
             Arm("the same, average: ema", (*_FEW, "train.average=ema"), (7.5e-3,)),
             Arm("the same, average: tail", (*_FEW, "train.average=tail"), (7.5e-3,)),
             Arm("the same, automatic clipping",
-                (*_FEW, "mechanism={kind: uls, group_size: 1, cohort_size: 256" + _AUTOMATIC),
-                (7.5e-3,)),
+                (*_FEW[1:], _AUTOMATIC("kind: uls", "cohort_size: 256")), (7.5e-3,)),
             Arm("the same, LoRA of rank 8", (*_FEW, _LORA), (1e-2, 2e-2)),
             Arm("the same, FFA-LoRA of rank 8",
                 (*_FEW, _LORA, 'model.trainable=["*/lora_b"]'), (1e-2, 2e-2)),
