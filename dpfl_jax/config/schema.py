@@ -126,6 +126,28 @@ class DpoConfig(Section):
     beta: Positive = 0.1
 
 
+class AugmentationConfig(Section):
+    """Copies of each image that a step averages the loss over (``training.augmented``).
+
+    Attributes:
+      copies: K; a step takes K times as long.
+      shift: most pixels up or down, left or right.
+      flip: whether half of the copies are mirrored from left to right.
+    """
+
+    copies: int = Field(4, ge=1)
+    shift: int = Field(0, ge=0)
+    flip: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> AugmentationConfig:
+        check(
+            self.shift or self.flip,
+            "model.augmentation changes nothing: set its shift or its flip, or remove it",
+        )
+        return self
+
+
 class ModelConfig(Section):
     """The model, and which of its parameters are trained privately.
 
@@ -149,6 +171,7 @@ class ModelConfig(Section):
       last_layers: blocks that ``trainable: last_layers`` trains (with the last norm).
       frozen_dtype: of parameters of a checkpoint that are not trained.
       dpo: the loss of data that are preference pairs (``data.chosen_column``).
+      augmentation: of images, in training; it costs computing alone.
       loss: of the linear models of silos that trust no server: logistic or hinge (two classes),
         softmax (classes), squared or absolute (a number). hinge and absolute are not smooth: their
         Moreau envelope is trained.
@@ -168,6 +191,7 @@ class ModelConfig(Section):
     last_layers: int = Field(1, ge=1)
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
     dpo: DpoConfig | None = None
+    augmentation: AugmentationConfig | None = None
     loss: Literal["logistic", "hinge", "softmax", "squared", "absolute"] = "logistic"
     regularization: float = Field(0.0, ge=0)
     radius: Positive = 5.0
@@ -624,12 +648,13 @@ class RunConfig(Section):
     def _check_central(self) -> None:
         mechanism, execution, model = self.mechanism, self.execution, self.model
         of_transformers = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
-        for name in ("options",) if model.is_transformer else of_transformers:
+        for name in ("options", "augmentation") if model.is_transformer else of_transformers:
             default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
             check(
                 getattr(model, name) == default,
                 f"model.{name} does not go with model.{model.what}: remove it "
-                f"(transformers take {', '.join(of_transformers)}, other kinds options)",
+                f"(transformers take {', '.join(of_transformers)}, other kinds options and "
+                "augmentation)",
             )
         check(
             self.pretrain is None or model.is_transformer,

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dpfl_jax.mesh import data_parallel_mesh
     from dpfl_jax.run.state import TrainState
     from dpfl_jax.training.adam_bc import AdamBCState, dp_adam_bc, scale_by_adam_bc
+    from dpfl_jax.training.augmentation import augmented
     from dpfl_jax.training.central import make_train_step
     from dpfl_jax.training.fitting import FitResult, fit
 
@@ -17,6 +18,7 @@ _HOMES = {
     "AdamBCState": "dpfl_jax.training.adam_bc",
     "FitResult": "dpfl_jax.training.fitting",
     "TrainState": "dpfl_jax.run.state",
+    "augmented": "dpfl_jax.training.augmentation",
     "data_parallel_mesh": "dpfl_jax.mesh",
     "dp_adam_bc": "dpfl_jax.training.adam_bc",
     "fit": "dpfl_jax.training.fitting",
@@ -34,6 +36,7 @@ __all__ = [
     "scale_by_adam_bc",
     "AdamBCState",
 ]
+__all__ = ["fit", "FitResult", "make_train_step", "augmented", "TrainState", "data_parallel_mesh"]
 
 
 def __getattr__(name: str) -> Any:
