@@ -7,6 +7,7 @@ import tarfile
 
 import pytest
 
+from dpfl_jax import __version__
 from dpfl_jax.accounting import statement, versions
 from dpfl_jax.cli.main import main
 
@@ -69,6 +70,9 @@ def test_a_finished_run_is_shown_and_exported(files, capsys):
 
 
 def test_an_interrupted_run_resumes(files, capsys):
+    """With the same first two numbers: a later version may have another key."""
+    if versions.version_of(files).order[:2] != versions.version_of(__version__).order[:2]:
+        pytest.skip("of another minor version")
     before = told(capsys, "verify", "interrupted")["privacy"]
     assert main(["train", "config.yaml", "--run-dir", "interrupted"]) == 0
     after = told(capsys, "verify", "interrupted")
