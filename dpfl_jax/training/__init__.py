@@ -30,13 +30,13 @@ __all__ = [
     "fit",
     "FitResult",
     "make_train_step",
+    "augmented",
     "TrainState",
     "data_parallel_mesh",
     "dp_adam_bc",
     "scale_by_adam_bc",
     "AdamBCState",
 ]
-__all__ = ["fit", "FitResult", "make_train_step", "augmented", "TrainState", "data_parallel_mesh"]
 
 
 def __getattr__(name: str) -> Any:
