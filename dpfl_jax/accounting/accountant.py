@@ -98,8 +98,7 @@ def epsilon(
       event: what the mechanism does to one privacy unit.
       delta: in (0, 1); a share of 2^-20 pays for how the noise is drawn (``drawn``).
       relation: adjacency; the events of this package are add-or-remove unless they say otherwise.
-      resolution: epsilon may be too large by a factor of about 1 + resolution^2 / 12; smaller is
-        slower.
+      resolution: epsilon may be too large by about resolution^2 / 12 of itself; smaller is slower.
       accountant: "pld" (tight), or "rdp" or "zcdp" (looser, for comparison).
 
     Returns:
@@ -149,11 +148,7 @@ def epsilon_or_inf(
     resolution: float = FINE,
     accountant: Accountant | None = None,
 ) -> float:
-    """Returns ``epsilon``, or ``inf`` where it cannot be computed.
-
-    Without an ``accountant`` the tightest one is used. The other arguments are those of
-    ``epsilon``.
-    """
+    """Returns ``epsilon``, by default by the tightest accountant; ``inf`` if noise is too small."""
     known = accountant or accountant_of(event, relation)
     try:
         return epsilon(event, delta, relation=relation, resolution=resolution, accountant=known)
@@ -486,8 +481,8 @@ def _flat_epsilon(flat: Flat, delta: float, resolution: float) -> float:
 def _largest_loss(flat: Flat, delta: float) -> float:
     """The sum of the stated guarantees' epsilons if ``delta`` pays for all their deltas, else inf.
 
-    It is needed where ``delta`` pays for exactly these, so that a table has no room for rounding.
-    Floats have at most 1,100 digits, which makes the decimals exact.
+    If ``delta`` pays for exactly these, a table has no room for rounding. Decimals of 1,100 digits
+    represent every float exactly.
     """
     stated = [(leaf.event, n) for leaf, n in flat.leaves if isinstance(leaf, ApproximateLeaf)]
     with localcontext(prec=1200, rounding=ROUND_FLOOR):

@@ -248,9 +248,7 @@ def meaning_of_cases(
 def meaning_of_bound(
     epsilon: float, delta: float, relation: NeighboringRelation = ADD_OR_REMOVE
 ) -> Meaning:
-    """Returns the bounds that follow from epsilon and delta alone, looser than those of an event.
-
-    Source: Kairouz et al. 2015.
+    """Returns the looser bounds that follow from epsilon and delta alone (Kairouz et al. 2015).
 
     Args:
       epsilon: finite, at least 0.

@@ -50,7 +50,7 @@ class TwoStagePoisson:
 
     Attributes:
       sampling_prob: q, probability of the accounted unit in each local step.
-      participation_prob: lambda, probability of its silo in each round, which everybody sees.
+      participation_prob: lambda, probability of its silo in each round; which take part is public.
       local_steps: tau, local steps in a round.
     """
 

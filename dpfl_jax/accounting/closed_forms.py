@@ -264,9 +264,8 @@ def epsilon_two_stage(
       rounds: T.
       participation: lambda.
       delta: in (0, 1).
-      adversary: "clients" (Type II) spends T rho_{tau,lambda}. "server" (Type I) spends
-        lambda T rho_tau, which is NOT A BOUND: by Jensen it is below the divergence of what the
-        server sees.
+      adversary: "clients" (Type II): T rho_{tau,lambda}. "server" (Type I): lambda T rho_tau, which
+        is NOT A BOUND: by Jensen it is below the divergence of what the server sees.
       conversion: "mironov" (C1, printed) or "balle" (C2, the authors' code and dp-accounting).
       orders: integers >= 2.
     """
@@ -299,10 +298,9 @@ def binary_search_rate(
     *,
     tolerance: float = 1e-3,
 ) -> float:
-    """Returns the sampling rate of one budget, by bisection on [1e-5, 1].
+    """Returns a budget's sampling rate by bisection (Boenisch et al. 2023, IDP-SGD Sample).
 
-    IDP-SGD Sample (Boenisch et al. 2023, Algorithm 2). The rate is the lower end of an interval
-    whose ends differ by less than ``tolerance`` times the upper end; 0 if even 1e-5 costs too much.
+    It is certified, and too small by at most ``tolerance``, relatively; 0 if 1e-5 costs too much.
     """
 
     def cost(rate: float) -> float:

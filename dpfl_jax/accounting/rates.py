@@ -241,10 +241,7 @@ class RateSolver:
     def spent_after(self, rates: np.ndarray, stay: np.ndarray, rounds: int) -> np.ndarray:
         """Returns upper bounds on epsilon after ``rounds`` rounds, float64 [n].
 
-        Args:
-          rates: float [n], sampling rates.
-          stay: int [n], rounds after which each record leaves.
-          rounds: rounds so far.
+        ``rates`` is float [n]; ``stay``, int [n], is how many rounds each record takes part in.
         """
         rates, stay = np.asarray(rates, np.float64), np.minimum(stay, rounds)
         full = stay >= self.setting.rounds

@@ -208,8 +208,7 @@ def log_delta_from_renyi(
 ) -> np.ndarray:
     """Returns the log of the smallest delta over the orders at each epsilon, float64 [epsilons].
 
-    The conversion of ``epsilon_from_renyi``, solved for delta, in logarithms, which cannot
-    underflow: (a-1) (rho - eps + log(1 - 1/a)) - log a.
+    ``epsilon_from_renyi`` solved for delta: (a-1) (rho - eps + log(1 - 1/a)) - log a.
     """
     finite = np.isfinite(divergences)
     a, rho = orders[finite][:, None], divergences[finite][:, None]
@@ -218,7 +217,7 @@ def log_delta_from_renyi(
 
 
 def zcdp(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> float:
-    """Returns rho of zCDP, the sum of (largest sensitivity / sigma)^2 / 2, even if subsampled."""
+    """Returns rho of zCDP: sum of (largest sensitivity / sigma)^2 / 2, whatever the subsampling."""
     flat = flatten(event, relation)
     if not flat.private:
         return math.inf

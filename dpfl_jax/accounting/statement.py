@@ -1,9 +1,8 @@
 """``guarantee.json``: what a run promises, and all that is needed to check it.
 
 It names the mechanism and the public numbers of the data (``basis``), the events that follow from
-them, and the epsilon of these events. ``differences`` derives the events again and accounts for
-them, as any reader can. The file cannot show that the mechanism ran, nor that the data are as
-declared.
+them, and the epsilon of these events. ``differences`` derives and accounts for the events again, as
+any reader can. The file cannot show that the mechanism ran, nor that the data are as declared.
 
 Nothing in it is computed from private data, except numbers that the guarantee's assumptions name as
 public.
@@ -104,8 +103,8 @@ class Statement(_Part):
     basis: dict[str, Any]
     """Mechanism and public numbers from which the events follow; ``system`` says how."""
     events: list[list[dict[str, Any]]]
-    """A unit's epsilon is at most the largest of each list, thus the smallest of these. Without
-    lists there is no guarantee."""
+    """Each list bounds a unit's epsilon by its costliest event, so the cheapest list counts. No
+    list: there is no guarantee."""
     groups: list[Group] = []
     """Kinds of units that spend less than the run's epsilon."""
     digests: Digests | None = None
@@ -299,7 +298,7 @@ def read_report(folder: pathlib.Path, stated: Statement) -> tuple[dict[str, Any]
         same = same and report.get("summary", summary).startswith(summary)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadInputError(f"{file} is not the report of a run: {error}") from error
-    return report, "" if same else f"{file} states another guarantee than the file beside it"
+    return report, "" if same else f"{file} states another guarantee than the run's {NAME}"
 
 
 def differences(

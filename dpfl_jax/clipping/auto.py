@@ -81,7 +81,7 @@ class Explanation:
             name = f"{len(copied)} parameters, {largest.name!r} {largest.shape} the largest, are"
         return (
             f"{name} copied for each unit ({largest.reason}): that takes {extra / 2**20:.3g} MiB "
-            f"beside {held / 2**20:.3g} MiB for the parameters and what book-keeping holds "
+            f"in addition to {held / 2**20:.3g} MiB for the parameters and book-keeping "
             f"(estimates): write the loss with plain products, or set strategy to 'scan'"
         )
 

@@ -68,9 +68,7 @@ class ClippedGrad:
     normalize_by: float = 1.0
 
     def sensitivity(self, neighboring: Neighboring) -> float:
-        """Returns the largest distance between the sums of two neighbouring batches.
-
-        Noise is scaled to it.
+        """Returns the largest distance between sums of neighbouring batches, to scale noise by.
 
         Args:
           neighboring: ``"add-or-remove"``: one of the batches lacks a unit; ``"zero-out"``: it has
@@ -426,8 +424,7 @@ def clipped_grad(
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, whose speeds and rounding are assumed (at least
         the rounding of every attached device); default: the backend.
       norm_method: how ``"ghost"`` computes norms where it can; default: the cheapest method.
-      memory_limit: most bytes that ``"auto"`` lets book-keeping hold; default: half the device's
-        memory.
+      memory_limit: most bytes that ``"auto"`` lets book-keeping hold; default: half of the device.
       unit_sharding: under automatic sharding of parameters (fully sharded, tensor parallel), how
         the batch's leading axis is split. It keeps a unit's records on the unit's devices, so that
         no activations are sent for norms and sums. It is not needed where only units are split.

@@ -48,7 +48,7 @@ class Workload:
     rates: tuple[float, ...] | None = None
 
     def response(self, steps: int) -> np.ndarray:
-        """Returns what K divides, float64 [steps]: ``memory``, or its running sum without rates."""
+        """Returns what K^-1 multiplies, float64 [steps]: ``memory``, or its sums without rates."""
         given = np.zeros(steps)
         given[: len(self.memory)] = self.memory[:steps]
         return np.cumsum(given) if self.rates is None else given

@@ -27,8 +27,8 @@ from dpfl_jax.noise.exact import add_exact
 from dpfl_jax.noise.gaussian import GaussianNoise
 
 PyTree = Any
-# Noise over sensitivity. Above, exact noise could not hide its own grid; below, a few hundred units
-# would reach the clamp of exact noise.
+# Bounds on noise over sensitivity: above the first, exact noise could not hide its own grid; below
+# the second, a few hundred units would reach its clamp.
 MOST_NOISE = 1e6
 _LEAST_NOISE = 1e-5
 
@@ -261,9 +261,9 @@ def refuse_key_reuse(
       A transformation like ``noise``, with ``KeyReuseState``. If the state has released this step,
       or a later step, of the same run, the gradient is NaN under ``jit``, and BadInputError is
       raised outside ``jit``. BadInputError is also raised if one array (or one tracer) is given
-      twice, and, outside ``jit``, if two arrays hold equal words. Reuse goes unnoticed if a state
-      from before the first release is passed again and the key is used twice within a compiled
-      function, by ``vmap``, ``scan`` or ``lax.map``, or as copies made in a compiled function.
+      twice, and, outside ``jit``, if two arrays hold equal words. With a state from before the
+      first release, reuse goes unnoticed if a key is given twice to a compiled function, by
+      ``vmap``, ``scan`` or ``lax.map``, or as copies that a compiled function makes.
 
     Examples:
       >>> from dpfl_jax.noise import Noise, refuse_key_reuse, transformation

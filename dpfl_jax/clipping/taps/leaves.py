@@ -300,10 +300,7 @@ def _gradients_of_uses(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> li
 def summed_gradient(
     pairs: Sequence[Pair], leaf_shape: tuple[int, ...], weights: jax.Array, keep: jax.Array
 ) -> jax.Array:
-    """Returns the sum over units of weight times gradient, float32 [*leaf_shape].
-
-    It takes one product for each use. ``weights`` is float32 [n], ``keep`` bool [n].
-    """
+    """Returns the sum over units of weight times gradient, float32 [*leaf_shape]."""
     total = []
     for p in pairs:
         left, right = p.left, p.right
