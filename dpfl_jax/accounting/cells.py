@@ -41,7 +41,7 @@ class Everyone:
 
 @dataclasses.dataclass(frozen=True)
 class OnePass:
-    """Each unit takes part in one step at most, whatever the units contain."""
+    """Each unit takes part in one step at most; no unit's content affects in which one."""
 
 
 @dataclasses.dataclass(frozen=True)

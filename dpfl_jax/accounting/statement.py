@@ -17,13 +17,12 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import dp_accounting
 from dp_accounting import NeighboringRelation
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dpfl_jax import __version__
 from dpfl_jax.accounting import event_types
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
@@ -34,13 +33,13 @@ from dpfl_jax.accounting.accountant import (
 from dpfl_jax.accounting.attacks import Meaning, meaning_of_bound, meaning_of_cases
 from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
 from dpfl_jax.accounting.guarantee import Guarantee
+from dpfl_jax.accounting.versions import library
 from dpfl_jax.errors import BadInputError, one_line, require, unrepeated
 from dpfl_jax.files import read_text
 
 VERSION = 2
 _READ = (1, 2)  # version 1 has no digests, no unit key and no public inputs
 NAME = "guarantee.json"
-LIBRARY = f"dpfl_jax {__version__}"
 # Relative difference that rounding may cause between two machines.
 _ROUNDING = 1e-6
 # Fields of a guarantee that depend on the run's data and configuration, not on the mechanism.
@@ -50,16 +49,19 @@ _EARLIER_WORDS = {" (mechanism.noise=exact)": ""}
 # These keep an explanation within about a second.
 _MOST_EVENTS, _COARSE = 8, 0.1
 _MOST_DEPTH = 50
+# The errors that values of unexpected types cause.
+_UNUSABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 Cases = Sequence[Sequence[dp_accounting.DpEvent]]
+_T = TypeVar("_T", bound=BaseModel)
 
 
-class _Part(BaseModel, abc.ABC):
+class Part(BaseModel, abc.ABC):
     """A JSON object in the file; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class DrawnNoise(_Part):
+class DrawnNoise(Part):
     """How the noise of the run was drawn."""
 
     drawn: Literal["exact", "float"]
@@ -67,7 +69,7 @@ class DrawnNoise(_Part):
     ``float``: sums of two float32 normals, accounted as real-valued Gaussian noise."""
 
 
-class Group(_Part):
+class Group(Part):
     """Units with a smaller epsilon than the run's."""
 
     of: str
@@ -78,7 +80,7 @@ class Group(_Part):
     """What the run does to one of these units."""
 
 
-class Digests(_Part):
+class Digests(Part):
     """SHA-256 of the files that a guarantee belongs to (``accounting.digests``)."""
 
     run: dict[str, str] = {}
@@ -87,13 +89,13 @@ class Digests(_Part):
     """Files of an export, except guarantee.json."""
 
 
-class Statement(_Part):
+class Statement(Part):
     """The content of guarantee.json."""
 
     version: Literal[1, 2]
     """Version of this schema."""
     library: str
-    """Name and version of the library that wrote the file."""
+    """The versions of dpfl_jax that took the steps and wrote the file (``versions.library``)."""
     privacy: Guarantee
     """The guarantee, as in report.json: unit, adjacency, trust, epsilon, delta, assumptions."""
     text: str
@@ -129,7 +131,7 @@ class Statement(_Part):
         relation = _relation(guarantee)
         return cls(
             version=VERSION,
-            library=LIBRARY,
+            library=library(),
             privacy=guarantee,
             text=str(guarantee),
             noise=DrawnNoise(
@@ -158,6 +160,10 @@ class Statement(_Part):
         """Returns a copy with these digests added; the keywords are fields of ``Digests``."""
         known = {} if self.digests is None else self.digests.model_dump()
         return self.model_copy(update={"version": VERSION, "digests": Digests(**known | files)})
+
+    def made_by(self, versions: Sequence[str]) -> Statement:
+        """Returns a copy for a run whose steps were taken by these versions of dpfl_jax."""
+        return self.model_copy(update={"library": library(versions)})
 
     @property
     def cases(self) -> list[list[dp_accounting.DpEvent]]:
@@ -206,6 +212,27 @@ def read(path: str | os.PathLike[str]) -> Statement:
     Raises:
       BadInputError: the file is not a guarantee.json, or has a version that is not known here.
     """
+    values = read_values(path, NAME)
+    if not isinstance(values, dict) or "version" not in values:
+        raise BadInputError(f"{path} is no {NAME}: it has no version")
+    if type(values["version"]) is not int or values["version"] not in _READ:
+        raise BadInputError(
+            f"{path} has version {values['version']!r}, but {library()} reads versions up to "
+            f"{VERSION}: install a newer release"
+        )
+    return parsed(Statement, values, path)
+
+
+def read_values(path: str | os.PathLike[str], what: str) -> Any:
+    """Reads the values of an untrusted JSON file, with limits on numbers, nesting and characters.
+
+    Args:
+      path: the file.
+      what: what the file should be, in words.
+
+    Raises:
+      BadInputError: the file cannot be read, or exceeds a limit.
+    """
     path = pathlib.Path(path)
     try:
         values = json.loads(
@@ -217,22 +244,24 @@ def read(path: str | os.PathLike[str]) -> Statement:
         if depth > _MOST_DEPTH or (isinstance(value, int) and abs(value) >= 2**63):
             raise BadInputError(
                 f"{path} holds an integer of more than 64 bits, or is nested deeper than "
-                f"{_MOST_DEPTH} levels, unlike any {NAME}: ask whoever made it for a new copy"
+                f"{_MOST_DEPTH} levels, unlike any {what}: ask whoever made it for a new copy"
             )
         if isinstance(value, str) and one_line(value) != value:
             raise BadInputError(
                 f"{path} holds a line break or an invisible character in {one_line(value)[:60]!r}, "
-                f"which no {NAME} does: its text could be mistaken for output of `dpfl verify`"
+                f"unlike any {what}: its text could be mistaken for output of `dpfl verify`"
             )
-    if not isinstance(values, dict) or "version" not in values:
-        raise BadInputError(f"{path} is no {NAME}: it has no version")
-    if type(values["version"]) is not int or values["version"] not in _READ:
-        raise BadInputError(
-            f"{path} has version {values['version']!r}, but {LIBRARY} reads versions up to "
-            f"{VERSION}: install a newer release"
-        )
+    return values
+
+
+def parsed(kind: type[_T], values: Any, path: str | os.PathLike[str]) -> _T:
+    """Returns the ``values`` of a file as a Pydantic model.
+
+    Raises:
+      BadInputError: they do not fit the model; the message says where.
+    """
     try:
-        return Statement.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -326,7 +355,7 @@ def differences(
         return problems, unchecked
     try:
         again = restate(stated.basis)
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except _UNUSABLE as error:
         why = error if isinstance(error, BadInputError) else f"{type(error).__name__} {error}"
         again = None
         problems.append(f"no mechanism can be built from `basis`: {why}")
@@ -339,7 +368,7 @@ def differences(
             cost([[event_types.from_json(group.event)]], privacy.delta, stated.relation)
             for group in stated.groups
         ]
-    except (ValueError, ArithmeticError) as error:
+    except _UNUSABLE as error:
         return [*problems, f"the file's events cannot be accounted: {error}"], unchecked
     if not real <= privacy.epsilon * (1 + _ROUNDING):
         problems.append(
@@ -463,8 +492,8 @@ def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
     for name in ("noise", "basis", "events", "groups"):
         if (place := _unequal(mine[name], theirs[name], name)) is not None:
             problems.append(f"{place} by the mechanism in `basis`")
-    if problems and stated.library != LIBRARY:
-        problems[-1] += f" ({stated.library} wrote the file, this is {LIBRARY}: words may differ)"
+    if problems and stated.library != library():
+        problems[-1] += f" ({stated.library} wrote the file, this is {library()}: words may differ)"
     return sorted(problems)
 
 

@@ -83,6 +83,16 @@ class Adaptive:
     def threshold(self) -> None:
         """None, as the clip norm changes from step to step."""
 
+    @property
+    def assumption(self) -> str:
+        """The sentence of a guarantee about the clip norm and its effect on the sensitivity."""
+        return (
+            f"the clip norm is such a constant in the first step alone, {self.clip_norm:g}; that "
+            "of a later step follows from a count of the units whose norm was at most the clip "
+            "norm, which is noised and released with their sum: one unit moves both together by "
+            f"at most {self.sensitivity:.7g} clip norms, and noise is scaled to that"
+        )
+
     def rule(self, clip_norm: jax.Array | float | None = None) -> Normalized:
         """Returns the rule of a step with this C, a number or traced value; None: the first C."""
         return Normalized(self.clip_norm if clip_norm is None else clip_norm)  # type: ignore[arg-type]

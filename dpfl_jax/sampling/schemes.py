@@ -579,8 +579,8 @@ class PersonalizedPoisson:
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         """Returns the distinct indices of ``step``, sorted, int64 [n].
 
-        Thinning draws units with the largest probability and then keeps each with its share of
-        that. The distribution is right, and the cost grows with the draw, not the population.
+        All units are drawn with the largest probability, and each is then kept with the ratio of
+        its probability to that (thinning): the cost grows with the draw, not the population.
 
         Raises:
           BadInputError: the number of units is not the number of probabilities.
