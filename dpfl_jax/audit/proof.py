@@ -479,8 +479,8 @@ class RunAudit:
         cases = stated.cases
         if len(cases) != 1 or len(cases[0]) != 1:
             raise BadInputError(
-                "the guarantee covers several events, which cannot be audited together: audit the "
-                "guarantee of one run"
+                "the guarantee is not that of a single event, which an audit of a run needs: audit "
+                "the configuration with --simulate"
             )
         event, privacy = cases[0][0], stated.privacy
         steps = int(np.isfinite(self.seen).all(axis=0).sum())

@@ -211,7 +211,7 @@ class SiloClient:
     def _hello(self, header: dict[str, Any]) -> bytes:
         different = first_difference(self.study, header.get("study"))
         if different:
-            raise RefusedError(f"the server's study differs from this silo's: {different}")
+            raise RefusedError(f"the server's study is not this silo's: {different}")
         task = self.held.task
         if task.table is not None:  # silos may write decimals in different ways
             task = dataclasses.replace(task, table=dataclasses.replace(task.table, decimal="point"))
@@ -283,7 +283,7 @@ class SiloClient:
             return self.runs[plan.run]
         different = first_difference(self.study, plan.study)
         if different:
-            raise RefusedError(f"the plan's study differs from this silo's: {different}")
+            raise RefusedError(f"the plan's study is not this silo's: {different}")
         if self.name not in plan.names:
             raise RefusedError(f"the plan is for the silos {plan.names}, not for {self.name}")
         if len(plan.names) != (count := self.held.config.federation.silos):

@@ -133,7 +133,7 @@ def _wrong_isrl(config: RunConfig) -> str | None:
         )
     if section.answering is not None:
         key = "silos_law" if section.silos_law is not None else "silos_per_round"
-        return f"federation.{key} is set, but remote silos answer as they can: remove it"
+        return f"federation.{key} is set, but only the run shows which silos answer: remove it"
     if config.privacy.epsilon is None:
         return "privacy.epsilon is null, but remote silos run only with privacy: set it"
     return None
@@ -158,7 +158,7 @@ def first_difference(mine: Any, theirs: Any) -> str | None:
     The words hold no values, which the reader may not be allowed to know.
     """
     key = differing_key(mine, theirs)
-    return None if key is None else f"{key} differs between here and there"
+    return None if key is None else f"{key} is not the same here and there"
 
 
 @dataclasses.dataclass(frozen=True)

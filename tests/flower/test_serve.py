@@ -359,7 +359,7 @@ def test_who_has_no_certificate_of_a_silo_is_turned_away(link, tmp_path):
                 pass
     wrong = silo("bern")
     wrong.config = wrong.config.model_copy(update={"certificate_key": "stranger.key"})
-    with pytest.raises(BadInputError, match="no certificates and key"):
+    with pytest.raises(BadInputError, match="not files of certificates"):
         context_of(wrong)
     wrong.config = wrong.config.model_copy(update={"certificate_key": None})
     with pytest.raises(BadInputError, match="set both"):

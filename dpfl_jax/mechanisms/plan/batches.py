@@ -156,7 +156,7 @@ def check_packed_loss(loss_fn: Callable[..., jax.Array], store: Readable, params
         raise BadInputError(
             f"the loss of packed rows is {together:.6g}, but the losses of their {len(positions)} "
             f"sequences add up to {one_by_one.sum():.6g}: set execution.packing to 0, or make the "
-            "loss of a row (the one marked with takes_segments) the sum of its sequences' losses"
+            "loss that takes_segments marks the sum of the losses of a row's sequences"
         )
     name = key_argument(loss_fn)
     if name is not None:
