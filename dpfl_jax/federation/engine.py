@@ -131,7 +131,8 @@ def make_release(
     Args:
       mechanism: mechanism of any silo; silos differ only in numbers.
       loss_fn: ``(params, record) -> scalar``.
-      optimizer: Optax optimiser of the local steps, which sees only noised gradients.
+      optimizer: Optax optimiser of the local steps. It sees only noised gradients, and gets the
+        standard deviation of their noise as ``noise_stddev``.
       mesh: devices; silos are split over its ``"data"`` axis.
       width: number of silos that a device processes at once, by ``vmap``. 1 is the fastest on a
         CPU, where XLA's convolutions with a batch of kernels are slow.
@@ -140,6 +141,7 @@ def make_release(
       **options: options of ``SiloMechanism.clipped_grad``.
     """
     summed = clipped_sum(mechanism, loss_fn, **options)
+    local_optimizer = optax.with_extra_args_support(optimizer)
 
     def one_silo(
         start: PyTree, opt_state: PyTree, silo: Chunk, microbatches: jax.Array
@@ -155,7 +157,10 @@ def make_release(
             noise = mechanism.noise.transform(step["stddev"], sensitivity, step["divisor"])
             key = step["noise_key"]
             gradient, _ = noise.update(total, noise.init(params), params, noise_key=key)
-            updates, new_state = optimizer.update(gradient, state, params)
+            stddev = step["stddev"] / step["divisor"]
+            updates, new_state = local_optimizer.update(
+                gradient, state, params, noise_stddev=stddev
+            )
             new = (optax.apply_updates(params, updates), new_state)
             kept = jax.tree.map(lambda a, b: jnp.where(step["active"], a, b), new, (params, state))
             return kept, stats

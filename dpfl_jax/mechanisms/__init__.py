@@ -5,7 +5,6 @@ its pseudo-code.
 """
 
 from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.individual_budget import IndividualBudget
 from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
     Banded,
@@ -29,8 +28,6 @@ from dpfl_jax.mechanisms.presets import (
     bandmf,
     blt,
     els,
-    individual,
-    individual_els,
     non_private,
     owner_sets,
     truncated,
@@ -47,8 +44,6 @@ __all__ = [
     "allocation",
     "truncated",
     "owner_sets",
-    "individual",
-    "individual_els",
     "non_private",
     "Mechanism",
     "Population",
@@ -65,6 +60,5 @@ __all__ = [
     "NoNoise",
     "Gradient",
     "UserUpdate",
-    "IndividualBudget",
     "mean_of_examples",
 ]

@@ -24,6 +24,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import NAME, Statement, read
+from dpfl_jax.accounting.versions import this_version
 from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.data import Store, load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -164,6 +165,7 @@ class PrivateSweep:
             ]
             for line in first.warnings():
                 console.print(line)
+            _refuse_another_version(directory)
             guarantee = first.about(selection.guarantee())
             console.print(f"{len(runs)} cells, {self.expected_runs:g} runs expected; the sweep:")
             console.print(guarantee.summary(), highlight=False)
@@ -363,6 +365,22 @@ class PrivateSweep:
         for name in ("runs", "compiled"):
             shutil.rmtree(directory.path / "private" / name, ignore_errors=True)
         return report
+
+
+def _refuse_another_version(directory: RunDirectory) -> None:
+    """Raises BadInputError if another version began the sweep.
+
+    If the version changed within a sweep, the released run's version would reveal how many runs
+    came before it.
+    """
+    first = directory.facts["versions"][0]
+    directory.note("versions", [first])
+    if first != this_version():
+        raise BadInputError(
+            f"the private sweep in {directory.path} was begun by dpfl_jax {first}, and a change of "
+            f"version would reveal something about the secret number of runs: resume it with "
+            f"{first}, or start another sweep"
+        )
 
 
 def _make_empty(folder: pathlib.Path) -> None:
