@@ -249,7 +249,7 @@ def test_another_version_does_not_go_on_with_a_sweep(config, pretend, monkeypatc
         for module in (pipeline, private_sweep):
             patch.setattr(module, "this_version", lambda: "9.9.9")
         for _ in range(2):
-            with pytest.raises(BadInputError, match="would tell how many there were: go on with"):
+            with pytest.raises(BadInputError, match="secret number of runs: resume it with"):
                 private(config).run(_quiet())
     private(config).run(_quiet())
 
