@@ -479,8 +479,8 @@ class RunAudit:
         cases = stated.cases
         if len(cases) != 1 or len(cases[0]) != 1:
             raise BadInputError(
-                "the guarantee is not that of a single event, which an audit of a run needs: audit "
-                "the configuration with --simulate"
+                "an audit of a run needs a guarantee with a single event, which this one has not: "
+                "audit the configuration with --simulate"
             )
         event, privacy = cases[0][0], stated.privacy
         steps = int(np.isfinite(self.seen).all(axis=0).sum())

@@ -221,10 +221,7 @@ class FederatedData:
         )
 
     def silos_of_subjects(self) -> np.ndarray:
-        """Returns the number of silos in which each subject has a record, int64 [num_subjects].
-
-        Private.
-        """
+        """Returns in how many silos each subject has a record, int64 [num_subjects]. Private."""
         counts = np.zeros(self.num_subjects, np.int64)
         for i in range(self.num_silos):
             mine = self.subjects[self.silo_offsets[i] : self.silo_offsets[i + 1]]

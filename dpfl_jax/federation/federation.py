@@ -79,12 +79,7 @@ class SiloPlan:
         return section | ({"noise_multiplier": self.noise_multiplier} if private else {})
 
     def noised_sums(self, rounds: int, unit: str) -> NoisedSums:
-        """Returns the noised sums that are accounted for ``rounds`` rounds.
-
-        Args:
-          rounds: number of rounds.
-          unit: for whom: ``"record"`` or ``"subject"``.
-        """
+        """Returns the noised sums that are accounted for a ``"record"`` or a ``"subject"``."""
         participation, facts = self.mechanism.participation, self.facts
         return NoisedSums(
             participation.scheme_of(facts, unit),

@@ -6,7 +6,7 @@
         noise=Independent(),
     )
 
-Clip rules and noise are those of central mechanisms. The class is another, because its methods need
+Clip rules and noise are shared with central mechanisms. The class is another, as its methods need
 a silo's public sizes (``SiloFacts``), and because its guarantee depends on all silos together
 (``federation.accountant``). So the noise multiplier of a silo is in its plan
 (``federation.SiloPlan``). Silos may differ in every number. Only ``layout`` must be equal, so that

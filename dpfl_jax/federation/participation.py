@@ -144,10 +144,7 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
     @abc.abstractmethod
     def contribution(self, protected: str) -> Contribution | None:
-        """Returns what a ``"subject"`` or a ``"record"`` contributes to a draw.
-
-        None means that subjects, or records, are themselves what is drawn.
-        """
+        """Returns what a ``"subject"`` or ``"record"`` has in a draw; None: it is what is drawn."""
 
     def check_run(
         self, local_steps: int, participation_prob: float, noise_multiplier: float

@@ -347,11 +347,7 @@ class BudgetTable:
         return solver(self.setting).spent_after(rates, stay, rounds)
 
     def check(self, rounds: int) -> np.ndarray:
-        """Returns ``spent``, after checking that no record exceeds its budget.
-
-        Raises:
-          RuntimeError: a record exceeds its budget, which is a bug.
-        """
+        """Returns ``spent``; raises RuntimeError if a record exceeds its budget, which is a bug."""
         spent = self.spent(rounds)
         over = np.flatnonzero(spent > self.budgets)
         if len(over):

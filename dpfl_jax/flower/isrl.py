@@ -175,12 +175,7 @@ class IsrlSiloRun:
     def message(
         self, round_index: int, key: RootKey, params: Any, state: Any, answered: int
     ) -> tuple[Any, Any]:
-        """Returns what leaves the silo in a round, and its state, which does not change.
-
-        The message is None once the silo's records or rounds are used up. ``key`` is the key of the
-        round's draws, ``params`` the server's parameters, and ``answered`` the number of rounds in
-        which the silo took part before.
-        """
+        """Returns the silo's message (None once records or rounds are used up) and its state."""
         if answered >= self._most:
             return None, state
         del round_index

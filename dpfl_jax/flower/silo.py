@@ -440,10 +440,5 @@ class SiloClient:
 
 
 def drawn_key(run_key: RootKey, nonce: str) -> RootKey:
-    """Returns the key of a round's coin, sample and noise.
-
-    Args:
-      run_key: the silo's key of the run.
-      nonce: random number that the silo drew when the round was requested.
-    """
+    """Returns the key of a round's coin, sample and noise, from the nonce drawn for the round."""
     return run_key.child(f"drawn:{nonce}")

@@ -108,8 +108,8 @@ class IndividualBudget(Named, kinds=BUDGETS):
 
         The run (``training.filtered``) replaces it once it knows how long each unit stays.
         """
-        nobody = np.zeros(made.population, np.int64)
-        return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.draw_prob, nobody))
+        stay = np.zeros(made.population, np.int64)
+        return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.draw_prob, stay))
 
     def fitted_to(self, steps: int) -> IndividualBudget:
         """Returns the budget with ``least_steps`` set, by default to half of the steps.

@@ -251,10 +251,7 @@ def prices(
     """
     config, is_here = start.config, chip_name == "here"
     if is_here and config.population is not None:
-        raise BadInputError(
-            "--chip here times steps on data, but this configuration has only the statistics of "
-            "its section population: give a chip's name or its FLOP/s"
-        )
+        raise BadInputError("--chip here needs data, but this configuration has none: name a chip")
     flops, chips = {}, {}
     more: dict[str, Any] = {"price": price, "watts": watts}
     if is_here:

@@ -104,11 +104,9 @@ class Sensitivities:
 
     @classmethod
     def assumed(cls, decay: float, groups: Sequence[int]) -> Sensitivities:
-        """Returns the assumption L_ULS(G) = G^-decay and L_ELS = 1.
+        """Returns L_ELS = 1 and L_ULS(G) = G^-decay for these group sizes.
 
-        Args:
-          decay: 0 if all gradients of a user are identical, 1/2 if they are orthogonal.
-          groups: group sizes G.
+        Decay is 0 if all gradients of a user are identical, and 1/2 if they are orthogonal.
         """
         at_least("the decay of gradient norms", decay, 0, most=1)
         norms = {int(g): float(g) ** -decay for g in groups}

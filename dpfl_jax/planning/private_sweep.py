@@ -368,11 +368,7 @@ class PrivateSweep:
 
 
 def _refuse_another_version(directory: RunDirectory) -> None:
-    """Raises BadInputError if another version began the sweep.
-
-    If the version changed within a sweep, the released run's version would reveal how many runs
-    came before it.
-    """
+    """Raises BadInputError if another version began the sweep, as versions date the runs."""
     first = directory.facts["versions"][0]
     directory.note("versions", [first])
     if first != this_version():

@@ -72,10 +72,7 @@ class Scenario:
         return self._planners[key]
 
     def steps(self) -> list[int]:
-        """Returns the numbers of steps to compare: powers of two times the configuration's.
-
-        Only numbers that the law covers are compared; without a law only the configuration's.
-        """
+        """Returns the numbers of steps to compare: those that the law covers, or the configured."""
         if self.law is None:
             return [self.planner.steps]
         low, high = (f(row["steps"] for row in self.law.rows) for f in (min, max))

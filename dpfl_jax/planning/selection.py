@@ -142,9 +142,8 @@ def _check_cell(cell: Calibrated) -> None:
         has_renyi = False
     if not has_renyi:
         raise BadInputError(
-            "a private sweep is accounted with Renyi divergences, but for mechanism.kind="
-            f"{cell.mechanism.kind} none are known that include its sampling: use "
-            f"mechanism.kind={RENYI_KINDS}"
+            "a private sweep is accounted with Renyi divergences, and none that count its sampling "
+            f"are known for mechanism.kind={cell.mechanism.kind}: use mechanism.kind={RENYI_KINDS}"
         )
 
 
@@ -275,14 +274,9 @@ class Selection:
         return 0.5 * STDDEV / self._steps / self.held_out * self.bound
 
     def shares(self, losses: np.ndarray, user_offsets: np.ndarray) -> list[int]:
-        """Returns each person's part of the sum, in grid steps of the noise.
+        """Returns each person's part of the sum in grid steps, at most half the bound in size.
 
-        Args:
-          losses: float [n], losses of the examples, ordered by person.
-          user_offsets: int64 [people + 1], where each person's examples begin.
-
-        Returns:
-          One integer per person, at most half the bound in size.
+        The arguments are those of ``score``.
         """
         offsets = np.asarray(user_offsets) - user_offsets[0]
         shares = []

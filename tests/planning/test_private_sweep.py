@@ -286,7 +286,11 @@ def test_a_ledger_without_room_refuses_before_the_first_run(config, pretend):
         ({"epsilon": [1, 8]}, (), "epsilon is an axis.*one target"),
         ({"data.validation_fraction": [0.1, 0.2]}, (), "the same people"),
         ({"kind": ["uls", "none"]}, (), "mechanism.kind=none has no privacy"),
-        ({"kind": ["uls", "allocation"]}, (), "kind=allocation none are known.*uls, els or bandmf"),
+        (
+            {"kind": ["uls", "allocation"]},
+            (),
+            "for mechanism.kind=allocation: use.*uls, els or bandmf",
+        ),
         ({"cohort_size": [4, 5000]}, (), "the cell cohort_size 5000 cannot be run"),
         (AXES, ("train.keep_best=true", "train.eval_every=1"), "train.keep_best.*leave them out"),
         (AXES, ("eval.personalize=true",), "set eval.personalize=false"),

@@ -51,14 +51,7 @@ _FEWEST = 40
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """The claim that an audit of the final model tests.
-
-    Attributes:
-      event: event of the run.
-      delta: delta of the claim.
-      epsilon: epsilon of the claim.
-      relation: adjacency.
-    """
+    """The claim that an audit of the final model tests; ``relation`` is the adjacency."""
 
     event: Any
     delta: float

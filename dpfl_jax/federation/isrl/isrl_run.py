@@ -141,14 +141,7 @@ class IsrlStudy(Run, abc.ABC):
 
 @dataclasses.dataclass
 class IsrlRun(IsrlStudy):
-    """An ISRL run with all silos here, ready to run.
-
-    Attributes:
-      config: the configuration.
-      records: the records of all silos.
-      loss: the loss of single records, with its constants.
-      parameters: every number of the algorithm, noise included.
-    """
+    """An ISRL run with all silos here, ready to run; ``records`` are the records of all silos."""
 
     config: RunConfig
     records: SiloRecords
@@ -346,10 +339,7 @@ def loss_for_data(config: RunConfig, sizes: np.ndarray, features: int, classes: 
 
 
 def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
-    """Returns bounds on the excess risk, known before training, by the theorems.
-
-    Constants are 1, and logarithms are left out.
-    """
+    """Returns the theorems' bounds on the excess risk, with constants 1 and without logarithms."""
     if parameters.noise is None:
         return []
     lipschitz = float(parameters.clip_norms.max())

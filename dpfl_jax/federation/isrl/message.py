@@ -156,10 +156,7 @@ def make_messages(
     stddev: jax.Array,
     rank: jax.Array | None = None,
 ) -> Callable[[jax.Array, PyTree], jax.Array]:
-    """Returns ``messages(w, round) -> [N, ...]``, the messages of all silos.
-
-    The arguments are those of ``make_oracle``.
-    """
+    """Returns ``messages(w, round) -> [N, ...]`` of all silos; arguments as for ``make_oracle``."""
     if rank is None and spec.sampling == "disjoint":
         raise BadInputError(
             "sampling is disjoint, which needs a random order of records: give rank=schedule.rank"

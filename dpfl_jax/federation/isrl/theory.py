@@ -71,16 +71,14 @@ class Problem:
 
 
 def minibatch_step(problem: Problem, rounds: int, sigma: float) -> float:
-    """Returns the step size eta of noisy minibatch SGD.
+    """Returns the step size eta of noisy minibatch SGD, by Theorem 2.1 (D.1).
 
-    Source: Theorem 2.1 (D.1) for convex losses; Lemma D.5, with d sigma^2/M + L^2 for its constant,
-    for strongly convex losses.
+    For strongly convex losses it follows Lemma D.5, with c = d sigma^2/M + L^2.
 
     Args:
       problem: the problem.
       rounds: number of rounds R.
-      sigma: standard deviation of the noise on a silo's *mean* gradient; only used if the loss is
-        strongly convex.
+      sigma: noise on a silo's *mean* gradient, only used if the loss is strongly convex.
     """
     positive("rounds", rounds)
     p, mu = problem, problem.strong_convexity
@@ -152,10 +150,7 @@ def variance_sco(problem: Problem, batch: float, sigma: float) -> float:
 
 
 def variance_erm(problem: Problem, batch: float, sigma: float) -> float:
-    """Returns a bound on the variance V^2 of the mean noisy gradient in ERM, by Lemma F.1.
-
-    It is 4 L^2/(MK) + d sigma^2/M, without the first term if all records are used in every round.
-    """
+    """Returns a bound on V^2 in ERM: 4 L^2/(MK) (0 with all records) + d sigma^2/M (Lemma F.1)."""
     p = problem
     whole = p.cohort * batch >= p.silo_size * p.silos
     sampled = 0.0 if whole else 4 * p.lipschitz**2 / (p.cohort * batch)
@@ -172,10 +167,7 @@ def smoothing_sco(problem: Problem) -> float:
 
 
 def smoothing_erm(problem: Problem) -> float:
-    """Returns beta of the Moreau envelope for ERM, by Theorem F.2.
-
-    It is epsilon n sqrt(M) L / (sqrt(d) D), or mu M epsilon^2 n^2 / d if strongly convex.
-    """
+    """Returns beta of the Moreau envelope for ERM, by Theorem F.2."""
     p = problem
     if p.strong_convexity:
         return p.strong_convexity * p.cohort * p.signal**2
@@ -203,10 +195,7 @@ def risk_upper_bound(problem: Problem) -> Risk:
 
 
 def risk_lower_bound(problem: Problem) -> Risk:
-    """Returns the lower bound for any ISRL-DP algorithm, up to logarithms, by Theorem 2.2.
-
-    It holds for compositional algorithms, with C = 1.
-    """
+    """Returns the lower bound for (compositional, C = 1) ISRL-DP algorithms, by Theorem 2.2."""
     p = problem
     cost = 1 / (p.signal * math.sqrt(p.cohort))
     if p.strong_convexity:
@@ -217,10 +206,7 @@ def risk_lower_bound(problem: Problem) -> Risk:
 
 
 def central_risk_lower_bound(problem: Problem) -> Risk:
-    """Returns the convex lower bound with a trusted server, which needs 1/sqrt(N) of the noise.
-
-    Source: Bassily et al. 2019.
-    """
+    """Returns the convex lower bound with a trusted server (Bassily et al. 2019)."""
     p = problem
     private = p.lipschitz * p.diameter * min(1.0, 1 / (p.signal * p.cohort))
     return Risk(p.phi * p.diameter / math.sqrt(p.cohort * p.silo_size), private)

@@ -452,10 +452,8 @@ class Plan:
             )
 
     def _own(self, key: RootKey) -> RootKey:
-        """A secret key is made the plan's own; a public seed draws the same in every plan.
-
-        Runs under one seed are compared with each other, and nothing about its draws is secret.
-        """
+        # Each plan gets its own key from a secret one. A public seed draws the same in every plan,
+        # because runs under one seed are compared with each other.
         return key if key.public else key.child("plan:" + self.digest)
 
     # ---- what is accounted -----------------------------------------------------------------
