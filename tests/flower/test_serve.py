@@ -313,10 +313,10 @@ def test_updates_of_all_nodes_together_are_bounded(link, monkeypatch):
 
 def test_what_it_cannot_listen_with_is_one_sentence(link, tmp_path):
     (tmp_path / "a").write_text("no certificate")
-    with pytest.raises(BadInputError, match="look at --host"), front("127.0.0.1", link, 1, None):
+    with pytest.raises(BadInputError, match="check --host"), front("127.0.0.1", link, 1, None):
         pass
     files = (str(tmp_path / "a"),) * 2
-    with pytest.raises(BadInputError, match="look at --cert"), front("127.0.0.1", 0, 1, files):
+    with pytest.raises(BadInputError, match="check --cert"), front("127.0.0.1", 0, 1, files):
         pass
 
 

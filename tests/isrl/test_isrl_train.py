@@ -154,7 +154,7 @@ def test_noise_of_another_silo_stops_a_run_before_it_begins(tmp_path):
     made = prepare(config, Console(quiet=True))
     noise = made.parameters.noise[::-1]
     made = dataclasses.replace(made, parameters=dataclasses.replace(made.parameters, noise=noise))
-    with pytest.raises(BadInputError, match=r"silo 0 grants epsilon 8 on .* which grants 2 on"):
+    with pytest.raises(BadInputError, match=r"silo 0 grants epsilon 8 on .* that grants 2 on"):
         made.algorithm()
 
 

@@ -283,7 +283,7 @@ def test_a_ledger_without_room_refuses_before_the_first_run(config, pretend):
 @pytest.mark.parametrize(
     ("axes", "overrides", "words"),
     [
-        ({"epsilon": [1, 8]}, (), "epsilon is an axis.*one target"),
+        ({"epsilon": [1, 8]}, (), "epsilon is an axis.*same people and target"),
         ({"data.validation_fraction": [0.1, 0.2]}, (), "the same people"),
         ({"kind": ["uls", "none"]}, (), "mechanism.kind=none has no privacy"),
         (

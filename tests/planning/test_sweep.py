@@ -220,7 +220,7 @@ def test_bad_sweeps_are_refused_before_the_first_run(config, capsys):
     for axes, options, message in (
         ({}, {}, "at least one axis"),
         ({"epsilon": [1]}, {"repeats": 0}, "number of repeats is 0"),
-        ({"epsilon": [1]}, {"tuned": ("clip_norm",)}, "no axis"),
+        ({"epsilon": [1]}, {"tuned": ("clip_norm",)}, "no such axis"),
         ({"budget": [8], "cohort_size": [4]}, {}, "keep one"),
     ):
         with pytest.raises(BadInputError, match=message):
