@@ -327,7 +327,7 @@ def capped(
     if participation.personal and not keep.all():
         raise BadInputError(
             "mechanism.kind=rpdp takes one record of each user in a silo, but users have several: "
-            "set data.user_column=null to take every row for another person, or "
+            "set data.user_column=null to treat every row as another person, or "
             "data.max_examples_per_user=1 to train only on the first record of each user"
         )
     return keep
