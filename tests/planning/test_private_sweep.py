@@ -289,7 +289,7 @@ def test_a_ledger_without_room_refuses_before_the_first_run(config, pretend):
         (
             {"kind": ["uls", "allocation"]},
             (),
-            "for mechanism.kind=allocation: use.*uls, els or bandmf",
+            "kind=allocation: use.*uls, els or bandmf",
         ),
         ({"cohort_size": [4, 5000]}, (), "the cell cohort_size 5000 cannot be run"),
         (AXES, ("train.keep_best=true", "train.eval_every=1"), "train.keep_best.*leave them out"),
