@@ -106,7 +106,7 @@ FITS = {
     },
     "parameters hold no array": {"params": None},
     r"run_dir is 3 \(int\)": {"run_dir": 3},
-    "trainable.*leaves are no bools": {"trainable": "w"},
+    "trainable.*are not bools": {"trainable": "w"},
     "loop is 3": {"loop": 3},
     "hooks is <built-in": {"hooks": print},
 }
