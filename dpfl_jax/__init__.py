@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# By module its names: loaded on first use, so that `dpfl --help` does not start JAX.
+# Module -> its public names, imported on first use, so that `dpfl --help` does not start JAX.
 _NAMES = {
     "accounting": "Guarantee",
     "clipping": "ClippedGradResult clipped_fun clipped_grad",
@@ -136,5 +136,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is loaded, and what is on first use: notebooks complete both."""
+    """Lists names that are not yet imported, too, so that notebooks complete them."""
     return sorted({*globals(), *__all__})

@@ -32,13 +32,13 @@ class Options(options.Options):
     """An export.
 
     Attributes:
-      run: run directory, finished.
+      run: directory of a finished run.
       out: a directory that does not exist or is empty.
-      which: checkpoint: the last, or the one with the lowest held-out loss (train.keep_best).
-      adapter: adapters alone, as peft has them.
-      dtype: of the weights.
-      max_file_size: of a weights file, in GB.
-      module: code of model.module, where some of what it builds was not trained; it is imported.
+      which: the last checkpoint, or the one with the lowest held-out loss (train.keep_best).
+      adapter: only the adapters, in the layout of peft.
+      dtype: type of the weights.
+      max_file_size: largest size of a weights file, in GB.
+      module: code of model.module, if some of what it builds was not trained; it is imported.
     """
 
     run: Annotated[str, Flag("RUN", is_positional=True)]
