@@ -57,7 +57,7 @@ class Options(options.Options):
     """A check of a guarantee.
 
     Attributes:
-      file: guarantee.json, a report.json beside one, or a run directory.
+      file: guarantee.json, the report.json of a run, or a run directory.
       mechanism: code of a mechanism that is not the library's; it is imported.
     """
 
@@ -113,7 +113,7 @@ def _restate(basis: dict[str, Any]) -> Any:
 
 
 def _unlike_report(folder: pathlib.Path, stated: Any) -> list[str]:
-    """Where the reports of a run state another guarantee, a sentence each."""
+    """A sentence for each report of a run that states another guarantee."""
     from dpfl_jax.accounting.statement import read_report
     from dpfl_jax.files import read_text
 

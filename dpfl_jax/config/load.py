@@ -533,12 +533,12 @@ def _check_plain(node: yaml.ScalarNode, text: str, at: str) -> None:
     if kind == "str" and _CUT.match(text, node.end_mark.index):
         raise BadInputError(
             f"{at} is cut off at the #, where YAML begins a comment: put the value in quotes, or a "
-            "blank behind the #"
+            "blank after the #"
         )
 
 
 def _empty(at: str) -> BadInputError:
     return BadInputError(
-        f"{at} is empty, which YAML takes for null: write null if nothing is meant; a variable of "
-        "the shell may not be set, and what begins with # or & needs quotes"
+        f"{at} is empty, which YAML reads as null: write null if that is meant; a variable of the "
+        "shell may be unset, and a value that begins with # or & needs quotes"
     )

@@ -116,9 +116,7 @@ def variant_of(mechanism: Any) -> Variant:
     if kind is None:
         raise BadInputError(f"{key} is missing: give one of {', '.join(sorted(names))}")
     if ":" in str(kind):
-        raise BadInputError(
-            f"{key} is {kind!r}, which is not a mechanism, or was not imported"
-        )
+        raise BadInputError(f"{key} is {kind!r}, which is not a mechanism, or was not imported")
     raise BadInputError(f"{key} is {kind!r}: {nearest(str(kind), names)}")
 
 

@@ -334,7 +334,7 @@ def _forward(params: PyTree, model: Any) -> tuple[Any, PyTree]:
     arrays, rebuild, is_module = functional(params)
     if model is None and not is_module:
         raise BadInputError(
-            "what computes with these parameters is not known: give the module that was trained, "
+            "it is unknown what computes with these parameters: give the module that was trained, "
             "load_exported(DIR, like=module), or, for parameters, model= (as of fit)"
         )
     forward = forward_of(params, model)

@@ -95,7 +95,7 @@ def test_overrides_reach_any_key(minimal):
         ("data.scale={age: [0, yes]}", "data.scale.age.1 is true or false"),
         ("train={steps: 3, steps: 300}", "the key 'steps' stands there twice"),
         ("data.user_column=no", "given: False.*put it in quotes"),
-        ("data.user_column=2024-01-01", "takes for no text: put it in quotes"),
+        ("data.user_column=2024-01-01", "does not read as text: put it in quotes"),
         ("data.path=a: b.csv", "put it in quotes"),
         ("data.user_column=@id", "not valid YAML .*in single quotes"),
         ("data.user_column=!id", "not valid YAML .*in single quotes"),
@@ -199,7 +199,7 @@ def test_variables_are_replaced_in_paths_alone(minimal, monkeypatch):
     """What stands in other keys is published: whoever sent the file could ask for a password."""
     monkeypatch.setenv("DB_PASSWORD", "s3cr3t")
     for key in ("privacy.account", "name", "data.user_column", "sweep.grid.kind", "optimizer.name"):
-        with pytest.raises(BadInputError, match=f"{key} uses .*DB_PASSWORD.* paths alone") as error:
+        with pytest.raises(BadInputError, match=f"{key} uses .*DB_PASSWORD.* only replaced in paths") as error:
             load_config(minimal, [f"{key}=a ${{DB_PASSWORD}}"])
         assert "s3cr3t" not in str(error.value)
     given = ["data.path=[a.jsonl, '${DB_PASSWORD}']", "model.checkpoint=${DB_PASSWORD}"]

@@ -240,7 +240,7 @@ def test_other_mistakes_are_one_sentence(tmp_path):
     refused("set data.chat_template to a file", messages="m")
     refused("is no template of Jinja: line 1", "{% for %}", messages="m")
     refused("does not take it: 'x' is undefined", "{{ x.y }}", messages="m")
-    refused("answers cannot be told", "{{ messages | length }}", messages="m")
+    refused("answers cannot be located", "{{ messages | length }}", messages="m")
     never = "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
     refused("marks 0 answers, but the assistant has 1", never, messages="m")
     refused("access to attribute '__class__'", "{{ ''.__class__.x }}", messages="m")
@@ -255,7 +255,7 @@ def test_other_mistakes_are_one_sentence(tmp_path):
         load_examples(DataConfig(source="shakespeare", messages_column="m"))
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "tokenizer_config.json").write_text("{")
-    with pytest.raises(dpfl.BadInputError, match="is no JSON file"):
+    with pytest.raises(dpfl.BadInputError, match="is not a JSON file"):
         load_chat_template(str(tmp_path / "bad"))
 
 

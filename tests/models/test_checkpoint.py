@@ -292,7 +292,7 @@ def test_no_stored_tensor_is_dropped(tmp_path):
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True"),
         (
             {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
-            "has layer_types .*, but only a window in all layers but every n-th",
+            "has layer_types .*, but a window is only supported in all layers but every n-th",
         ),
     ],
 )
