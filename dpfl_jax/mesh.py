@@ -184,8 +184,8 @@ def state_shardings(
 ) -> PyTree:
     """How an optimiser's state is split: NamedShardings like ``opt_state``.
 
-    What has a parameter's name and shape is split like the parameter; a stack of such arrays (a
-    window of past steps) likewise, but not along its first axis. All else is copied.
+    What has a parameter's name and shape is split like the parameter; so is a stack of such arrays
+    (a window of past steps), but not along its first axis. All else is copied.
 
     Args:
       params: pytree of arrays or ShapeDtypeStructs.

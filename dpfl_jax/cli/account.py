@@ -50,7 +50,7 @@ examples:
   # noise for 1,000 steps of example-level sampling, users of at most 32 examples
   dpfl account els --epsilon 1 --delta 1e-6 --steps 1000 --group-size 32 \\
       --sampling-prob 0.001953125
-  # epsilon of a noise multiplier, beside looser ways to account for the same run
+  # epsilon of a noise multiplier, next to looser ways to account for the same run
   dpfl account els --noise-multiplier 4 --delta 1e-6 --steps 1000 --group-size 32 \\
       --sampling-prob 0.002 --compare
   # what users of 1, 4 and 32 examples spend in such a run
@@ -508,15 +508,15 @@ ROWS = {
         schemes.RandomAllocation, assumptions=_ONE_USER,
     ),
     "bandmf": Row(
-        "groups of users in turns, sampled in theirs, banded noise, user-level guarantee", "user",
+        "cyclic Poisson sampling of users, banded noise (BandMF), user-level guarantee", "user",
         schemes.CyclicPoisson, matrix=matrices.best_banded, assumptions=_ONE_USER,
     ),
     "blt": Row(
-        "users in turns without sampling, buffered Toeplitz noise, user-level guarantee", "user",
+        "cyclic participation of users, buffered noise (BLT), user-level guarantee", "user",
         schemes.Cyclic, matrix=matrices.best_buffered, assumptions=_ONE_USER,
     ),
     "banded-inverse": Row(
-        "users in turns without sampling, noise of few bands, user-level guarantee", "user",
+        "cyclic participation of users, banded-inverse noise, user-level guarantee", "user",
         schemes.Cyclic, matrix=matrices.best_banded_inverse, assumptions=_ONE_USER,
     ),
     "poisson": Row("plain DP-SGD, record-level guarantee", "record"),

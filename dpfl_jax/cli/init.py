@@ -20,7 +20,7 @@ from dpfl_jax.run.console import Console
 _LEDGER = "ledger.jsonl"
 DESCRIPTION = """\
 Write a configuration to start from: one of those shipped, comments included, into the current
-folder. Its runs are charged to ledger.jsonl beside it, so that what several of them spend adds up;
+folder. Its runs are charged to ledger.jsonl next to it, so that what several of them spend adds up;
 privacy.account names whose records they are. No file is ever overwritten.
 
 examples:

@@ -45,7 +45,7 @@ COMMANDS = {
     "data": "build, inspect and verify data stores grouped by user",
     "bench": "benchmark clipping, accounting and data pipelines",
     "compile": "compile the train step for a TPU slice, without one",
-    "silo": "train with silos in processes of their own, on Flower",
+    "silo": "train with silos in separate processes, on Flower",
     "plan": "choose algorithm and group sizes for a compute budget",
     "sweep": "run a grid of configurations and tabulate the best",
     "reproduce": "reproduce a paper's figure or table, with a verdict on each claim",

@@ -32,14 +32,14 @@ PUBLIC = (
 )
 
 DESCRIPTION = """\
-Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
-size; ULS at each split into M users of G examples; at the same splits BandMF, BLT and banded
-inverse, whose users take turns (sampled in their turn, or not) and whose noise is correlated over
-steps; and allocation, where every user is in exactly one of every t steps, at ULS's best split.
-What is compared is the noise on the averaged gradient: sigma times the typical gradient norm over
-the size. Of correlated noise it is that of independent noise which leaves as much in sums of
+Price every way to spend a compute budget (expected gradient evaluations per step): ELS at each
+group size; ULS at each split into M users of G examples; at the same splits BandMF, BLT and banded
+inverse, with cyclic participation (sampled within a cycle, or not) and noise that is correlated
+over steps; and allocation, where every user is in exactly one of every t steps, at ULS's best
+split. The table compares the noise on the averaged gradient: sigma times the typical gradient norm
+over the size. Correlated noise counts as the independent noise that leaves as much noise in sums of
 gradients, which training follows.
-Prints a table, the heuristics beside the best, and the reason; writes a heat map and a
+Prints a table, the heuristics next to the best, and the reason; writes a heat map and a
 configuration that `dpfl train` runs. --target-noise, --ask and the best split of a fit weigh ELS
 and ULS.
 

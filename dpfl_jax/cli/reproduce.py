@@ -27,9 +27,9 @@ holds, does not hold, or is undecided at so many seeds.
 
 Reproductions are not part of the installed package: run this in a checkout of the repository.
 
-`all` and PAPER/all run each figure in a process of its own, at reduced size unless --full is given,
+`all` and PAPER/all run each figure in a separate process, at reduced size unless --full is given,
 and say beforehand how long it should take. They write manifest.json (commit, versions, hardware,
-times, every number and verdict) beside the figures; the same command resumes after an interruption.
+times, every number and verdict) next to the figures; the same command resumes an interrupted one.
 
 examples:
   dpfl reproduce list

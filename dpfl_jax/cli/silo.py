@@ -16,7 +16,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
-Train with silos in processes of their own, on Flower (pip install 'flwr>=1.41,<1.42').
+Train with silos in separate processes, on Flower (pip install 'flwr>=1.41,<1.42').
 
 A silo's folder holds its root key, its policy (silo.yaml), its ledger and its log. Its records stay
 where they are: what leaves the silo is what it has sampled, clipped and noised. docs/guides/

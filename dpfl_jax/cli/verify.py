@@ -15,8 +15,8 @@ from dpfl_jax.run.console import Console
 DESCRIPTION = """\
 Check that the guarantee of a run is what it says.
 
-A run writes guarantee.json: unit, adjacency, epsilon and delta, and beside them the mechanism, the
-public numbers of the data and the events that follow from them. This command
+A run writes guarantee.json: unit, adjacency, epsilon and delta, and also the mechanism, the public
+numbers of the data and the events that follow from them. This command
 
   1. makes the mechanism again from the file, and with it events, unit, adjacency, trust, sampling,
      assumptions and caveats: the file must say the same;

@@ -63,7 +63,7 @@ class ProcessesConfig(Section):
         for key in ("coordinator", "num_processes", "process_id"):
             if raw.get(key) is not None:
                 raise ValueError(
-                    f"processes.{key} is no setting: set the variable DPFL_{key.upper()} where "
+                    f"processes.{key} is not a setting: set the variable DPFL_{key.upper()} where "
                     "the command is started"
                 )
             raw = {name: value for name, value in raw.items() if name != key}

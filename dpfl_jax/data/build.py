@@ -488,7 +488,7 @@ def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow"
 # The same build for more rows than one machine takes: files are read in parallel, the runner's
 # shuffle groups rows by partition, and the code of the local build encodes every partition. Any
 # runner will do whose workers and caller share a file system (a mounted bucket, NFS); the staging
-# folder lies beside the result.
+# folder lies next to the result.
 
 
 _Keyed = tuple[int, tuple[bytes, str, int, bytes]]

@@ -36,7 +36,7 @@ def from_texts(
       seq_len: tokens in an example.
 
     Raises:
-      BadInputError: naming the pair that is no user and text.
+      BadInputError: naming the item that is not a pair of user and text.
 
     Examples:
       >>> import dpfl_jax as dpfl

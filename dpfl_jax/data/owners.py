@@ -128,7 +128,7 @@ class Bounding:
       users_left_out: users of whom no record is kept.
       examples: all records.
       examples_kept: kept records.
-      tokens: tokens of all records; None if they are no texts.
+      tokens: tokens of all records; None if they are not texts.
       tokens_kept: tokens of kept records.
       by_owners: by number of owners: kept records, and all.
     """

@@ -75,7 +75,7 @@ _PROBLEMS = {
     "no numbers": ("cells that are not numbers in {column}", "mend the rows"),
     "counts": (
         "numbers of rows, from which nothing is learned, in {column}",
-        "they are no inputs (if it is time that goes on, declare its data.scale)",
+        "leave them out (if a column is elapsed time, declare its data.scale)",
     ),
     "far": (
         "numbers far from order 1 in {column}, which would swamp all others",

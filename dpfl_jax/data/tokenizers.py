@@ -124,7 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if len(tokens) > 1:
                 raise BadInputError(
                     f"{name} has the tokens {' and '.join(tokens)}, each of which may end a text: "
-                    'put a tokenizer_config.json beside it that holds {"eos_token": ...}'
+                    'put a tokenizer_config.json next to it that holds {"eos_token": ...}'
                 )
             self.eos_id = vocabulary[tokens[0]] if tokens else None
             self.stop_ids = frozenset(vocabulary[token] for token in tokens)

@@ -354,12 +354,12 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
         )
     if mechanism.budget is not None:
         raise BadInputError(
-            "canaries are sampled like users, who leave when budgets of their own are spent "
+            "canaries are sampled like users, but users leave once their budgets are spent "
             f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"
         )
     if shared_store(data) is not None:
         raise BadInputError(
-            "canaries are users with records of their own, but records of the data have several "
+            "canaries are users whose records have one owner, but records of the data have several "
             "owners: remove the section audit; dpfl audit --simulate attacks the mechanism"
         )
     if not isinstance(mechanism.clip, WholeGradientRule):

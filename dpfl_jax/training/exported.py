@@ -77,8 +77,8 @@ class Exported:
         classes = kind in ("classification", "logistic", "softmax", "hinge")
         if not classes and kind not in ("regression", "squared", "absolute"):
             raise BadInputError(
-                "this model was trained by a loss of its own, of which it is not known what "
-                "outputs mean: compute with .params"
+                "this model was trained with a custom loss, so that it is unknown what its outputs "
+                "mean: compute with .params"
             )
         x = _inputs(task, rows)
         if linear:
@@ -190,7 +190,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
     if callable(like) and not functional(like).is_module and task is not None:
         place, options = structure.get("module"), structure.get("options", {})
         model, like = built(like, place or "like", task, options, jax.random.key(0))
-        if model is not None and not hasattr(model, "apply"):  # a loss of its own
+        if model is not None and not hasattr(model, "apply"):  # a custom loss
             structure = {**structure, "loss": None}
     arrays, rebuild, _ = functional(like)
     params = rebuild(_replaced(arrays, values, structure))

@@ -345,7 +345,7 @@ class UserModel:
         self.num_params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(arrays))
 
     def init(self, key: jax.Array) -> PyTree:
-        """The parameters as they were built: ``key`` was given to the function."""
+        """The parameters as they were built; ``key`` is ignored, as ``build`` already had one."""
         del key
         return self._params
 
@@ -353,10 +353,10 @@ class UserModel:
 def built(
     build: Callable[..., Any], place: str, task: Task, options: Mapping[str, Any], key: jax.Array
 ) -> tuple[Any, Any]:
-    """(a loss or what computes outputs, or None for a module; parameters) of ``UserModel``.
+    """Calls ``build``; returns (a loss or a model, or None for a module) and parameters.
 
     Raises:
-      BadInputError: as of ``UserModel``.
+      BadInputError: the call fails, or returns something else (see ``UserModel``).
     """
     try:
         inspect.signature(build).bind(task, key, **options)

@@ -199,7 +199,9 @@ def test_variables_are_replaced_in_paths_alone(minimal, monkeypatch):
     """What stands in other keys is published: whoever sent the file could ask for a password."""
     monkeypatch.setenv("DB_PASSWORD", "s3cr3t")
     for key in ("privacy.account", "name", "data.user_column", "sweep.grid.kind", "optimizer.name"):
-        with pytest.raises(BadInputError, match=f"{key} uses .*DB_PASSWORD.* only replaced in paths") as error:
+        with pytest.raises(
+            BadInputError, match=f"{key} uses .*DB_PASSWORD.* only replaced in paths"
+        ) as error:
             load_config(minimal, [f"{key}=a ${{DB_PASSWORD}}"])
         assert "s3cr3t" not in str(error.value)
     given = ["data.path=[a.jsonl, '${DB_PASSWORD}']", "model.checkpoint=${DB_PASSWORD}"]

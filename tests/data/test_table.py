@@ -225,7 +225,9 @@ def test_one_row_does_not_choose_the_columns_of_all(tmp_path):
     rows = [{"lab": 9.0, "who": "ann", "a": 1.0, "y": 0.0}, {"who": "bob", "a": 2.0, "y": 0.0}]
     path = write(tmp_path, "jsonl", rows)
     for inputs in (None, ("*",), ("a", "la?")):
-        with pytest.raises(BadInputError, match="the first person's row would choose the inputs for all"):
+        with pytest.raises(
+            BadInputError, match="the first person's row would choose the inputs for all"
+        ):
             load_examples(config(path, silo_column=None, input_columns=inputs))
     named = config(path, silo_column=None, input_columns=("a",))
     assert load_examples(named).task.input_shape == (1,)

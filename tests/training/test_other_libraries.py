@@ -195,7 +195,11 @@ PARAMS = {"w": np.zeros((6, 2), np.float32)}
             "BatchNorm.*mix people",
         ),
         ("classification", {"a": nnx.Linear(6, 2, rngs=nnx.Rngs(0))}, "a collection of modules"),
-        ("classification", Normed(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), "dropout holds its random state"),
+        (
+            "classification",
+            Normed(nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
+            "dropout holds its random state",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_named(plan, loss, params, message):
