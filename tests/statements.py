@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage, solver
+from dpfl_jax.clipping import Adaptive
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, isrl_statement, worst_guarantee
@@ -91,6 +92,7 @@ def isrl(sampling="poisson"):
 SOUND = {
     "els": lambda: central(els(group_size=4, batch_size=30), 2.0),
     "uls": lambda: central(uls(group_size=3, cohort_size=20), 1.0),
+    "adaptive": lambda: central(uls(group_size=3, cohort_size=20, clip=Adaptive()), 1.0),
     "uls, declared": lambda: central(uls(group_size=3, cohort_size=20, sampling_prob=0.1), 1.0),
     "bandmf": lambda: central(
         bandmf(group_size=3, cohort_size=20, bands=2, column=(0.8, 0.6)),

@@ -208,7 +208,7 @@ def _in_one_line(report: dict[str, Any]) -> str:
 
     losses = {name: value["loss"] for name, value in report["eval"].items()}
     baseline = report["outside_guarantee"].get("without_privacy")
-    if baseline is None or losses.keys() != {"initial", "final"}:
+    if baseline is None or losses.keys() - {"last_iterate"} != {"initial", "final"}:
         return ""
     privacy = report["privacy"]
     unit = "row" if privacy.get("unit_key") == EACH_ROW else privacy["unit"]
@@ -222,7 +222,8 @@ def _in_one_line(report: dict[str, Any]) -> str:
 def _got_worse(report: dict[str, Any]) -> str:
     """A warning if the held-out loss rose; "" if it did not."""
     losses = {name: value["loss"] for name, value in report.get("eval", {}).items()}
-    if losses.keys() != {"initial", "final"} or losses["final"] <= losses["initial"]:
+    known = losses.keys() - {"last_iterate"} == {"initial", "final"}
+    if not known or losses["final"] <= losses["initial"]:
         return ""
     return (
         "warning: training made the held-out loss larger: take a "

@@ -82,6 +82,16 @@ class Adaptive:
     def threshold(self) -> None:
         """None, as it changes from step to step."""
 
+    @property
+    def assumption(self) -> str:
+        """What a guarantee says of the clip norm, and of its price."""
+        return (
+            f"the clip norm is such a constant in the first step alone, {self.clip_norm:g}; that "
+            "of a later step follows from a count of the units whose norm was at most the clip "
+            "norm, which is noised and released with their sum: one unit moves both together by "
+            f"at most {self.sensitivity:.7g} clip norms, and noise is scaled to that"
+        )
+
     def rule(self, clip_norm: jax.Array | float | None = None) -> Normalized:
         """The rule of a step with this C, which may be a traced value; None: of the first step."""
         return Normalized(self.clip_norm if clip_norm is None else clip_norm)  # type: ignore[arg-type]

@@ -125,6 +125,28 @@ class DpoConfig(Section):
     beta: Positive = 0.1
 
 
+class AugmentationConfig(Section):
+    """Copies of each image that a step averages the loss over (``training.augmented``).
+
+    Attributes:
+      copies: number K of copies; a step takes K times as long.
+      shift: largest random shift in pixels, up or down and left or right.
+      flip: whether half of the copies are mirrored from left to right.
+    """
+
+    copies: int = Field(4, ge=1)
+    shift: int = Field(0, ge=0)
+    flip: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> AugmentationConfig:
+        check(
+            self.shift or self.flip,
+            "model.augmentation changes nothing: set its shift or its flip, or remove it",
+        )
+        return self
+
+
 class ModelConfig(Section):
     """The model, and which of its parameters are trained privately.
 
@@ -148,6 +170,7 @@ class ModelConfig(Section):
       last_layers: blocks that ``trainable: last_layers`` trains (with the last norm).
       frozen_dtype: dtype of parameters of a checkpoint that are not trained.
       dpo: the loss for preference pairs (``data.chosen_column``).
+      augmentation: augmentation of images in training; it only costs computing.
       loss: loss of the linear models of silos that trust no server: logistic or hinge (two
         classes), softmax (classes), squared or absolute (a number). hinge and absolute are not
         smooth: their Moreau envelope is trained.
@@ -167,6 +190,7 @@ class ModelConfig(Section):
     last_layers: int = Field(1, ge=1)
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
     dpo: DpoConfig | None = None
+    augmentation: AugmentationConfig | None = None
     loss: Literal["logistic", "hinge", "softmax", "squared", "absolute"] = "logistic"
     regularization: float = Field(0.0, ge=0)
     radius: Positive = 5.0
@@ -423,6 +447,11 @@ class TrainConfig(Section):
         they trust no server.
       keep_checkpoints: how many checkpoints are kept.
       log_every: steps between lines of metrics.jsonl.
+      average: none; ema, an exponential moving average of the iterates over about the last tenth of
+        the steps, until ``ema_decay`` limits it; or tail, their mean over the second half of the
+        steps. The average is then the model that is evaluated and exported; the last iterate is
+        also evaluated. It costs no privacy, and one more copy of the trained parameters.
+      ema_decay: largest weight of the old average in an ema after a step.
     """
 
     steps: int = Field(0, gt=0)
@@ -432,6 +461,8 @@ class TrainConfig(Section):
     checkpoint_every: int = Field(50, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
     log_every: int = Field(1, gt=0)
+    average: Literal["none", "ema", "tail"] = "none"
+    ema_decay: float = Field(0.9999, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -619,12 +650,13 @@ class RunConfig(Section):
     def _check_central(self) -> None:
         mechanism, execution, model = self.mechanism, self.execution, self.model
         of_transformers = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
-        for name in ("options",) if model.is_transformer else of_transformers:
+        for name in ("options", "augmentation") if model.is_transformer else of_transformers:
             default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
             check(
                 getattr(model, name) == default,
                 f"model.{name} does not go with model.{model.what}: remove it "
-                f"(transformers take {', '.join(of_transformers)}, other kinds options)",
+                f"(transformers take {', '.join(of_transformers)}, other kinds options and "
+                "augmentation)",
             )
         check(
             self.pretrain is None or model.is_transformer,

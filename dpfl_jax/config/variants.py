@@ -49,8 +49,10 @@ _KEYS = {
     """,
     ("central", "silos"): """
         init_seed data.split privacy.noise_multiplier model.kind model.module model.options
+        model.augmentation
         execution.microbatch_size execution.strategy
         eval.batch_size eval.max_users eval.max_examples_per_user
+        train.average train.ema_decay
     """,
     ("silos", "isrl"): "federation",
 }

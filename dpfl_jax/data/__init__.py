@@ -5,6 +5,7 @@ turn files into stores (``load``); the default corpus needs no files; ``sets`` h
 """
 
 from dpfl_jax.data.documents import store_from_documents
+from dpfl_jax.data.features import scattering
 from dpfl_jax.data.in_memory import (
     from_arrays,
     from_grain,
@@ -36,6 +37,7 @@ __all__ = [
     "from_huggingface",
     "from_grain",
     "store_from_documents",
+    "scattering",
     "load_dataset",
     "load_examples",
     "DataConfig",

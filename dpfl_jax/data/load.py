@@ -12,6 +12,7 @@ import numpy as np
 
 from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.documents import DocumentFiles, read_documents, store_from_documents
+from dpfl_jax.data.features import with_features
 from dpfl_jax.data.keys import key_name, value_to_id
 from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set, store_from_users
 from dpfl_jax.data.rows import FORMATS, BadRows, expand_paths
@@ -158,8 +159,18 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> LoadedExamp
         loaded = dataclasses.replace(loaded, store=store, unit=unit)
     key = _unit_key(config, loaded)
     limited = limit_store(loaded.store, config.max_users, config.max_examples_per_user)
-    limited = with_unit_key(limited, key, loaded.task)
-    return dataclasses.replace(loaded, store=limited, dropped=loaded.dropped or bad.dropped)
+    loaded = dataclasses.replace(loaded, store=limited, dropped=loaded.dropped or bad.dropped)
+    if config.features is not None:
+        loaded = _with_features(loaded)
+    with_unit_key(loaded.store, key, loaded.task)
+    return loaded
+
+
+def _with_features(loaded: LoadedExamples) -> LoadedExamples:
+    (store, task), test = with_features(loaded.store, loaded.task), loaded.test
+    if test is not None:
+        test, _ = with_features(test, loaded.task)
+    return dataclasses.replace(loaded, store=store, task=task, test=test)
 
 
 def _unit_key(config: SourceConfig, loaded: LoadedExamples) -> str:

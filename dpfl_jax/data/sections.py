@@ -65,6 +65,8 @@ class SourceConfig:
         error, or drop and count it. Each row is judged by itself.
       scale: by column (the target too): middle and half width, known without these data; a value v
         becomes (v - middle) / half width.
+      features: scattering replaces images by normalised scattering coefficients
+        (``data.scattering``); each depends only on its image, so the guarantee is the same.
       seq_len: tokens in an example (a store keeps its own), or characters in a window.
       stride: characters from one window to the next (``characters``).
       tokenizer: ``"bytes"``, a tokenizers ``.json`` or a SentencePiece ``.model`` file; in a
@@ -108,6 +110,7 @@ class SourceConfig:
     decimal: Literal["point", "comma"] = "point"
     on_bad_row: Literal["error", "drop"] = "error"
     scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict, hash=False)
+    features: Literal["scattering"] | None = None
     seq_len: _Count = 128
     stride: _Count = 1
     tokenizer: str = "bytes"

@@ -128,7 +128,8 @@ def make_release(
     Args:
       mechanism: of any of the silos (they differ in numbers only).
       loss_fn: ``(params, record) -> scalar``.
-      optimizer: the silos' local Optax optimiser; it sees noised gradients only.
+      optimizer: the silos' local Optax optimiser; it sees noised gradients only, and is told the
+        stddev of the noise on them, ``noise_stddev``.
       mesh: silos are split over its ``"data"`` axis.
       width: silos of a device that are vmapped; the others follow one after the other. 1 is the
         fastest on a CPU, where XLA has no good convolutions with a batch of kernels.
@@ -140,6 +141,7 @@ def make_release(
     silo axis.
     """
     summed = clipped_sum(mechanism, loss_fn, **options)
+    told = optax.with_extra_args_support(optimizer)
 
     def one_silo(
         start: PyTree, opt_state: PyTree, silo: Chunk, microbatches: jax.Array
@@ -155,7 +157,8 @@ def make_release(
             noise = mechanism.noise.transform(step["stddev"], sensitivity, step["divisor"])
             key = step["noise_key"]
             gradient, _ = noise.update(total, noise.init(params), params, noise_key=key)
-            updates, new_state = optimizer.update(gradient, state, params)
+            stddev = step["stddev"] / step["divisor"]
+            updates, new_state = told.update(gradient, state, params, noise_stddev=stddev)
             new = (optax.apply_updates(params, updates), new_state)
             kept = jax.tree.map(lambda a, b: jnp.where(step["active"], a, b), new, (params, state))
             return kept, stats

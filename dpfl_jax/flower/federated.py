@@ -51,6 +51,7 @@ from dpfl_jax.run.pipeline import Charge
 from dpfl_jax.run.public_inputs import about
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms
+from dpfl_jax.training.augmentation import with_augmentation
 
 PyTree = Any
 _AS_THIS_ONE = (
@@ -167,6 +168,7 @@ class FederatedSiloRun:
             personal.check_rates(data)
         self._personal, self._data, self.unit_key = personal, data, unit_key_of(held.store)
         model = build_by_name(config.model.kind, held.task, config.model.options)
+        model = with_augmentation(model, config.model, held.task)
         self.algorithm = make_algorithm(
             config,
             model,

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import dp_accounting
+import numpy as np
 import optax
+from scipy import signal
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import cells
@@ -88,6 +90,19 @@ class Calibrated:
         """Standard deviation of each entry of Z (of independent noise: of the noise on the sum)."""
         # proof: noise-1
         return self.noise_multiplier * self.mechanism.clip.sensitivity if self.private else 0.0
+
+    @property
+    def noise_on_gradients(self) -> np.ndarray:
+        """Float [T]: standard deviation of the noise on each entry of the mean gradient, by step.
+
+        Noise that is correlated over steps is K^-1 Z: that of a step has the norm of a row of K^-1.
+        Where the clip norm adapts it is that over the clip norm of the step.
+        """
+        if not self.private:
+            return np.zeros(self.steps)
+        impulse = np.eye(1, self.steps)[0]
+        row = signal.lfilter([1.0], self.matrix.column, impulse)  # K is Toeplitz
+        return self.noise_stddev / self.mechanism.participation.divisor * np.sqrt(np.cumsum(row**2))
 
     def noise_transform(self) -> optax.GradientTransformationExtraArgs:
         """Adds the noise of a step to the sum, and divides by the expected size."""
@@ -206,6 +221,7 @@ class Calibrated:
             sampling=sampling,
             assumptions=(
                 *COMMON_ASSUMPTIONS,
+                *([mechanism.clip.assumption] if isinstance(mechanism.clip, Adaptive) else ()),
                 *accounting.noise_assumptions(mechanism.noise.arithmetic, epsilon, delta, steps),
                 # A cyclic scheme of one period draws nothing that a run would have to keep.
                 *(cell.assumptions if self.scheme.is_stateful else ()),

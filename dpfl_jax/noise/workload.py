@@ -40,9 +40,10 @@ def workload_of(optimizer: optax.GradientTransformation | None, steps: int) -> W
     try:
         zero = jnp.zeros(1, jnp.float32)
         state = optimizer.init(zero)
+        told = optax.with_extra_args_support(optimizer)
 
         def move(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
-            update, state = optimizer.update(gradient[None], state, zero)
+            update, state = told.update(gradient[None], state, zero, noise_stddev=0.0)
             return state, -update[0]
 
         def after_zeros(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:

@@ -107,6 +107,7 @@ class Proxy:
     @functools.lru_cache(maxsize=64)  # noqa: B019  (one proxy a process)
     def _update(self, steps: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         optimizer = make_optimizer(self.config.optimizer, steps)
+        told = optax.with_extra_args_support(optimizer)
 
         @jax.jit
         def update(state: Any, total: Any, divisor: Any, ratio: Any, rate: Any, key: Any) -> Any:
@@ -115,7 +116,7 @@ class Proxy:
             most = self.config.mechanism.rule.sensitivity
             noise = transformation(Noise(ratio * most * divisor, most, law="float"), divisor)
             gradient, _ = noise.update(total, noise.init(params), params, noise_key=key)
-            updates, memory = optimizer.update(gradient, memory, params)
+            updates, memory = told.update(gradient, memory, params, noise_stddev=ratio * most)
             updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
             return optax.apply_updates(params, updates), memory
 

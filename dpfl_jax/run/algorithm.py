@@ -48,7 +48,7 @@ class RunResult:
     """What a run returns.
 
     Attributes:
-      params: the model after the last step.
+      params: the model after the last step, or the average of the iterates (``LoopConfig``).
       steps: number of steps taken, also before a resume.
       metrics: the rows of metrics.jsonl.
       interrupted: name of the signal that stopped the run, or None.
@@ -94,6 +94,12 @@ class RunResult:
     def last(self) -> dict[str, Any] | None:
         """The evaluation at the end; None if the run was interrupted."""
         return self.evaluation(self.steps) if self.interrupted is None else None
+
+    @property
+    def last_iterate(self) -> dict[str, Any] | None:
+        """The evaluation of the last iterate if ``params`` is an average, else None."""
+        rows = (r for r in self.metrics if r["step"] == self.steps and "last_iterate" in r)
+        return next((row["last_iterate"] for row in rows), None) if self.last else None
 
     def evaluation(self, step: int) -> dict[str, Any] | None:
         """The evaluation logged after ``step`` steps, if there is one."""

@@ -264,7 +264,7 @@ def _seal(key: RootKey, progress: dict[str, Any]) -> str:
 
 def _to_tree(state: TrainState) -> dict[str, Any]:
     tree = {"params": state.params, "opt_state": state.opt_state, "step": state.step}
-    more = {"noise": state.noise, "units": state.units}
+    more = {"noise": state.noise, "units": state.units, "average": state.average}
     return tree | {name: kept for name, kept in more.items() if jax.tree.leaves(kept)}
 
 
@@ -281,7 +281,7 @@ def load_params(path: pathlib.Path, like: Any) -> Any:
 
 
 def released(directory: pathlib.Path, step: int) -> Any:
-    """Reads the released parameters of a checkpoint of any run.
+    """Reads the model of a checkpoint of any run: the average of the iterates, or the last one.
 
     Args:
       directory: the folder of the checkpoints.
@@ -294,7 +294,8 @@ def released(directory: pathlib.Path, step: int) -> Any:
     Raises:
       BadInputError: it cannot be read.
     """
-    return _read_on_host(directory, step, ("params",))["params"]
+    found = _read_on_host(directory, step, ("average", "params"))
+    return found.get("average", found["params"])
 
 
 def _read_on_host(directory: pathlib.Path, step: int, parts: Sequence[str] | None) -> Any:
@@ -304,7 +305,7 @@ def _read_on_host(directory: pathlib.Path, step: int, parts: Sequence[str] | Non
         state = _Folder(directory.absolute()) / str(step) / "state"
         handler = ocp.PyTreeCheckpointHandler()
         tree = handler.metadata(state).tree
-        chosen = {name: tree[name] for name in parts or tree}
+        chosen = {name: tree[name] for name in parts or tree if name in tree}
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), chosen)
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
         args = ocp.args.PyTreeRestore(item=like, partial_restore=True, restore_args=on_host)

@@ -11,16 +11,16 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting.guarantee import rounded_up
-from dpfl_jax.errors import BadInputError, at_least, too_little_memory
+from dpfl_jax.errors import BadInputError, at_least, one_of, probability, too_little_memory
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run import processes
+from dpfl_jax.run import average, processes
 from dpfl_jax.run.algorithm import Algorithm, RunResult, StepOutput, Steps, evaluation_after
 from dpfl_jax.run.checkpoint import (
     BEST_CAVEAT,
@@ -34,7 +34,7 @@ from dpfl_jax.run.checkpoint import (
 )
 from dpfl_jax.run.console import RunConsole, StepProgress, StopRequest
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.state import content_digest
+from dpfl_jax.run.state import TrainState, content_digest
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 
 PyTree = Any
@@ -70,6 +70,10 @@ class LoopConfig:
       keep_best: whether the checkpoint with the lowest held-out loss is kept, too.
       patience: the run stops after so many evaluations in a row without a lower held-out loss.
       profile: number of iterations of the loop to trace (``Profile``).
+      average: average of the iterates: none, ema or tail (``run.average``). The model that is
+        evaluated, chosen, returned and exported is then the average; the last iterate is also
+        evaluated.
+      ema_decay: weight of the old average in an ema after a step, once it is warmed up.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -84,12 +88,16 @@ class LoopConfig:
     keep_best: bool = False
     patience: int | None = None
     profile: int = 0
+    average: average.Average = "none"
+    ema_decay: float = 0.9999
 
     def __post_init__(self) -> None:
         if self.chooses and not self.eval_every:
             raise BadInputError("keep_best and patience look at evaluations: set eval_every")
         for name in ("checkpoint_every", "keep_checkpoints", "log_every", "patience"):
             at_least(name, getattr(self, name), 1)
+        one_of("average", self.average, get_args(average.Average))
+        probability("ema_decay", self.ema_decay, one=False)
 
     @property
     def chooses(self) -> bool:
@@ -108,6 +116,8 @@ class LoopConfig:
             section.keep_best,
             section.patience,
             config.execution.profile,
+            section.average,
+            section.ema_decay,
         )
 
 
@@ -238,6 +248,9 @@ class _Driven:
         if self.root.public and algorithm.private:
             self.caveats.append(PUBLIC_KEY_CAVEAT)
         self.state = algorithm.init()
+        if self.averages:
+            kept = average.started(self.state.params)
+            self.state = dataclasses.replace(self.state, average=kept)
         self.key, self.terms = begin(
             algorithm.terms(),
             self.root,
@@ -272,11 +285,26 @@ class _Driven:
     def evaluate(self) -> None:
         if self._evaluate is None or evaluation_after(self.log.rows, self.done) is not None:
             return
-        evaluation = self._evaluate(self.algorithm.params(self.state))
+        evaluation = self._evaluate(self.model(self.state))
         if self.done == 0 and not math.isfinite(evaluation["loss"]):
             before = "before the first step the mean loss of held-out examples is"
             raise BadInputError(_NO_LOSS.format(before))
-        self.log.append({"step": self.done, "eval": evaluation})
+        row = {"step": self.done, "eval": evaluation}
+        if self.averages and self.done:
+            row["last_iterate"] = self._evaluate(self.algorithm.params(self.state))
+        self.log.append(row)
+
+    @property
+    def averages(self) -> bool:
+        """Whether the model is an average of the iterates."""
+        return self.loop.average != "none"
+
+    def model(self, state: TrainState) -> PyTree:
+        """The model of a state: the average of the iterates if the run keeps one, else the last."""
+        if self.averages:
+            params = average.as_params(state.average, state.params)
+            state = dataclasses.replace(state, params=params)
+        return self.algorithm.params(state)
 
     def check_first_step(self) -> None:
         """Checks that all processes agree and, if private, that the compiled sum is right."""
@@ -321,7 +349,7 @@ class _Driven:
             for after, inputs in () if self.ended else self.work.inputs():
                 trace.before()
                 self.released.before(after)
-                self.state, output = self.work.step(self.state, inputs)
+                output = self._step(inputs, after)
                 trace.after(self.state)
                 before, self.done = self.done, after
                 self._after_step(output, before, stop, bar)
@@ -333,6 +361,17 @@ class _Driven:
         self.ended |= self.done == algorithm.steps
         if self.ended:
             self.evaluate()
+
+    def _step(self, inputs: Any, after: int) -> StepOutput:
+        """Takes one step, and then updates the average of the iterates."""
+        kept = self.state.average
+        state, output = self.work.step(dataclasses.replace(self.state, average=()), inputs)
+        if self.averages:
+            loop, steps = self.loop, self.algorithm.steps
+            weight = average.newest_weight(loop.average, loop.ema_decay, after, steps)
+            kept = average.moved(kept, state.params, weight)
+        self.state = dataclasses.replace(state, average=kept)
+        return output
 
     def _after_step(
         self, output: StepOutput, before: int, stop: StopRequest, bar: StepProgress
@@ -385,7 +424,7 @@ class _Driven:
         """Returns the run's result, and writes what it keeps of single units to ``private/``."""
         algorithm, meter = self.algorithm, self.meter
         result = RunResult(
-            params=algorithm.params(self.state),
+            params=self.model(self.state),
             steps=self.done,
             metrics=self.log.rows,
             interrupted=None if self.ended else self.stopping,
@@ -422,8 +461,9 @@ class _Driven:
             return None
         self.choosing.update(self.log.rows, self.done)
         like, root, terms = shapes_of(self.state), self.root, self.terms
-        params = self.algorithm.params
-        return self.choosing.best(lambda kept, step: params(kept.restore(like, root, terms, step)))
+        return self.choosing.best(
+            lambda kept, step: self.model(kept.restore(like, root, terms, step))
+        )
 
 
 def _due(every: int, before: int, done: int) -> bool:

@@ -85,7 +85,11 @@ def build_report(
       **sections: further top-level entries (model, data, mechanism, silos, ...).
     """
     chosen = result.best
-    evaluation = {"initial": result.evaluation(0), "final": result.last}
+    evaluation = {
+        "initial": result.evaluation(0),
+        "final": result.last,
+        "last_iterate": result.last_iterate,
+    }
     if chosen is not None:
         evaluation["best"] = result.evaluation(chosen.step)
     raw = [row["outside_guarantee"] for row in result.metrics if "outside_guarantee" in row]
@@ -147,9 +151,11 @@ def taken(report: dict[str, Any]) -> str:
 
 def evaluated(report: dict[str, Any], key: str) -> str:
     """When an entry of a report's ``eval`` was measured, in words."""
+    averaged = ", averaged" if "last_iterate" in report["eval"] else ""
     return {
         "initial": "before private training",
-        "final": "after private training",
+        "final": f"after private training{averaged}",
+        "last_iterate": "the last iterate, not averaged",
         "best": f"at the best checkpoint, of step {report['best_step']}",
     }[key]
 

@@ -34,6 +34,7 @@ class TrainState:
       step: int32 scalar, the number of steps taken.
       noise: what correlated noise keeps between steps (``noise.NoiseState.memory``).
       units: what is kept of each unit between steps, encrypted under the run's key.
+      average: average of the iterates, if the run keeps one (``run.average``).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -48,6 +49,7 @@ class TrainState:
     step: jax.Array
     noise: PyTree = ()
     units: PyTree = ()
+    average: PyTree = ()
 
 
 def hardware(mesh: Mesh) -> str:

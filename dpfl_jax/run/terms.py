@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from dpfl_jax.clipping import join
 from dpfl_jax.clipping.isolation import refuse_opaque
@@ -257,10 +258,12 @@ def training_digest(
     Raises:
       BadInputError: part of it cannot be traced (``traced_parts``).
     """
+    told = optax.with_extra_args_support(optimizer)
 
     def trains(trained: Any, frozen: Any, example: Any) -> Any:
         value, gradient = jax.value_and_grad(lambda p: loss_fn(join(p, frozen), example))(trained)
-        return value, optimizer.update(gradient, optimizer.init(trained), trained)
+        state = optimizer.init(trained)
+        return value, told.update(gradient, state, trained, noise_stddev=0.0)
 
     return computation_digest(trains, trained, frozen, example)
 

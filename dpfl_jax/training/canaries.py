@@ -401,16 +401,20 @@ def with_canary_coordinates(
         seen = jnp.zeros((steps, each))
         return {"model": optimizer.init(params["model"]), "seen": seen, "step": jnp.int32(0)}
 
-    def update(gradient: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+    told = optax.with_extra_args_support(optimizer)
+
+    def update(
+        gradient: PyTree, state: PyTree, params: PyTree = None, **more: Any
+    ) -> tuple[PyTree, PyTree]:
         model_params = None if params is None else params["model"]
-        updates, model = optimizer.update(gradient["model"], state["model"], model_params)
+        updates, model = told.update(gradient["model"], state["model"], model_params, **more)
         seen = state["seen"].at[state["step"]].set(gradient["of_canaries"])
         still = jnp.zeros_like(gradient["of_canaries"])
         now = {"model": model, "seen": seen, "step": state["step"] + 1}
         return {"model": updates, "of_canaries": still}, now
 
     both = {"model": params, "of_canaries": jnp.zeros(each)}
-    return both, optax.GradientTransformation(init, update)
+    return both, optax.GradientTransformationExtraArgs(init, update)
 
 
 def _loss(model_loss: Callable[..., jax.Array], length: float) -> Callable[..., jax.Array]:

@@ -110,7 +110,8 @@ def make_train_step(
     Args:
       calibrated: the mechanism with its noise.
       loss_fn: ``(params, example) -> scalar`` for one example.
-      optimizer: any Optax transformation; it sees only the noised, averaged gradient.
+      optimizer: any Optax transformation; it sees only the noised, averaged gradient, and is told
+        the stddev of the noise on it, ``noise_stddev``.
       mesh: from ``mesh.make_mesh``.
       whole: as in ``clipped_sum_over_microbatches``, and as given to ``init_state``.
       **options: passed to ``clipping.clipped_grad`` (e.g. ``strategy``, ``trainable``).
@@ -136,6 +137,7 @@ def make_train_step(
       >>> callable(step)
       True
     """
+    told = optax.with_extra_args_support(optimizer)
 
     def update(state: TrainState, total: PyTree, noise_key: jax.Array) -> TrainState:
         noise, before = calibrated.noise_transform(), NoiseState(state.step, state.noise)
@@ -147,7 +149,12 @@ def make_train_step(
         gradient = jax.lax.with_sharding_constraint(
             gradient, parameter_shardings(gradient, mesh, whole or ())
         )
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        stddev = jnp.asarray(calibrated.noise_on_gradients, jnp.float32)[state.step]
+        for clip_norm in _adapting(state):
+            stddev *= clip_norm
+        updates, opt_state = told.update(
+            gradient, state.opt_state, state.params, noise_stddev=stddev
+        )
         params = optax.apply_updates(state.params, updates)
         new = TrainState(params, opt_state, after.step, after.memory)
         places = shardings_of(params, optimizer, mesh, whole or (), after.memory)

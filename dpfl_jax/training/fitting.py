@@ -180,7 +180,7 @@ def fit(
         _warn(console, *warnings, KNOWN_CAVEAT if known else None)
     if plan.bounding is not None and console is not None:
         console.print(str(plan.bounding), highlight=False)
-    with _directory(run_dir, plan, key, audit) as directory:
+    with _directory(run_dir, plan, key, audit, loop or LoopConfig()) as directory:
         if audit is not None:
             key = key or processes.fresh_key() if directory is None else directory.root_key
             algorithm = WithCanaries(algorithm, audit, key.child("audit"))
@@ -229,12 +229,15 @@ def _directory(
     plan: Plan,
     key: RootKey | None,
     audit: AuditConfig | None,
+    loop: LoopConfig,
 ) -> Iterator[RunDirectory | None]:
     """Opens the run directory of a path, and closes it; an open one is passed on."""
     if run_dir is None or isinstance(run_dir, RunDirectory):
         yield run_dir
         return
     content = plan.stated | ({} if audit is None else {"audit": audit.model_dump()})
+    if loop.average != "none":
+        content |= {"average": loop.average, "ema_decay": loop.ema_decay}
     directory = open_directory(run_dir, content, key, {"data": plan.data_digest})
     try:
         yield directory

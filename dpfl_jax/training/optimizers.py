@@ -11,24 +11,29 @@ import optax
 
 from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.errors import BadInputError, expect, nearest
+from dpfl_jax.training.adam_bc import dp_adam_bc
+
+# Optimisers besides those of Optax, by their names in configurations.
+OWN = {"dp_adam_bc": dp_adam_bc}
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Makes ``optax.<name>(learning_rate=<schedule over steps>, **options)`` of a config section.
+    """Makes ``<name>(learning_rate=<schedule over steps>, **options)`` of a config section.
 
     Raises:
       BadInputError: no such optimiser, an option that it does not take, or too long a warm-up.
     """
     name, options = config.name, dict(config.options)
-    factory = getattr(optax, name, None)
+    factory = OWN.get(name) or getattr(optax, name, None)
     takes = _parameters(factory)
     if "learning_rate" not in takes:
         known = [n for n in dir(optax) if "learning_rate" in _parameters(getattr(optax, n))]
+        known += OWN
         raise BadInputError(f"optax has no optimiser called {name!r}: {nearest(name, known)}")
     for option in options:
         if option not in takes:
             raise BadInputError(
-                f"optax.{name} takes no option {option!r}; it takes {', '.join(takes)}"
+                f"optimizer {name} takes no option {option!r}; it takes {', '.join(takes)}"
             )
     try:
         made = factory(learning_rate=_schedule(config, steps), **options)  # type: ignore[misc]
@@ -36,7 +41,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         _update_shape(made, jax.ShapeDtypeStruct((1,), np.float32))
     except TypeError as error:
         raise BadInputError(
-            f"optax.{name} cannot be used with these options ({error}): {_ALONE}"
+            f"optimizer {name} cannot be used with these options ({error}): {_ALONE}"
         ) from None
     return made
 
@@ -81,7 +86,8 @@ def check_optimizer(optimizer: Any, params: Any) -> None:
 
 def _update_shape(optimizer: Any, params: Any) -> None:
     with jax.numpy_dtype_promotion("standard"):
-        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
+        told = optax.with_extra_args_support(optimizer)
+        jax.eval_shape(lambda p: told.update(p, told.init(p), p, noise_stddev=0.0), params)
 
 
 def _parameters(factory: Any) -> list[str]:

@@ -49,6 +49,7 @@ from dpfl_jax.run.console import StepProgress
 from dpfl_jax.run.directory import RunDirectory, open_plain
 from dpfl_jax.run.state import content_digest, shardings_of
 from dpfl_jax.task import Task
+from dpfl_jax.training.augmentation import with_augmentation
 from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
 
@@ -70,7 +71,8 @@ def build_model(config: RunConfig, task: Task, store: Store) -> Any:
     """
     section = config.model
     if section.module is not None:
-        return UserModel(section, task, store, config.init_seed)
+        own = UserModel(section, task, store, config.init_seed)
+        return with_augmentation(own, section, task)
     pairs = task.kind == "preferences"
     if section.dpo is not None and not pairs:
         raise BadInputError(
@@ -79,7 +81,8 @@ def build_model(config: RunConfig, task: Task, store: Store) -> Any:
         )
     has_size = config.variant == "central" and section.kind == "transformer"
     if not has_size or task.kind not in ("tokens", "preferences"):
-        return build_by_name(section.kind, task, section.options)
+        named = build_by_name(section.kind, task, section.options)
+        return with_augmentation(named, section, task)
     if pairs and section.dpo is None:
         raise BadInputError("the data are preference pairs: set model.dpo.beta=0.1")
     model = build_transformer(config, task.vocab_size, task.bos_id)

@@ -269,7 +269,9 @@ TAMPERED = {
 }
 
 
-@pytest.mark.parametrize("name", ["els", "uls", "hi_grad_avg", "local_group", "personal", "isrl"])
+@pytest.mark.parametrize(
+    "name", ["els", "uls", "adaptive", "hi_grad_avg", "local_group", "personal", "isrl"]
+)
 def test_what_was_changed_is_refused(name, tmp_path, capsys):
     """Nineteen changes of a statement of each kind, every one refused with its reason."""
     made, file = SOUND[name]().to_json(), tmp_path / "guarantee.json"
@@ -281,6 +283,19 @@ def test_what_was_changed_is_refused(name, tmp_path, capsys):
         code, told = verify(file, capsys)
         assert code == (2 if change is unknown_version else 3), (change, told)
         assert any(word in told for word in words.split("|")), (change, told)
+
+
+@pytest.mark.parametrize(("key", "value"), [("count_weight", 0.01), ("clip_norm", 2.0)])
+def test_the_price_of_an_adaptive_clip_norm_is_known(key, value, tmp_path, capsys):
+    """A run adds noise for the count, too; a file may not tell of less, nor leave it out."""
+    made, file = SOUND["adaptive"]().to_json(), tmp_path / "guarantee.json"
+    assert "by at most 1.001249 clip norms, and noise is scaled to that" in made["text"]
+    made["basis"]["mechanism"]["clip"][key] = value
+    file.write_text(json.dumps(made))
+    assert "privacy.assumptions[3] says" in verify(file, capsys)[1]
+    made["basis"]["mechanism"]["clip"] = {"kind": "normalized", "clip_norm": 1.0}
+    file.write_text(json.dumps(made))
+    assert "privacy.assumptions has" in verify(file, capsys)[1]
 
 
 def test_a_group_that_is_told_to_spend_less_is_refused(tmp_path, capsys):
@@ -625,6 +640,8 @@ def test_a_declared_population_that_cannot_be_is_priced_by_nobody(tmp_path, caps
 RUNS = {
     "els": central_config("els", batch_size=16),
     "uls": central_config("uls", cohort_size=8),
+    "automatic": central_config("uls", cohort_size=8, clip={"kind": "automatic"}),
+    "adaptive": central_config("uls", cohort_size=8, clip={"kind": "adaptive"}),
     "local_group": federated_config("local_group"),
     "hi_grad_avg": federated_config("hi_grad_avg"),
     "user_ldp": federated_config("user_ldp"),
@@ -636,7 +653,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("els", "user_ldp", "local_item", "local_group", "subject_uls")
+@pytest.mark.nightly("els", "automatic", "user_ldp", "local_item", "local_group", "subject_uls")
 @pytest.mark.parametrize("name", RUNS)
 def test_the_report_of_a_run_holds(name, tmp_path, capsys):
     """A tiny run of each mechanism, trained: its folder, its report and its file are accepted."""

@@ -72,6 +72,24 @@ def test_engine_equals_a_plain_loop(kind):
     assert_close(mean, expected)
 
 
+def test_a_local_optimizer_is_told_the_noise_of_its_step():
+    """It moves by what it is told: silos differ in noise, sizes and numbers of steps."""
+
+    def update(gradient, state, params=None, *, noise_stddev, **more):
+        return jax.tree.map(lambda g: jnp.full_like(g, noise_stddev), gradient), state
+
+    hears = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    federation = make_federation(make_data(), MECHANISMS["local_item"])
+    mean, _, _, _, builder = run_round(federation, make_data(), optimizer=hears)
+    silos = [federation.silos[i] for i in builder.cohort(0)]
+    moved = [
+        p.local_steps * p.noise_stddev / p.mechanism.participation.divisor(p.facts) for p in silos
+    ]
+    weights = [p.weight for p in silos]
+    for leaf in jax.tree.leaves(mean):
+        np.testing.assert_allclose(leaf, np.average(moved, weights=weights), rtol=1e-4)
+
+
 _KNOWN = {}
 
 
