@@ -1,8 +1,8 @@
 """What mkdocs does beyond its plugins.
 
 API pages of all public packages, notebooks with their outputs, the lines of code that proofs name,
-and folders in the navigation: no page has to be written for a new package or notebook, and none
-listed for a new proof in ``theory/``.
+advisories, and folders in the navigation: no page has to be written for a new package, notebook or
+advisory, and none listed for a new proof in ``theory/``.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         path = "api/index.md" if package == "dpfl_jax" else f"api/{package.split('.', 1)[1]}.md"
         files.append(File.generated(config, path, content=_api_page(package, names)))
     files.append(File.generated(config, "theory/lines.md", content=_lines_of_proofs()))
+    files.append(File.generated(config, "advisories.md", content=_advisories()))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for name, content in _notebook_files(path).items():
             files.append(File.generated(config, f"notebooks/{name}", content=content))
@@ -70,6 +71,20 @@ def _lines_of_proofs() -> str:
         text = textwrap.dedent(ast.get_source_segment(source, node, padded=True) or "")
         out += [f"## {name}", f"`{path}`, `{place}`:", f"```python\n{text}\n```"]
     return "\n\n".join(out) + "\n"
+
+
+def _advisories() -> str:
+    """A table of dpfl_jax/advisories.json."""
+    out = [
+        "# Advisories\n\nWhat versions of dpfl_jax stated and should not have. `dpfl verify` and "
+        "a run that resumes name those that they meet ([how](stability.md#advisories)).\n",
+        "| | Condition | Stated | True | What to do | Wrong |\n|---|---|---|---|---|---|",
+    ]
+    for one in json.loads((ROOT / "dpfl_jax" / "advisories.json").read_text())["advisories"]:
+        cells = [one[name] for name in ("id", "condition", "stated", "true", "what_to_do")]
+        cells.append(f"{one['introduced']} to {one['fixed'] or 'now'}")
+        out.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(out) + "\n"
 
 
 def _notebook_files(path: pathlib.Path) -> dict[str, str | bytes]:

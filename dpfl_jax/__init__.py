@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0.dev0"
 
 # Module -> its public names, imported on first use, so that `dpfl --help` does not start JAX.
 _NAMES = {
@@ -24,8 +24,8 @@ _NAMES = {
     "data": "ArrayStore DataConfig from_arrays from_grain from_huggingface from_pandas from_rows "
     "from_texts load_dataset",
     "errors": "BadInputError",
-    "mechanisms": "Mechanism Population allocation banded_inverse bandmf blt els individual "
-    "individual_els non_private owner_sets truncated uls",
+    "mechanisms": "Mechanism Population allocation banded_inverse bandmf blt els "
+    "non_private owner_sets truncated uls",
     "mechanisms.plan": "Plan",
     "models": "LanguageModel transformer_config",
     "models.batch_norm": "without_batch_norm",
@@ -50,8 +50,6 @@ __all__ = [
     "allocation",
     "truncated",
     "owner_sets",
-    "individual",
-    "individual_els",
     "non_private",
     "Mechanism",
     "Population",
@@ -80,11 +78,12 @@ __all__ = [
     "LanguageModel",
     "transformer_config",
     "accounting",
+    "experimental",
     "BadInputError",
 ]
 
 if TYPE_CHECKING:
-    from dpfl_jax import accounting
+    from dpfl_jax import accounting, experimental
     from dpfl_jax.accounting import Guarantee
     from dpfl_jax.clipping import ClippedGradResult, clipped_fun, clipped_grad
     from dpfl_jax.config import AuditConfig
@@ -109,8 +108,6 @@ if TYPE_CHECKING:
         bandmf,
         blt,
         els,
-        individual,
-        individual_els,
         non_private,
         owner_sets,
         truncated,
@@ -130,8 +127,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"dpfl_jax.{_HOMES[name]}"), name)
-    if name == "accounting":
-        return importlib.import_module("dpfl_jax.accounting")
+    if name in ("accounting", "experimental"):
+        return importlib.import_module(f"dpfl_jax.{name}")
     raise AttributeError(f"module 'dpfl_jax' has no attribute {name!r}")
 
 

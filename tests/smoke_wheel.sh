@@ -2,13 +2,20 @@
 # Builds wheel and sdist, installs them in empty environments, and trains there, outside of the
 # checkout: on a table, up to the AUC of predictions, and on the bundled plays from the bundled
 # checkpoint.
-#   tests/smoke_wheel.sh            the wheel on every Python, the sdist, the lowest versions allowed
-#   tests/smoke_wheel.sh PYTHON...  the wheel on these
+#   tests/smoke_wheel.sh [--dist DIR] [CASE...]     no case: all of them
+#     --dist DIR              wheel and sdist that are there, instead of new ones
+#     3.11, 3.12, 3.13        the wheel on that Python, with the newest dependencies
+#     lowest-3.11, ...        the wheel on that Python, with the lowest that pyproject.toml allows
+#     sdist                   the sdist on the newest Python
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-uv build --quiet --out-dir "$out/dist"
+if [ "${1:-}" = --dist ]; then
+  cp -r "$2" "$out/dist" && shift 2
+else
+  uv build --quiet --out-dir "$out/dist"
+fi
 cd "$out"
 awk 'BEGIN { print "patient;age;dose;ill"; for (i = 0; i < 400; i++) {
   row = sprintf("p%d;%f;%f;%d", i % 160, i % 7 / 7, i % 5 / 5, i % 7 + i % 5 + i % 3 > 6)
@@ -34,8 +41,8 @@ END
 smoke() { # name, Python, archive
   uv venv --quiet --python "$2" "$1"
   case $1 in
-  lowest)
-    uv pip install --quiet --python "$1/bin/python" --resolution lowest-direct -r "$root/pyproject.toml"
+  lowest-*) # of those that have a wheel for this Python
+    uv pip install --quiet --python "$1/bin/python" --no-build --resolution lowest-direct -r "$root/pyproject.toml"
     uv pip install --quiet --python "$1/bin/python" --no-deps "$3" ;;
   *) uv pip install --quiet --python "$1/bin/python" "$3" ;;
   esac
@@ -53,9 +60,11 @@ smoke() { # name, Python, archive
   echo "$1: $("$1/bin/python" -c 'import jax, sys; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")'): trained"
 }
 
-for version in ${*:-3.11 3.12 3.13}; do
-  smoke "wheel-$version" "$version" "$(echo dist/*.whl)"
+[ $# -gt 0 ] || set -- 3.11 3.12 3.13 lowest-3.11 lowest-3.12 lowest-3.13 sdist
+for case in "$@"; do
+  case $case in
+  sdist) smoke sdist 3.13 "$(echo dist/*.tar.gz)" ;;
+  lowest-*) smoke "$case" "${case#lowest-}" "$(echo dist/*.whl)" ;;
+  *) smoke "wheel-$case" "$case" "$(echo dist/*.whl)" ;;
+  esac
 done
-[ $# = 0 ] || exit 0
-smoke sdist 3.13 "$(echo dist/*.tar.gz)"
-smoke lowest 3.11 "$(echo dist/*.whl)"

@@ -8,6 +8,7 @@ import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.clipping import Adaptive
+from dpfl_jax.experimental import individual, individual_els
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, isrl_statement, worst_guarantee
@@ -30,8 +31,6 @@ from dpfl_jax.mechanisms import (
     bandmf,
     blt,
     els,
-    individual,
-    individual_els,
     non_private,
     owner_sets,
     truncated,

@@ -19,7 +19,7 @@ FLOORS = (
     ("config",),
     ("run",),
     ("mechanisms",),
-    ("training",),
+    ("training", "experimental"),
     ("federation", "planning"),
     ("audit.attacks", "flower"),
     ("cli",),

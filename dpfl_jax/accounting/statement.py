@@ -17,13 +17,12 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import dp_accounting
 from dp_accounting import NeighboringRelation
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dpfl_jax import __version__
 from dpfl_jax.accounting import event_types
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
@@ -34,13 +33,13 @@ from dpfl_jax.accounting.accountant import (
 from dpfl_jax.accounting.attacks import Meaning, meaning_of_bound, meaning_of_cases
 from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
 from dpfl_jax.accounting.guarantee import Guarantee
+from dpfl_jax.accounting.versions import library
 from dpfl_jax.errors import BadInputError, one_line, require, unrepeated
 from dpfl_jax.files import read_text
 
 VERSION = 2
 _READ = (1, 2)  # 1 has no digests, and says neither what makes a unit nor what was public
 NAME = "guarantee.json"
-LIBRARY = f"dpfl_jax {__version__}"
 # Relative difference by which rounding may put a number below that of another machine.
 _ROUNDING = 1e-6
 # Fields of a guarantee that follow from the run's data and configuration, not from the mechanism.
@@ -50,16 +49,19 @@ _EARLIER_WORDS = {" (mechanism.noise=exact)": ""}
 # An explanation takes a second at most.
 _MOST_EVENTS, _COARSE = 8, 0.1
 _MOST_DEPTH = 50
+# What a value of another type than the one that code expects leads to.
+_UNUSABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 Cases = Sequence[Sequence[dp_accounting.DpEvent]]
+_T = TypeVar("_T", bound=BaseModel)
 
 
-class _Part(BaseModel, abc.ABC):
+class Part(BaseModel, abc.ABC):
     """A table of the file: unknown names are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class DrawnNoise(_Part):
+class DrawnNoise(Part):
     """How the noise of the run was drawn."""
 
     drawn: Literal["exact", "float"]
@@ -67,7 +69,7 @@ class DrawnNoise(_Part):
     sums of two float32 normals. Accounted as real-valued Gaussian noise."""
 
 
-class Group(_Part):
+class Group(Part):
     """Units that have a smaller epsilon than the run's."""
 
     of: str
@@ -78,7 +80,7 @@ class Group(_Part):
     """What the run does to one of them."""
 
 
-class Digests(_Part):
+class Digests(Part):
     """SHA-256 of the files that a guarantee is of (``accounting.digests``)."""
 
     run: dict[str, str] = {}
@@ -87,13 +89,13 @@ class Digests(_Part):
     """Of an export: all its files but this one."""
 
 
-class Statement(_Part):
+class Statement(Part):
     """The content of guarantee.json."""
 
     version: Literal[1, 2]
     """Of this schema."""
     library: str
-    """What wrote the file."""
+    """The versions of dpfl_jax that took the steps and wrote the file (``versions.library``)."""
     privacy: Guarantee
     """As in report.json: unit, adjacency, trust, epsilon, delta, and what they rest on."""
     text: str
@@ -129,7 +131,7 @@ class Statement(_Part):
         relation = _relation(guarantee)
         return cls(
             version=VERSION,
-            library=LIBRARY,
+            library=library(),
             privacy=guarantee,
             text=str(guarantee),
             noise=DrawnNoise(
@@ -158,6 +160,10 @@ class Statement(_Part):
         """The same statement with digests of these files (``Digests``)."""
         known = {} if self.digests is None else self.digests.model_dump()
         return self.model_copy(update={"version": VERSION, "digests": Digests(**known | files)})
+
+    def made_by(self, versions: Sequence[str]) -> Statement:
+        """The same statement of a run whose steps were taken by these versions of dpfl_jax."""
+        return self.model_copy(update={"library": library(versions)})
 
     @property
     def cases(self) -> list[list[dp_accounting.DpEvent]]:
@@ -206,6 +212,27 @@ def read(path: str | os.PathLike[str]) -> Statement:
     Raises:
       BadInputError: it is none, or of a version that is not known here.
     """
+    values = read_values(path, NAME)
+    if not isinstance(values, dict) or "version" not in values:
+        raise BadInputError(f"{path} is no {NAME}: it has no version")
+    if type(values["version"]) is not int or values["version"] not in _READ:
+        raise BadInputError(
+            f"{path} has the version {values['version']!r}, and {library()} knows up to {VERSION}: "
+            "take a release that knows it"
+        )
+    return parsed(Statement, values, path)
+
+
+def read_values(path: str | os.PathLike[str], what: str) -> Any:
+    """Values of a JSON file that somebody sent, in which numbers, nesting and letters are bounded.
+
+    Args:
+      path: the file.
+      what: it should be, in words.
+
+    Raises:
+      BadInputError: it cannot be read, or holds something else.
+    """
     path = pathlib.Path(path)
     try:
         values = json.loads(
@@ -217,22 +244,24 @@ def read(path: str | os.PathLike[str]) -> Statement:
         if depth > _MOST_DEPTH or (isinstance(value, int) and abs(value) >= 2**63):
             raise BadInputError(
                 f"{path} holds a whole number of more than 64 bits, or more than {_MOST_DEPTH} "
-                f"values within each other, which no {NAME} does: take it from whoever made it anew"
+                f"values within each other, which no {what} does: take it from whoever made it anew"
             )
         if isinstance(value, str) and one_line(value) != value:
             raise BadInputError(
                 f"{path} holds a line break or an unseen letter in {one_line(value)[:60]!r}, which "
-                f"no {NAME} does: what it says could be taken for what `dpfl verify` says"
+                f"no {what} does: what it says could be taken for what `dpfl verify` says"
             )
-    if not isinstance(values, dict) or "version" not in values:
-        raise BadInputError(f"{path} is no {NAME}: it has no version")
-    if type(values["version"]) is not int or values["version"] not in _READ:
-        raise BadInputError(
-            f"{path} has the version {values['version']!r}, and {LIBRARY} knows up to {VERSION}: "
-            "take a release that knows it"
-        )
+    return values
+
+
+def parsed(kind: type[_T], values: Any, path: str | os.PathLike[str]) -> _T:
+    """``values`` of a file as a model.
+
+    Raises:
+      BadInputError: they are none; the sentence says where.
+    """
     try:
-        return Statement.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -326,7 +355,7 @@ def differences(
         return problems, unchecked
     try:
         again = restate(stated.basis)
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except _UNUSABLE as error:
         why = error if isinstance(error, BadInputError) else f"{type(error).__name__} {error}"
         again = None
         problems.append(f"no mechanism can be made of `basis`: {why}")
@@ -339,7 +368,7 @@ def differences(
             cost([[event_types.from_json(group.event)]], privacy.delta, stated.relation)
             for group in stated.groups
         ]
-    except (ValueError, ArithmeticError) as error:
+    except _UNUSABLE as error:
         return [*problems, f"its events cannot be accounted: {error}"], unchecked
     if not real <= privacy.epsilon * (1 + _ROUNDING):
         problems.append(
@@ -463,8 +492,8 @@ def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
     for name in ("noise", "basis", "events", "groups"):
         if (place := _unequal(mine[name], theirs[name], name)) is not None:
             problems.append(f"{place} by the mechanism in `basis`")
-    if problems and stated.library != LIBRARY:
-        problems[-1] += f" (the file is of {stated.library}, this is {LIBRARY}: words may differ)"
+    if problems and stated.library != library():
+        problems[-1] += f" (the file is of {stated.library}, this is {library()}: words may differ)"
     return sorted(problems)
 
 

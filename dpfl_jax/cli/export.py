@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import pathlib
 from typing import Annotated, Any, Literal
 
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
-from dpfl_jax.errors import imported
+from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
@@ -20,11 +22,15 @@ files, and the tokeniser of the checkpoint that it came from, adapters merged; w
 adapters alone, which `peft` opens. Any other model becomes model.json and safetensors files, which
 `dpfl_jax.load_exported` reads.
 
+--registry writes a draft of an entry for a public registry of deployments (arXiv 2509.13509): what
+guarantee.json says is filled in, and the rest is marked.
+
 examples:
   dpfl export runs/mine exported
   dpfl export runs/mine exported --which best               # trained with train.keep_best
   dpfl export runs/mine adapter --adapter
   dpfl export runs/mine exported --dtype bfloat16 --max-file-size 2
+  dpfl export runs/mine exported --registry registry.yaml
 """
 
 
@@ -38,6 +44,7 @@ class Options(options.Options):
       adapter: only the adapters, in the layout of peft.
       dtype: type of the weights.
       max_file_size: largest size of a weights file, in GB.
+      registry: file for the registry's entry; not in DIR, whose files the guarantee lists.
       module: code of model.module, if some of what it builds was not trained; it is imported.
     """
 
@@ -47,6 +54,7 @@ class Options(options.Options):
     adapter: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_file_size: Annotated[float, Flag("GB")] = 5.0
+    registry: Annotated[str | None, Flag("FILE")] = None
     module: Annotated[str | None, Flag("PACKAGE.MODULE:BUILD")] = None
 
 
@@ -62,6 +70,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.training.export import export
 
     console = Console(stderr=args.json)
+    if args.registry is not None:
+        _check_place(pathlib.Path(args.registry), pathlib.Path(args.out))
     size = int(args.max_file_size * 1e9)
     build = None if args.module is None else imported(args.module, "--module")
     result = export(args.run, args.out, args.dtype, size, args.which, args.adapter, build)
@@ -70,4 +80,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"to {result['out']} ({_READ_BY[result['layout']]})"
     )
     console.print(result["guarantee"], highlight=False)
+    if args.registry is not None:
+        _write_entry(pathlib.Path(args.registry), pathlib.Path(result["out"]))
+        console.print(f"written: {args.registry}, in which some entries begin with TO FILL IN")
     return result
+
+
+def _check_place(file: pathlib.Path, folder: pathlib.Path) -> None:
+    if folder.resolve() in file.resolve().parents:
+        raise BadInputError(
+            f"--registry is {file}, in the folder of the model, all of whose files the guarantee "
+            "lists: write the entry somewhere else"
+        )
+    if not file.resolve().parent.is_dir():
+        raise BadInputError(f"--registry is {file}, but there is no such folder: make it")
+
+
+def _write_entry(file: pathlib.Path, folder: pathlib.Path) -> None:
+    from dpfl_jax.accounting import statement
+    from dpfl_jax.accounting.registry import registry_record, write_record
+
+    stated = statement.read(folder / statement.NAME)
+    record = registry_record(stated, folder.resolve().name, datetime.date.today())
+    file.write_text(write_record(record), encoding="utf-8")

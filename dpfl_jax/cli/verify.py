@@ -26,7 +26,11 @@ numbers of the data and the events that follow from them. This command
   3. compares the text with the numbers;
   4. given a folder, compares the files in it with the digests in guarantee.json: config.yaml and
      checkpoints of a run, all files of an export. Those that are not there are named, and so are
-     checkpoints of earlier steps, which a run keeps to go on from and takes no digest of.
+     checkpoints of earlier steps, which a run keeps to resume from and takes no digest of;
+  5. compares the file with the advisories that this version of dpfl_jax knows, or with those of a
+     newer file (--advisories): which versions stated a wrong guarantee, for which runs, and what
+     is true. An advisory that applies to this guarantee is a failure; one that may apply, which the
+     file cannot show, is named with what to check.
 
 It needs nothing but the file, and nothing in the file is private. It cannot show that this
 mechanism is what ran, nor that the data are as the assumptions say, nor who wrote it: digests tie
@@ -39,6 +43,7 @@ examples:
   dpfl verify runs/mine
   dpfl verify guarantee.json --json
   dpfl verify runs/own --mechanism my_package.my_file:EveryUser
+  dpfl verify runs/of_last_year --advisories advisories.json
 
 exit status: 0 all of it holds (also: that there is no guarantee); 3 something does not hold, each
 in a sentence; 2 unreadable: no such file, no JSON, a version not known here; 1 anything else.
@@ -59,18 +64,21 @@ class Options(options.Options):
     Attributes:
       file: guarantee.json, the report.json of a run, or a run directory.
       mechanism: code of a mechanism that is not the library's; it is imported.
+      advisories: file of advisories, instead of those that came with this version.
     """
 
     file: Annotated[str, Flag("FILE", is_positional=True)]
     mechanism: Annotated[str | None, Flag("PACKAGE.MODULE:CLASS")] = None
+    advisories: Annotated[str | None, Flag("FILE")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Verifies; ``holds`` in the result is the verdict."""
-    from dpfl_jax.accounting import digests, statement
+    from dpfl_jax.accounting import advisories, digests, statement
 
     if args.mechanism is not None:
         imported(args.mechanism, "--mechanism")
+    known = advisories.known() if args.advisories is None else advisories.known(args.advisories)
     given = pathlib.Path(args.file)
     folder = given if given.is_dir() else given.parent
     is_run = given.is_dir() or given.name == "report.json"
@@ -84,16 +92,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         failures += _unlike_report(folder, stated)
     files = digests.Comparison([], [], [], [])
     if is_run and stated.digests is not None:
-        if known := stated.digests.exported:
-            files = digests.compare_export(folder, known, statement.NAME)
+        if exported := stated.digests.exported:
+            files = digests.compare_export(folder, exported, statement.NAME)
         else:
             files = digests.compare(folder, stated.digests.run)
         failures += files.changed
+    met = advisories.met(stated, known) if stated.privacy.private else []
+    failures += [str(one) for one in met if one.certain]
     result = {
         "holds": not failures,
         "failures": failures,
         "file": str(given),
         "version": stated.version,
+        "library": stated.library,
+        "advisories": [one.to_json() for one in met],
         "privacy": stated.privacy.to_json(),
         "compared": files.same,
         "missing": files.missing,
@@ -101,7 +113,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "caveats_of_the_run": [] if failures else own_caveats,
         "dp_accounting_epsilon": None if opinion is None else list(opinion),
     }
-    _print(Console(stderr=args.json), stated, result)
+    _print(Console(stderr=args.json), stated, result, met)
     return result
 
 
@@ -130,7 +142,7 @@ def _unlike_report(folder: pathlib.Path, stated: Any) -> list[str]:
     return result
 
 
-def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:
+def _print(console: Console, stated: Any, result: dict[str, Any], met: list[Any]) -> None:
     def say(text: str, **style: Any) -> None:
         console.print(text, soft_wrap=True, highlight=False, markup=False, **style)
 
@@ -139,6 +151,12 @@ def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:
         say("DOES NOT HOLD:", style="bold red")
         for failure in result["failures"]:
             say(f"- {failure}")
+    possible = [one for one in met if not one.certain]
+    if possible:
+        say(f"made by {stated.library}, to which advisories may apply:", style="bold")
+        for one in possible:
+            say(f"- {one}")
+    if not result["holds"]:
         return
     if not stated.privacy.private:
         say("holds: it states NO guarantee, whatever else it says", style="bold")

@@ -4,7 +4,6 @@
 """
 
 from dpfl_jax.mechanisms.calibrated import Calibrated
-from dpfl_jax.mechanisms.individual_budget import IndividualBudget
 from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.noise_strategies import (
     Banded,
@@ -28,8 +27,6 @@ from dpfl_jax.mechanisms.presets import (
     bandmf,
     blt,
     els,
-    individual,
-    individual_els,
     non_private,
     owner_sets,
     truncated,
@@ -46,8 +43,6 @@ __all__ = [
     "allocation",
     "truncated",
     "owner_sets",
-    "individual",
-    "individual_els",
     "non_private",
     "Mechanism",
     "Population",
@@ -64,6 +59,5 @@ __all__ = [
     "NoNoise",
     "Gradient",
     "UserUpdate",
-    "IndividualBudget",
     "mean_of_examples",
 ]

@@ -62,7 +62,7 @@ class IndividualBudget(Named, kinds=BUDGETS):
       renyi_order: of the filter; None: the best for ``least_steps``.
 
     Examples:
-      >>> from dpfl_jax.mechanisms import IndividualBudget, individual
+      >>> from dpfl_jax.experimental import IndividualBudget, individual
       >>> mechanism = individual(group_size=4, cohort_size=64, refresh=10)
       >>> mechanism.budget == IndividualBudget(refresh=10)
       True

@@ -416,7 +416,7 @@ def individual(
 
     Examples:
       >>> import dpfl_jax as dpfl
-      >>> mechanism = dpfl.individual(group_size=4, cohort_size=64, refresh=20)
+      >>> mechanism = dpfl.experimental.individual(group_size=4, cohort_size=64, refresh=20)
       >>> people = dpfl.Population(num_users=1000, num_examples=9000, num_units=1000)
       >>> calibrated = mechanism.calibrate(people, steps=100, epsilon=4.0, delta=1e-5)
       >>> calibrated.guarantee().epsilon <= 4.0
@@ -446,7 +446,7 @@ def individual_els(
 
     Examples:
       >>> import dpfl_jax as dpfl
-      >>> mechanism = dpfl.individual_els(group_size=2, batch_size=64, refresh=20)
+      >>> mechanism = dpfl.experimental.individual_els(group_size=2, batch_size=64, refresh=20)
       >>> rows = dpfl.Population(num_users=1000, num_examples=2000, num_units=2000)
       >>> calibrated = mechanism.calibrate(rows, steps=100, epsilon=4.0, delta=1e-5)
       >>> calibrated.guarantee().epsilon <= 4.0

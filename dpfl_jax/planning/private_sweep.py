@@ -23,6 +23,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import NAME, Statement, read
+from dpfl_jax.accounting.versions import this_version
 from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.data import Store, load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -163,6 +164,7 @@ class PrivateSweep:
             ]
             for line in first.warnings():
                 console.print(line)
+            _refuse_another_version(directory)
             guarantee = first.about(selection.guarantee())
             console.print(f"{len(runs)} cells, {self.expected_runs:g} runs expected; the whole:")
             console.print(guarantee.summary(), highlight=False)
@@ -361,6 +363,18 @@ class PrivateSweep:
         for name in ("runs", "compiled"):
             shutil.rmtree(directory.path / "private" / name, ignore_errors=True)
         return report
+
+
+def _refuse_another_version(directory: RunDirectory) -> None:
+    """What was trained by which version would tell how many runs came before the one released."""
+    first = directory.facts["versions"][0]
+    directory.note("versions", [first])
+    if first != this_version():
+        raise BadInputError(
+            f"the private sweep in {directory.path} was begun by dpfl_jax {first}, and which "
+            f"version trained the run that is released would tell how many there were: go on with "
+            f"{first}, or start another sweep"
+        )
 
 
 def _make_empty(folder: pathlib.Path) -> None:

@@ -18,9 +18,10 @@ import jax
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting import Guarantee, advisories
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
+from dpfl_jax.accounting.versions import this_version
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import default_cache_dir
@@ -294,7 +295,10 @@ def run_experiment(
         run = processes.on_all_hosts(lambda: run.resume_from(directory))
         # Earlier caveats stay: what the run sent to a tracker, say, stays sent after a resume.
         before = directory.facts.get("caveats", ())
-        directory.note("caveats", list(dict.fromkeys((*before, *run.caveats()))))
+        warned = warn_of_advisories(
+            directory, lambda: run.statement(run.steps, run.guarantee(run.steps)), console
+        )
+        directory.note("caveats", list(dict.fromkeys((*before, *run.caveats(), *warned))))
         _introduce(run, directory, console)
         if directory.writes:
             everything = config.metrics.not_private
@@ -362,7 +366,31 @@ def open_directory(
     """
     mine = processes.on_primary(lambda: RunDirectory(run_dir, content, key, facts))
     introduction = processes.broadcast(None if mine is None else mine.introduction())
-    return processes.on_all_hosts(lambda: mine or RunDirectory.join(introduction, facts))
+    directory = processes.on_all_hosts(lambda: mine or RunDirectory.join(introduction, facts))
+    # The versions that took its steps; a run without a note is older than such notes.
+    versions = directory.facts.get("versions", ["0.1.0"] if directory.resumed else [])
+    directory.note("versions", list(dict.fromkeys((*versions, this_version()))))
+    return directory
+
+
+def warn_of_advisories(
+    directory: RunDirectory, stated: Callable[[], Statement], console: Console | None
+) -> tuple[str, ...]:
+    """Warns of advisories that apply to a resumed run; returns a caveat for them, or ().
+
+    Args:
+      directory: the run's directory.
+      stated: returns the statement of the whole run; called if another version took earlier steps.
+      console: prints for people.
+    """
+    versions = directory.facts["versions"]
+    if not directory.resumed or versions == [this_version()]:
+        return ()
+    met = advisories.met(stated().made_by(versions), advisories.known())
+    if console is not None:
+        for one in met:
+            console.print(f"warning: {one}", markup=False, highlight=False)
+    return (advisories.caveat(met),) if met else ()
 
 
 def save_report(
@@ -385,6 +413,7 @@ def save_report(
       baseline: evaluations of the baseline without privacy.
       **sections: further sections, as in ``report.build_report``.
     """
+    statement = statement.made_by(directory.facts.get("versions", ()))
     report = build_report(name, result, statement.privacy, **sections)
     report["run_dir"] = str(directory.path)
     report["data"]["keyed_digest"] = directory.facts["data"]

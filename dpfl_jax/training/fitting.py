@@ -26,7 +26,7 @@ from dpfl_jax.run.algorithm import RunResult
 from dpfl_jax.run.console import default_console
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, LoopConfig, drive
-from dpfl_jax.run.pipeline import open_directory, save_report
+from dpfl_jax.run.pipeline import open_directory, save_report, warn_of_advisories
 from dpfl_jax.run.public_inputs import not_people
 from dpfl_jax.run.report import PACKING_CAVEAT, PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT
 from dpfl_jax.training.canaries import WithCanaries
@@ -181,6 +181,9 @@ def fit(
     if plan.bounding is not None and console is not None:
         console.print(str(plan.bounding), highlight=False)
     with _directory(run_dir, plan, key, audit, loop or LoopConfig()) as directory:
+        if directory is not None and directory is not run_dir and plan.mechanism.private:
+            stated = lambda: plan.statement(plan.guarantee(), plan.steps)  # noqa: E731
+            caveats += warn_of_advisories(directory, stated, console)
         if audit is not None:
             key = key or processes.fresh_key() if directory is None else directory.root_key
             algorithm = WithCanaries(algorithm, audit, key.child("audit"))

@@ -7,7 +7,7 @@ import pytest
 
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
-from dpfl_jax.mechanisms import individual, individual_els
+from dpfl_jax.experimental import individual, individual_els
 from dpfl_jax.mechanisms.plan.batches import step_arguments
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PoissonWithDropout

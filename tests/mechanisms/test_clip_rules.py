@@ -14,15 +14,14 @@ from runs import went_on_bit_for_bit
 from dpfl_jax.clipping import Adaptive, NoClip, PerGroup
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.experimental import IndividualBudget, individual
 from dpfl_jax.mechanisms import (
-    IndividualBudget,
     Mechanism,
     NoNoise,
     OwnerSets,
     Users,
     UserUpdate,
     bandmf,
-    individual,
     uls,
 )
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches

@@ -42,6 +42,7 @@ from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.clipping import Flat
 from dpfl_jax.data.owners import store_from_users
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.experimental import individual, individual_els
 from dpfl_jax.federation import guarantee, personal
 from dpfl_jax.federation.isrl import privacy
 from dpfl_jax.mechanisms import (
@@ -55,8 +56,6 @@ from dpfl_jax.mechanisms import (
     bandmf,
     blt,
     els,
-    individual,
-    individual_els,
     non_private,
     owner_sets,
     truncated,

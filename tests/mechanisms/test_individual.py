@@ -23,7 +23,8 @@ from dpfl_jax.clipping import OwnBound
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism, Population, individual, individual_els, uls
+from dpfl_jax.experimental import individual, individual_els
+from dpfl_jax.mechanisms import Mechanism, Population, uls
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey

@@ -16,7 +16,8 @@ from dpfl_jax.accounting.filters import bounds
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Population, els, individual, individual_els
+from dpfl_jax.experimental import individual, individual_els
+from dpfl_jax.mechanisms import Population, els
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
 from tests.mechanisms.individuals import curved, loss_fn, made, of_sizes, taken

@@ -13,6 +13,7 @@ import dpfl_jax as dpfl
 from dpfl_jax.clipping import Adaptive, Flat
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.experimental import individual
 from dpfl_jax.mechanisms import (
     Calibrated,
     Examples,
@@ -20,7 +21,6 @@ from dpfl_jax.mechanisms import (
     Mechanism,
     Population,
     els,
-    individual,
     uls,
 )
 from dpfl_jax.planning.candidates import at_budget

@@ -16,6 +16,7 @@ from dpfl_jax.planning.private_sweep import PrivateSweep
 from dpfl_jax.planning.selection import Selection
 from dpfl_jax.planning.sweep import Sweep
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import pipeline
 from dpfl_jax.run.directory import RunDirectory
 from tests.runs import DiedError, death_after_a_checkpoint, final_state
 
@@ -232,6 +233,25 @@ def _dying(leave):
         return leave(*args)
 
     return dies
+
+
+def test_another_version_does_not_go_on_with_a_sweep(config, pretend, monkeypatch):
+    """Which of them trained the run that is released would tell how many there were before it."""
+
+    def dies(*_, **__):
+        raise DiedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(private_sweep, "run_experiment", dies)
+        with pytest.raises(DiedError):
+            private(config).run(_quiet())
+    with monkeypatch.context() as patch:
+        for module in (pipeline, private_sweep):
+            patch.setattr(module, "this_version", lambda: "9.9.9")
+        for _ in range(2):
+            with pytest.raises(BadInputError, match="would tell how many there were: go on with"):
+                private(config).run(_quiet())
+    private(config).run(_quiet())
 
 
 def test_another_grid_key_or_corpus_is_another_sweep(config, pretend, tmp_path):

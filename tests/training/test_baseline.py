@@ -154,7 +154,9 @@ def test_beside_users_with_budgets_of_their_own_nobody_leaves():
     def loss(params, example):
         return 0.5 * ((example["x"] - params["w"]) ** 2).sum()
 
-    mechanism = dpfl.individual(group_size=1, cohort_size=4, clip_norm=9.0, user_learning_rate=0.5)
+    mechanism = dpfl.experimental.individual(
+        group_size=1, cohort_size=4, clip_norm=9.0, user_learning_rate=0.5
+    )
     plan = mechanism.plan(
         dpfl.ArrayStore.from_users(users), steps=6, noise_multiplier=1.0, delta=1e-3
     )
