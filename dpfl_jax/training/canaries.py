@@ -103,9 +103,11 @@ class JointSampler:
         return self.people.group_size
 
     def size_bound(self, tail: float = 1e-15) -> int:
+        """A number of users and canaries that a draw exceeds with probability at most ``tail``."""
         return self.people.size_bound(tail / 2) + self.canaries.size_bound(tail / 2)
 
     def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
+        """Bounds on the users and canaries of each bucket (``UserSampler.bucket_bounds``)."""
         parts = (self.people, self.canaries)
         bounds = [part.bucket_bounds(sizes, tail / 2) for part in parts]  # type: ignore[attr-defined]
         return tuple(map(sum, zip(*bounds, strict=True)))

@@ -22,6 +22,7 @@ _REQUIRED: Any = object()
 
 
 def _identity(value: Any) -> Any:
+    """Returns the value, as most settings mean the same in config.json."""
     return value
 
 
