@@ -65,7 +65,7 @@ def hears():
         dpfl.uls(**SIZES, clip_norm=0.5, clipping="normalized"),
         dpfl.els(group_size=1, batch_size=16, clip_norm=0.5),
         dpfl.uls(**SIZES, clip=Adaptive(clip_norm=0.5, learning_rate=1.0)),
-        dpfl.individual(**SIZES),
+        dpfl.experimental.individual(**SIZES),
         dpfl.bandmf(**SIZES, bands=2),
         dpfl.blt(**SIZES),
         dpfl.banded_inverse(**SIZES, bands=2),
