@@ -1,8 +1,8 @@
-"""What a mechanism guarantees, and the noise a guarantee needs. Imports no JAX.
+"""Privacy accounting: what a mechanism guarantees, and how much noise a guarantee needs. No JAX.
 
-``events`` says what a mechanism does to one privacy unit; ``epsilon``, ``delta`` and
-``epsilon_curve`` bound what that costs (privacy-loss distributions); ``calibrate_*`` find the
-parameters for a target; ``Guarantee`` is the answer with everything needed to judge it.
+``events`` says what a mechanism does to one privacy unit. ``epsilon``, ``delta`` and
+``epsilon_curve`` bound what that costs, by privacy-loss distributions. ``calibrate_*`` find the
+parameters for a target. ``Guarantee`` is the answer with everything needed to judge it.
 
 Examples:
   >>> from dpfl_jax import accounting

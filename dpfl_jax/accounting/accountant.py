@@ -1,7 +1,7 @@
-"""Epsilon and delta of an event, by privacy-loss distributions (PLD): upper bounds, always.
+"""Epsilon and delta of an event by privacy-loss distributions (PLD), which are upper bounds.
 
-The grid follows the answer: where it lies, the Renyi divergence is overstated by resolution^2 / 6,
-and so is, about, the squared noise multiplier that a target asks for.
+The grid adapts to the answer: at the order that determines it, the Renyi divergence is overstated
+by a factor of about 1 + resolution^2 / 6, and so is the squared noise multiplier for a target.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ Number = TypeVar("Number", int, float)
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
 
-# Excess of epsilon and of the noise multiplier: 0.008 % and 0.002 %.
+# Resolutions that overstate epsilon by about 0.008 % and 0.002 %.
 FINE = 0.03
 FINEST = 0.015
 
-# Beyond these an answer would mean nothing, and computing it could take all memory.
+# Beyond this an answer would be meaningless, and computing it could take all memory.
 LARGEST_MEAN_LOSS = 1e4
-# Cells no shorter than this, in standard deviations of the noise.
+# Least length of a cell, in standard deviations of the noise.
 LEAST_SPACING = 1e-4
 DIRECTIONS = ("remove", "add")
-# What is cut off must itself be a floating-point number.
+# The mass cut off must be representable as a floating-point number.
 _LEAST_LOG_TAIL = -600.0
 _LEAST_DELTA = 1e-200
 
 
 class TooLittleNoiseError(BadInputError):
-    """The guarantee would be so weak that it is not worth (or not possible) computing."""
+    """The guarantee would be too weak to be meaningful, or to be computed."""
 
 
 def check_delta(delta: float) -> float:
-    """Delta as a Python float: a comparison with one of NumPy's float32 would be in float32.
+    """Returns delta as a Python float, because NumPy compares with a float32 in float32.
 
     Raises:
-      BadInputError: unless 0 < delta < 1, and large enough for tails to be computed.
+      BadInputError: delta is not in (0, 1), or is too small for tails to be computed.
 
     Examples:
       >>> from dpfl_jax.accounting import check_delta
@@ -68,16 +68,16 @@ def check_delta(delta: float) -> float:
         "a number above 0 and below 1",
         "a usual choice is below one over the number of units",
     )
-    why = f"tails of privacy losses are not computed for smaller ones than {_LEAST_DELTA:g}"
+    why = f"tails of privacy losses are not computed below {_LEAST_DELTA:g}"
     at_least("delta", delta, _LEAST_DELTA, advice=why)
     return float(delta)
 
 
 def check_epsilon(epsilon: float) -> float:
-    """Epsilon as a Python float, as ``check_delta``.
+    """Returns epsilon as a Python float, for the reason of ``check_delta``.
 
     Raises:
-      BadInputError: unless it is finite and positive.
+      BadInputError: it is not finite and positive.
     """
     good = isinstance(epsilon, numbers.Real) and math.isfinite(epsilon) and epsilon > 0
     require(good, "epsilon", epsilon, "a finite number above 0")
@@ -92,21 +92,21 @@ def epsilon(
     resolution: float = FINE,
     accountant: Accountant = "pld",
 ) -> float:
-    """Upper bound on epsilon at ``delta``.
+    """Returns an upper bound on epsilon at ``delta``.
 
     Args:
       event: what the mechanism does to one privacy unit.
-      delta: in (0, 1); 2^-20 of it pays for how the noise is drawn (``drawn``), if there is any.
+      delta: in (0, 1); a share of 2^-20 pays for how the noise is drawn (``drawn``).
       relation: adjacency; the events of this package are add-or-remove unless they say otherwise.
-      resolution: epsilon may be overstated by about resolution^2 / 12 of itself; smaller is slower.
+      resolution: epsilon may be too large by about resolution^2 / 12 of itself; smaller is slower.
       accountant: "pld" (tight), or "rdp" or "zcdp" (looser, for comparison).
 
     Returns:
       Epsilon >= 0, in nats; ``inf`` if there is no finite guarantee (no noise, not private).
 
     Raises:
-      BadInputError: delta out of range, an event that no accountant knows, or a table that would
-        not fit in memory.
+      BadInputError: delta is out of range, no accountant knows the event, or the table would not
+        fit in memory.
 
     Examples:
       >>> from dpfl_jax import accounting
@@ -129,7 +129,7 @@ def epsilon(
 def accountant_of(
     event: dp_accounting.DpEvent, relation: NeighboringRelation = ADD_OR_REMOVE
 ) -> Accountant:
-    """The tightest accountant that knows an event: "rdp" if losses of some part are not known.
+    """Returns the tightest accountant for an event: "rdp" if a part has no known losses.
 
     Examples:
       >>> from dpfl_jax import accounting
@@ -148,7 +148,7 @@ def epsilon_or_inf(
     resolution: float = FINE,
     accountant: Accountant | None = None,
 ) -> float:
-    """As ``epsilon``, by default by the tightest accountant; inf where it cannot be computed."""
+    """Returns ``epsilon``, by default by the tightest accountant; ``inf`` if noise is too small."""
     known = accountant or accountant_of(event, relation)
     try:
         return epsilon(event, delta, relation=relation, resolution=resolution, accountant=known)
@@ -163,10 +163,10 @@ def delta(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
 ) -> float:
-    """Upper bound on delta at ``epsilon`` >= 0.
+    """Returns an upper bound on delta at ``epsilon`` >= 0.
 
-    2^-20 of it pays for how the noise is drawn, if there is any. (That is enough down to a delta of
-    about 1e-16; a guarantee says whether it is.) Arguments as for :func:`epsilon`.
+    A share of 2^-20 pays for how the noise is drawn. (It suffices down to a delta of about 1e-16;
+    a guarantee says whether it does.) The other arguments are those of :func:`epsilon`.
 
     Examples:
       >>> from dpfl_jax import accounting
@@ -184,8 +184,8 @@ def delta(
             return 0.0
         log_delta = _gaussian_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
         return float(_with_drawn(math.exp(log_delta) * (1 + 1e-8), flat))
-    # Cells, grid and tails are made for one delta: repeat until it is the answer. The tails of one
-    # turn allow seven digits and more, so that they are enough for the smallest answer.
+    # Cells, grid and tails are chosen for one delta: repeat until it is near the answer. The tails
+    # at one delta still give the right order of magnitude for an answer 1e-7 times as large.
     best, near = 1.0, 1e-2
     for _ in range(40):
         near = max(min(near, best), _LEAST_DELTA)
@@ -198,27 +198,24 @@ def delta(
 
 
 def _reserved(flat: Flat) -> float:
-    """The share of delta that pays for how noise is drawn: none where guarantees are composed.
-
-    Stated guarantees have paid for their own noise.
-    """
+    """The share of delta that pays for how noise is drawn; stated guarantees have already paid."""
     stated = all(isinstance(leaf, ApproximateLeaf) for leaf, _ in flat.leaves)
     return 0.0 if flat.gaussian == 0.0 and stated else RESERVED
 
 
 def _with_drawn(delta: Any, flat: Flat) -> Any:
-    """Adds to delta, a number or an array, the share that ``epsilon`` subtracts first."""
+    """Adds to delta, a number or an array, the share that ``epsilon`` sets aside."""
     return np.minimum(1.0, delta / (1 - _reserved(flat)))
 
 
 def epsilons_midway(
     event: Callable[[int], dp_accounting.DpEvent], total: int, counts: Sequence[int], delta: float
 ) -> list[float]:
-    """Upper bounds on epsilon after some of the steps of a run.
+    """Returns upper bounds on epsilon after each number of steps in ``counts``.
 
     Args:
-      event: number of steps -> what the first so many do to one unit. If the whole run is one event
-        repeated, one discretisation serves all; else each number of steps is accounted by itself.
+      event: number of steps -> what the first so many steps do to one unit. If the whole run is one
+        event repeated, one discretisation serves all; otherwise each count is accounted separately.
       total: steps of the whole run.
       counts: numbers of steps, each >= 1.
       delta: in (0, 1).
@@ -244,7 +241,7 @@ def epsilon_curve(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = 0.05,
 ) -> list[float]:
-    """Upper bounds on epsilon after several numbers of steps, from one discretisation of a step.
+    """Returns upper bounds on epsilon after each number of steps, from one discretisation.
 
     Args:
       step_event: what ONE step does (not composed), or a run to be repeated.
@@ -294,16 +291,16 @@ def epsilon_table(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
 ) -> dict[Number, float]:
-    """Epsilon of a unit for each distinct value of a number in which units differ.
+    """Returns epsilon of a unit for each distinct value of a number in which units differ.
 
-    The guarantee of a run is the worst unit's: this says what the others spend. The numbers must be
-    *declared*: a table made from the private data's own counts is itself private.
+    A run's guarantee is that of its worst unit; the table says what the other units spend. The
+    numbers must be *declared*: a table computed from counts in the private data is itself private.
 
     Args:
-      make_event: from a unit's value (its examples, its sampling rate) to what the run does to it.
-      values: the units' values, repeats allowed (a million units of a hundred values cost a
+      make_event: a unit's value (its examples, its sampling rate) -> what the run does to the unit.
+      values: the units' values, repeats allowed (a million units with a hundred values cost a
         hundred accountings).
-      delta: in (0, 1), the same for all.
+      delta: in (0, 1), for all units.
       relation: adjacency.
       resolution: as for ``accounting.epsilon``.
 
@@ -311,7 +308,7 @@ def epsilon_table(
       {value: upper bound on epsilon}, by increasing value.
 
     Raises:
-      BadInputError: no values, or a value that is no valid parameter of the event.
+      BadInputError: there are no values, or a value is not a valid parameter of the event.
 
     Examples:
       >>> from dpfl_jax import accounting
@@ -337,10 +334,10 @@ def delta_curve(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
 ) -> np.ndarray:
-    """Upper bounds on delta at many epsilons, from one composition.
+    """Returns upper bounds on delta at many epsilons, from one composition.
 
-    None is below about 1e-15 times the number of steps, whatever the truth: for small ones ask
-    :func:`delta`. Arguments as there.
+    No bound is below about 1e-15 times the number of steps: for smaller ones use :func:`delta`,
+    whose arguments these are.
 
     Returns:
       float [len(epsilons)].
@@ -359,7 +356,7 @@ def delta_curve(
     if not flat.leaves:
         return np.array([delta(event, float(value), relation=relation) for value in at])
     tail = -50.0 - math.log(_steps(flat))
-    # The grid suits both ends of what such a curve resolves.
+    # Choose the grid for both the largest and the smallest deltas that the curve resolves.
     ends = [0.1, 1e-10]
     return _with_drawn(
         _coarsened(
@@ -376,22 +373,24 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 @functools.lru_cache(maxsize=256)
 def profile(flat: Flat, least: float, points: int, resolution: float = 0.1) -> list[Curve]:
-    """Upper bounds on delta, from epsilon 0 to where it is ``least``, or falls no further.
+    """Returns curves of upper bounds on delta, from epsilon 0 to where delta is ``least``.
 
-    Between neighbours the chord in e^epsilon is one, too, as delta is convex in it. No share of
-    delta is reserved for how noise is drawn: that is for the caller who states an epsilon.
+    A curve ends earlier if delta falls no further. Between neighbouring points the chord in
+    e^epsilon is a bound, too, because delta is convex in it. Callers who state an epsilon must set
+    aside the share of delta for how noise is drawn.
 
     Args:
-      flat: private, and more than Gaussians.
+      flat: a private event with leaves.
       least: in (0, 1).
-      points: about so many in a curve.
+      points: approximate number of points in a curve.
       resolution: as for :func:`epsilon`.
 
     Returns:
-      For each direction, or for both: epsilons, float64 [n], ascending from 0; deltas, float64 [n].
+      One curve per direction, or one for both: epsilons, float64 [n], ascending from 0; and deltas,
+      float64 [n].
 
     Raises:
-      TooLittleNoiseError: there are no such curves.
+      TooLittleNoiseError: epsilon is infinite at every small delta.
     """
     least = max(least, _LEAST_DELTA)
     if any(isinstance(leaf, RenyiLeaf) for leaf, _ in flat.leaves):
@@ -409,7 +408,7 @@ def profile(flat: Flat, least: float, points: int, resolution: float = 0.1) -> l
 
 
 def _curve(whole: Composition, least: float, points: int) -> Curve:
-    """The curve without a tilt as far as rounding allows, and beyond that with several tilts."""
+    """The curve, without a tilt as far as rounding allows and with several tilts beyond."""
     least += 1.001 * whole.infinity
     end = _finite(whole.epsilon(least))
     at = np.linspace(0.0, end, points)
@@ -423,19 +422,19 @@ def _curve(whole: Composition, least: float, points: int) -> Curve:
             some = np.unique(np.linspace(0, max(new.sum() - 1, 0), points // 4).astype(int))
             at = np.append(at, losses[new][some[: new.sum()]])
             deltas = np.append(deltas, bounds[new][some[: new.sum()]])
-        if at.min(initial=1.0) > 0.0:  # delta is 1 at most
+        if at.min(initial=1.0) > 0.0:  # start at epsilon 0, where delta is at most 1
             at, deltas = np.append(0.0, at), np.append(1.0, deltas)
         at, deltas = np.append(at, end), np.append(deltas, least)
     return at, np.minimum.accumulate(deltas)
 
 
 def _renyi_curve(flat: Flat, least: float, points: int) -> Curve:
-    """The curve for both directions, where only Renyi divergences are known."""
+    """The curve of both directions, if only Renyi divergences are known."""
     known = renyi.flat_divergences(flat, renyi.ORDERS)
     at = np.linspace(0.0, _finite(renyi.epsilon_from_renyi(known, renyi.ORDERS, least)), points)
     deltas = np.exp(renyi.log_delta_from_renyi(known, renyi.ORDERS, at))
-    # Total variation, from the Kullback-Leibler divergence, which is below those of orders above 1:
-    # Pinsker; Bretagnolle and Huber.
+    # Bound the total variation (Pinsker; Bretagnolle and Huber) by the Kullback-Leibler divergence,
+    # which is at most the Renyi divergence of any order above 1.
     kl = float(known.min())
     return at, np.minimum(deltas, min(math.sqrt(kl / 2), math.sqrt(-math.expm1(-kl))))
 
@@ -444,14 +443,14 @@ def _finite(end: float) -> float:
     if math.isfinite(end):
         return end
     raise TooLittleNoiseError(
-        "this run has no finite epsilon at any small delta: raise its noise multiplier"
+        "this run has no finite epsilon at a small delta: raise its noise multiplier"
     )
 
 
 def rough_epsilon(
     event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation = ADD_OR_REMOVE
 ) -> float:
-    """Epsilon to a few per cent, by a saddle point: NO BOUND; only where a search starts."""
+    """Returns epsilon to a few per cent, by a saddle point. NOT A BOUND: a start for searches."""
     flat = flatten(event, relation)
     if not flat.private:
         return math.inf
@@ -480,17 +479,17 @@ def _flat_epsilon(flat: Flat, delta: float, resolution: float) -> float:
 
 
 def _largest_loss(flat: Flat, delta: float) -> float:
-    """The sum of the epsilons of stated guarantees if ``delta`` pays for all deltas; else inf.
+    """The sum of the stated guarantees' epsilons if ``delta`` pays for all their deltas, else inf.
 
-    Where it pays for exactly these, the rounding of a table has no room. No float has more than
-    1,100 digits.
+    If ``delta`` pays for exactly these, a table has no room for rounding. Decimals of 1,100 digits
+    represent every float exactly.
     """
     stated = [(leaf.event, n) for leaf, n in flat.leaves if isinstance(leaf, ApproximateLeaf)]
     with localcontext(prec=1200, rounding=ROUND_FLOOR):
         kept = Decimal(1)
         for event, count in stated:
             kept *= (1 - Decimal(float(event.delta))) ** count
-            kept *= 1 if count == 1 else 1 - Decimal("1e-1100")  # powers are not rounded downwards
+            kept *= 1 if count == 1 else 1 - Decimal("1e-1100")  # powers are not rounded down
         if kept < 1 - Decimal(delta):
             return math.inf
     whole = math.fsum(count * event.epsilon for event, count in stated)
@@ -504,7 +503,7 @@ def _worst(
     resolution: float,
     tail: float,
 ) -> float:
-    """The larger answer of the two directions."""
+    """The larger of the answers in the two directions."""
 
     def of(direction: str, resolution: float) -> float:
         return _coarsened(
@@ -515,7 +514,7 @@ def _worst(
     losses = (_losses(leaf, 0.4, tail) for leaf, _ in flat.leaves)
     if all(step.add is step.remove for step in losses):
         return remove
-    # Adding mostly costs less than removing: then a coarse bound on it shows that.
+    # Adding usually costs less than removing, and then a coarse bound suffices to show it.
     return remove if of("add", 4.0 * resolution) <= remove else max(remove, of("add", resolution))
 
 
@@ -534,7 +533,7 @@ def _steps(flat: Flat) -> int:
 
 
 def _log_tail(flat: Flat, delta: float) -> float:
-    """Log of the probability per step that may become an infinite loss: in all 1e-7 of delta."""
+    """Log of a step's probability that may count as infinite loss: 1e-7 of delta over all steps."""
     wanted = min(-50.0, math.log(delta) - math.log(_steps(flat)) - 17.0)
     return max(wanted, _LEAST_LOG_TAIL)
 
@@ -545,7 +544,7 @@ def _gaussian_log_delta(sigma: float, epsilon: float) -> float:
 
 
 def _gaussian_epsilon(total: float, delta: float) -> float:
-    """Epsilon of Gaussians of squared mean ``total`` (Balle and Wang 2018), rounded up."""
+    """Epsilon of Gaussians with total squared mean ``total`` (Balle and Wang 2018), rounded up."""
     if total == 0:
         return 0.0
     if total > 1e16:
@@ -559,7 +558,7 @@ def _gaussian_epsilon(total: float, delta: float) -> float:
 
 
 def _sketch(flat: Flat, direction: str, spacing: float, log_tail: float) -> Composition:
-    """The composition with losses at the ends of cells, on no grid: good for moments."""
+    """The composition with losses at the ends of cells, not on a grid: it has moments only."""
     leaves: list[tuple[Leaf, int]] = list(flat.leaves)
     if flat.gaussian > 0:
         leaves.append((MixtureLeaf((math.sqrt(flat.gaussian),), (1.0,)), 1))
@@ -587,7 +586,7 @@ def _excess(
     cumulants: list[float],
     allowed: list[float],
 ) -> float:
-    """Largest excess of another discretisation's cumulants, over what is allowed."""
+    """Largest ratio of another discretisation's excess in the cumulants to what is allowed."""
     pairs = zip(asked, cumulants, allowed)
     return max((other.cumulant(theta) - here) / most for (theta, _), here, most in pairs)
 
@@ -601,20 +600,20 @@ def _composed(
     factor: float = 1.0,
     times: Iterable[int] = (1,),
 ) -> Composition:
-    """One direction of adjacency, on a grid.
+    """The composition in one direction of adjacency, on a grid.
 
-    Cells and grid are as coarse as they may be where the answer lies, at the tilt theta at which
-    the mean loss is epsilon: there the cumulant, theta times the Renyi divergence of order 1 +
-    theta, is overstated by resolution^2 / 6 of itself (of theta epsilon / 2 if that is more; for
-    Gaussians they are the same). Whatever is chosen, the result is an upper bound.
+    Cells and grid are as coarse as the resolution allows at the tilt theta whose mean loss is
+    epsilon. There the cumulant, which is theta times the Renyi divergence of order 1 + theta, may
+    be too large by resolution^2 / 6 times the larger of itself and theta epsilon / 2 (equal for
+    Gaussians). Whatever is chosen, the result is an upper bound.
     """
     spacing, before, excess, tails = 0.4, None, math.inf, None
     while True:
         sketch = _sketch(flat, direction, spacing, log_tail)
         if not sketch.mean <= LARGEST_MEAN_LOSS:
             raise TooLittleNoiseError(
-                f"the expected privacy loss of this run is about {sketch.mean:.2g} nats, so that "
-                "no useful epsilon exists: raise the noise multiplier, or lower the sampling "
+                f"the expected privacy loss of this run is about {sketch.mean:.2g} nats, which "
+                "allows no useful epsilon: raise the noise multiplier, or lower the sampling "
                 "probability, the group size or the number of steps"
             )
         if sketch.largest < 1e-100:  # all losses are 0 or infinite
@@ -631,7 +630,7 @@ def _composed(
             resolution**2 / 6.0 * max(cumulant, 0.5 * theta * epsilon, 1e-300)
             for cumulant, (theta, epsilon) in zip(cumulants, asked)
         ]
-        # The excess falls as the square of the spacing.
+        # As the excess falls with the square of the spacing, two spacings tell it.
         if before is not None:
             excess = _excess(before[1], asked, cumulants, allowed) / (
                 (before[0] / spacing) ** 2 - 1.0
@@ -646,7 +645,7 @@ def _composed(
         return sketch.gridded(_aligned(factor * unit, unit))
     steps = _steps(flat) + 1
     grid = min(math.sqrt(12.0 * m / (t * (t + 1.0) * steps)) for m, (t, _) in zip(allowed, asked))
-    # An atom is rounded up by a step of the grid, which matters where few steps may all meet it.
+    # An atom is rounded up by up to one grid step, which matters if there are only few steps.
     tops = [
         (count * max(float(_losses(leaf, 0.4, log_tail).remove.losses.max()), 0.0), count)
         for leaf, count in flat.leaves
@@ -667,7 +666,7 @@ def _composed(
 
 
 def _common_unit(units: list[float]) -> float:
-    """A number of which all ``units`` are whole multiples; 0 if there is none."""
+    """A number of which all ``units`` are integer multiples, or 0."""
     common = units[0] if units else 0.0
     for unit in units[1:]:
         if min(unit, common) <= 0:
@@ -680,9 +679,9 @@ def _common_unit(units: list[float]) -> float:
 
 
 def _aligned(grid: float, unit: float) -> float:
-    """A grid not far above ``grid`` on which whole multiples of ``unit`` lie."""
+    """A grid near ``grid`` on which all integer multiples of ``unit`` lie."""
     if unit <= 0 or grid > 64.0 * unit:
         return grid
     near = unit / math.ceil(unit / grid - 1e-9) if grid <= unit else unit * math.ceil(grid / unit)
-    # An atom just above its grid point would be split: the grid errs upwards.
+    # Round the grid upwards: an atom just above its grid point would be split.
     return near * (1.0 + 1e-15)

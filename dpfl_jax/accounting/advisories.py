@@ -1,7 +1,7 @@
-"""Advisories: which versions stated a wrong guarantee, of which runs, and what is true.
+"""Advisories: which versions stated a wrong guarantee for which runs, and what is true.
 
 ``dpfl_jax/advisories.json`` holds them as data, which ``met`` compares with a guarantee.json. It
-never names code: a condition is a place in that file, and the values that may stand there.
+never names code: a condition is a path in guarantee.json with the values that are affected.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _Values = Annotated[list[str | bool | int | float | None], Field(max_length=100)
 
 
 class Advisory(Part):
-    """A hole in a guarantee that was mended."""
+    """An error in a guarantee, and the versions that had it."""
 
     id: str = Field(pattern=r"^[A-Z0-9][A-Z0-9-]{2,30}$")
-    """``DPFL-YEAR-NUMBER``; numbers are not used twice."""
+    """``DPFL-YEAR-NUMBER``; a number is never reused."""
     date: datetime.date
-    """When it was published."""
+    """Date of publication."""
     concerns: Literal["run", "ledger", "tool"]
-    """``run``: what a run stated, in guarantee.json. Others are not looked for in such a file."""
+    """``run``: what a run stated in guarantee.json. Only these are looked for in such a file."""
     condition: str
     """When a guarantee was wrong."""
     stated: str
@@ -39,26 +39,26 @@ class Advisory(Part):
     true: str
     """What is true."""
     what_to_do: str
-    """How to see whether a run is affected, and what then."""
+    """How to see whether a run is affected, and what to do then."""
     introduced: datetime.date
-    """Since when it was wrong."""
+    """Date from which guarantees were wrong."""
     fixed: datetime.date | None
-    """Until when; None as long as it is."""
+    """Date of the fix; None: not fixed yet."""
     since: _Version | None
-    """The first version that is affected; None: from the beginning."""
+    """The first affected version; None: all versions from the first one on."""
     before: _Version | None
-    """The first version that is not affected any more; None: there is none yet."""
+    """The first version that is no longer affected; None: not fixed yet."""
     commits: list[Annotated[str, Field(pattern="^[0-9a-f]{40}$")]] = Field([], max_length=100_000)
-    """Of checkouts, which are affected; none: those of the versions above."""
+    """The affected commits, for git checkouts; empty: as the versions above say."""
     where: dict[str, Literal["differ"] | _Values] = Field({}, max_length=20)
-    """Places of guarantee.json (``basis.cells.*.steps``; ``*`` is every entry of a list), and the
-    values one of which must be there, or ``differ``: several that are not equal. A file that does
-    not fit all of them is not affected; no value fits none, of holes older than such files."""
+    """Paths in guarantee.json (``basis.cells.*.steps``; ``*`` is every entry of a list), each with
+    values of which one must be there, or ``differ``: there are unequal values. Only a file that
+    fits all paths is affected. An empty list fits no file: for errors older than those."""
     certain: bool
-    """Whether a file that fits is affected; else it may be, and ``condition`` says when."""
+    """Whether every file that fits is affected; otherwise ``condition`` says which files are."""
 
     def applies(self, values: Any, versions: Iterable[Version | None]) -> bool:
-        """Whether a guarantee.json with these values, made by these versions, fits."""
+        """Returns whether a guarantee.json with these values, made by these versions, fits."""
         return (
             self.concerns == "run"
             and any(map(self._made_by, versions))
@@ -66,7 +66,7 @@ class Advisory(Part):
         )
 
     def _made_by(self, version: Version | None) -> bool:
-        """A version that cannot be read may be any."""
+        """Whether the advisory affects a version; one that cannot be read counts as affected."""
         if version is None:
             return True
         if version.commit and self.commits:
@@ -81,17 +81,17 @@ class _File(Part):
     """The content of advisories.json."""
 
     version: Literal[1]
-    """Of this schema."""
+    """Version of this schema."""
     advisories: list[Advisory] = Field(max_length=10_000)
-    """The newest may stand anywhere."""
+    """All advisories, in any order."""
 
 
 class Met(NamedTuple):
-    """An advisory that a guarantee meets.
+    """An advisory that concerns a guarantee.
 
     Attributes:
       advisory: the advisory.
-      certain: whether the guarantee is affected; else it may be.
+      certain: whether the guarantee is certainly affected; otherwise it may be.
     """
 
     advisory: Advisory
@@ -106,34 +106,34 @@ class Met(NamedTuple):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For programs: the advisory, and ``applies``, which is "certain" or "possible"."""
+        """Returns the advisory as JSON values, with ``applies``: "certain" or "possible"."""
         applies = "certain" if self.certain else "possible"
         return {"applies": applies, **self.advisory.model_dump(mode="json")}
 
 
 def known(path: str | os.PathLike[str] = FILE) -> list[Advisory]:
-    """The advisories of a file; default those that this version knows.
+    """Returns the advisories in a file; default: those that this version knows.
 
     Raises:
-      BadInputError: it is no file of advisories.
+      BadInputError: it is not a file of advisories.
     """
     values = read_values(path, "file of advisories")
     return parsed(_File, values, path).advisories
 
 
 def met(stated: Statement, advisories: Sequence[Advisory]) -> list[Met]:
-    """The advisories that a guarantee meets, those that are certain first."""
+    """Returns the advisories that concern a guarantee, certain ones first."""
     values, versions = stated.to_json(), versions_of(stated.library)
-    found = [
+    affecting = [
         Met(one, one.certain and None not in versions)
         for one in advisories
         if one.applies(values, versions)
     ]
-    return sorted(found, key=lambda one: not one.certain)
+    return sorted(affecting, key=lambda one: not one.certain)
 
 
 def caveat(found: Sequence[Met]) -> str:
-    """A sentence for the guarantee of a run that goes on with steps of an affected version."""
+    """Returns the caveat of a run that is resumed after steps of an affected version."""
     names = ", ".join(one.advisory.id for one in found)
     return (
         f"earlier steps of this run were taken by a version of dpfl_jax that has advisories of its "
@@ -142,17 +142,17 @@ def caveat(found: Sequence[Met]) -> str:
 
 
 def _found(values: Any, place: str) -> list[Any]:
-    """All that stands at a place; ``*`` is every entry of a list."""
-    found = [values]
+    """All values at a path, in which ``*`` is every entry of a list."""
+    nodes = [values]
     for name in place.split("."):
         inner: list[Any] = []
-        for value in found:
+        for value in nodes:
             if isinstance(value, dict) and name in value:
                 inner.append(value[name])
             elif isinstance(value, list | tuple) and name == "*":
                 inner += value
-        found = inner
-    return found
+        nodes = inner
+    return nodes
 
 
 def _holds(found: Sequence[Any], wanted: Any) -> bool:

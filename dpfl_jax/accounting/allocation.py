@@ -1,18 +1,19 @@
-"""The loss of a Gaussian sum in which a unit takes part in one of t steps, uniformly.
+"""The privacy loss of random allocation: a unit takes part in one of t Gaussian sums, uniformly.
 
-Without the unit the outputs are N(0, 1) each, in units of the noise; with it that of one step, I,
-has mean s = 1 / sigma. The ratio of the densities is the mean of t independent X = e^(s y - s^2/2),
-each of which has mean 1 without the unit (Feldman and Shenfeld 2026, arXiv 2602.17284). Adaptive
-steps leak no more: whatever came before, a step of theirs can be computed from y alone.
+In units of the noise, without the unit every output y is N(0, 1); with it the output of one step
+has mean s = 1 / sigma. The likelihood ratio is the mean of t independent X = e^(s y - s^2/2), each
+of which has mean 1 without the unit (Feldman and Shenfeld 2026, arXiv 2602.17284). Adaptive steps
+leak no more, because each of them can be computed from y and the steps before it.
 
 With S the ratio, both divergences are expectations of convex functions of S without the unit:
-removing E max(0, S - e^eps), adding E max(0, 1 - e^eps S). So they are bounded from above by any
-mean-preserving spread of S, and a mean of two spreads is a spread of the mean. That is all the
-rounding here: a value between two points of a grid goes to both, and keeps its mean; what lies off
-the grid goes to its end and to 0, or to its end and to infinity.
+E max(0, S - e^eps) for removing it, E max(0, 1 - e^eps S) for adding it. So any mean-preserving
+spread of S bounds them from above, and a mean of two spreads is a spread of the mean. All rounding
+here is such a spread: a value between two points of a grid is split between both so that its mean
+stays, and a value off the grid between the grid's end and 0, or the grid's end and infinity.
 
-On a grid of log S, log((e^a + e^b) / 2) is a plus a function of b - a: a mean of two costs as many
-vector operations as there are differences. Means of 2, 4, 8, ... are made of each other.
+On a grid of log S, log((e^a + e^b) / 2) is a plus a function of b - a, so a mean of two ratios
+costs as many vector operations as there are differences. Means of 2, 4, 8, ... terms are computed
+by doubling.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from scipy import special
 from dpfl_jax.accounting.discretize import Atoms, StepLoss
 
 _COARSE = 0.4
-_MOST_CELLS = 6000  # of a table: a mean of two takes its square
+_MOST_CELLS = 6000  # of a table; a mean of two ratios takes the square of this
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ratio:
-    """A spread of the mean of some X.
+    """A spread of the mean S of several X.
 
     Attributes:
-      terms: how many.
+      terms: number of X.
       grid: step of log S.
-      low: index of the first value: its log is ``low * grid``.
-      probs: float64 [n], without the unit.
-      zero: probability of S = 0, without the unit.
-      infinity: of S infinite, with the unit.
+      low: index of the first value, whose log is ``low * grid``.
+      probs: float64 [n], probabilities of the values without the unit.
+      zero: probability of S = 0 without the unit.
+      infinity: probability of infinite S with the unit.
     """
 
     terms: int
@@ -52,11 +53,11 @@ class _Ratio:
 
     @property
     def logs(self) -> np.ndarray:
-        """float64 [n], log S."""
+        """log S, float64 [n]."""
         return (self.low + np.arange(len(self.probs))) * self.grid
 
     def finer(self, times: int) -> _Ratio:
-        """The same values on a finer grid."""
+        """The ratio on a grid that is finer by a factor ``times``; values stay."""
         probs = np.zeros((len(self.probs) - 1) * times + 1)
         probs[::times] = self.probs
         return dataclasses.replace(self, grid=self.grid / times, low=self.low * times, probs=probs)
@@ -69,7 +70,7 @@ class _Ratio:
         end = len(here) - int(np.searchsorted(np.cumsum(there[::-1]), lost, side="right"))
         end = max(end, first + 1)
         kept = here[first:end].copy()
-        # To the end with all of the mean, and to zero.
+        # Split the lower end between the first value kept, with all of the mean, and zero.
         up = float((here[:first] * np.exp(logs[:first] - logs[first])).sum())
         kept[0] += up
         kept[-1] += here[end:].sum()
@@ -84,7 +85,7 @@ def _single(shift: float, grid: float, lost: float) -> _Ratio:
     low = math.floor((-0.5 * shift - reach) * shift / grid)
     high = math.ceil((0.5 * shift + reach) * shift / grid)
     logs = np.arange(low, high + 1) * grid
-    # Of outputs: without the unit, and with it; both tails without cancellation.
+    # Probabilities of cells of y, without the unit and with it; tails without cancellation.
     cells = []
     for mean in (0.0, shift):
         y = logs / shift + 0.5 * shift - mean
@@ -105,13 +106,13 @@ def _single(shift: float, grid: float, lost: float) -> _Ratio:
 
 
 def _mean(one: _Ratio, other: _Ratio, times: int) -> _Ratio:
-    """A spread of the mean of all terms of both, on a grid ``times`` finer than theirs."""
+    """A spread of the mean of all terms of both, on a grid finer by a factor ``times``."""
     a, b, n, m = one.probs, other.probs, len(one.probs), len(other.probs)
     terms, grid, alike = one.terms + other.terms, one.grid / times, one is other
     share = other.terms / terms
     apart = np.arange(0 if alike else 1 - n, m) + other.low - one.low
     # proof: allocation-event-2
-    # log S - log a for each difference of their logs, in cells of the grid.
+    # log S - log a for each difference between the logs of b and a, in cells of the finer grid.
     moved = np.logaddexp(math.log1p(-share), math.log(share) + apart * one.grid)
     cell = np.floor(moved / grid).astype(int)
     up = np.clip(np.expm1(moved - cell * grid) / math.expm1(grid), 0.0, 1.0)
@@ -120,7 +121,7 @@ def _mean(one: _Ratio, other: _Ratio, times: int) -> _Ratio:
     for k, j in enumerate((apart + one.low - other.low).tolist()):
         low, high = max(0, -j), min(n, m - j)
         both = a[low:high] * b[low + j : high + j]
-        if alike and j:  # and the other way round
+        if alike and j:  # a and b exchanged
             both *= 2.0
         start = (one.low + low) * times + int(cell[k]) - first
         stop = start + (len(both) - 1) * times + 1
@@ -128,7 +129,7 @@ def _mean(one: _Ratio, other: _Ratio, times: int) -> _Ratio:
         both -= upper
         probs[start:stop:times] += both
         probs[start + 1 : stop + 1 : times] += upper
-    # The mean of 0 and S is spread over 0 and S.
+    # Spread the mean of 0 and S over 0 and S.
     zero = one.zero * other.zero
     for ratio, weight in ((one, other.zero * (1.0 - share)), (other, one.zero * share)):
         start = ratio.low * times - first
@@ -139,17 +140,15 @@ def _mean(one: _Ratio, other: _Ratio, times: int) -> _Ratio:
 
 
 def allocated(sigma: float, taken: int, steps: int, spacing: float, log_tail: float) -> StepLoss:
-    """The loss of all steps together, in cells of about this size, or larger ones if need be.
+    """Returns the loss of the first ``taken`` steps together, in both directions.
 
     Args:
       sigma: noise multiplier of a step, at least 0.1.
-      taken: r, at least 1, the number of steps so far.
-      steps: t, in one of which, uniformly, a unit takes part.
-      spacing: length of a cell, in standard deviations of log S.
-      log_tail: log of the probability that may become an infinite loss.
-
-    Returns:
-      Losses of both directions.
+      taken: r, the number of steps so far, at least 1.
+      steps: t, the number of steps of which a unit takes part in one, uniformly.
+      spacing: approximate length of a cell, in standard deviations of log S; larger if the table
+        would have too many cells.
+      log_tail: log of the probability that may be counted as an infinite loss.
     """
     coarse, cells = _allocated(sigma, taken, steps, _COARSE, log_tail)
     least = _COARSE * cells / _MOST_CELLS
@@ -162,15 +161,15 @@ def allocated(sigma: float, taken: int, steps: int, spacing: float, log_tail: fl
 def _allocated(
     sigma: float, taken: int, steps: int, spacing: float, log_tail: float
 ) -> tuple[StepLoss, int]:
-    """As ``allocated``, and the number of cells of the largest table.
+    """The result of ``allocated``, and the number of cells of the largest table.
 
-    Cells are a quarter of the spacing, as many means round.
+    A cell is a quarter of ``spacing``, because each of many means rounds.
     """
     shift, spacing = 1.0 / sigma, 0.25 * spacing
     lost = math.exp(log_tail) / (2.0 * taken.bit_length() + 2.0)
 
     def mean(one: _Ratio, other: _Ratio) -> _Ratio:
-        """The mean of both, on a grid that fits the deviation of log S, a power of two finer."""
+        """The mean of both, on a grid finer by a power of two that fits the spread of log S."""
         deviation = math.sqrt(math.log1p(math.expm1(shift**2) / (one.terms + other.terms)))
         finer = max(0, round(math.log2(one.grid / (spacing * deviation))))
         whole = _mean(one, other, 2**finer).trimmed(lost)
@@ -191,11 +190,11 @@ def _allocated(
         power = mean(power, power)
     assert whole is not None
     cells.append(len(whole.probs))
-    # Sums of as many products as there are values, and their logs, rounded upwards.
+    # Round upwards for the errors of the sums of products, and of their logs.
     probs, slack = whole.probs * (1.0 + 1e-11), 1e-12
     logs, rest, part = whole.logs, (steps - taken) / steps, taken / steps
     missing = math.inf  # the loss where S is 0
-    if rest > 0.0:  # with this probability the unit's step is a later one, and S is 1
+    if rest > 0.0:  # the probability that the unit's step is a later one, so that S is 1
         logs, missing = np.logaddexp(math.log(rest), math.log(part) + logs), -math.log(rest)
     remove = Atoms(logs + slack, probs * np.exp(logs), part * whole.infinity)
     add = Atoms(slack - logs, probs, 0.0)

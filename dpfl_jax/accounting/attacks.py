@@ -1,10 +1,9 @@
 """What an adversary can find out about one unit: bounds on the success of attacks.
 
-Everything follows from delta as a function of epsilon: an attack that guesses from the release
-whether a unit took part, and is wrong about a share a of those that did not, is right about at most
-``delta(eps) + e^eps a`` of those that did, for every eps (Wasserman and Zhou 2010; Dong, Roth and
-Su 2022, "Gaussian Differential Privacy", proposition 2.12). Any set of eps gives a bound; a fine
-one gives all that is known.
+Everything follows from delta as a function of epsilon. Take an attack that guesses from the release
+whether a unit took part, with false positive rate a. Its true positive rate is at most
+``delta(eps) + e^eps a`` for every eps (Wasserman and Zhou 2010; Dong, Roth and Su 2022, "Gaussian
+Differential Privacy", proposition 2.12). Any set of eps gives a bound, a fine grid the best one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dpfl_jax.accounting.events import check_prob
 from dpfl_jax.errors import BadInputError, at_least
 
 _POINTS = 600
-# The curve ends at this delta, and stays a bound.
+# The curve ends at this delta; it is a bound wherever it ends.
 _LEAST = 1e-9
 _LARGEST_MU = 1000.0
 FALSE_ALARMS = (1e-3, 1e-2, 0.05)
@@ -44,8 +43,8 @@ class Meaning:
 
     Attributes:
       epsilons: float [n], increasing from 0.
-      deltas: float [n], upper bounds on delta at each.
-      delta: of the guarantee.
+      deltas: float [n], upper bounds on delta at ``epsilons``.
+      delta: delta of the guarantee.
       relation: what the attacker distinguishes: with and without the unit, or two values of it.
 
     Examples:
@@ -61,16 +60,16 @@ class Meaning:
     relation: NeighboringRelation = ADD_OR_REMOVE
 
     def true_positive_rate(self, false_positive_rate: float) -> float:
-        """The largest share of units in the data that an attack finds, at a rate of false alarms.
+        """Returns the largest true positive rate of any attack with this false positive rate.
 
         Raises:
-          BadInputError: the rate does not lie between 0 and 1.
+          BadInputError: the rate is not between 0 and 1.
         """
         a = check_prob(false_positive_rate, "rate of false alarms")
         return float(self.power(np.array([a]))[0])
 
     def power(self, false_positive_rates: np.ndarray) -> np.ndarray:
-        """``true_positive_rate`` at many rates, float [n]."""
+        """Returns ``true_positive_rate`` at many false positive rates, float [n]."""
         a, e, d = false_positive_rates, self.epsilons[:, None], self.deltas[:, None]
         with np.errstate(over="ignore"):
             rates = np.minimum(d + np.exp(e) * a, 1.0 - np.exp(-e) * (1.0 - d - a))
@@ -78,28 +77,28 @@ class Meaning:
 
     @property
     def advantage(self) -> float:
-        """The largest difference of the rates of right and of false alarms: total variation."""
+        """The largest difference between an attack's true and false positive rates."""
         return float(self.deltas[0])
 
     def guessing(self, candidates: int) -> float:
-        """The probability of naming what the unit contributed, of equally likely candidates.
+        """Returns the largest probability of picking a unit's record among equally likely ones.
 
-        The best guess without the record is right with probability 1 / ``candidates``; a right
-        guess is an alarm (Kaissis et al. 2023, "Bounding data reconstruction attacks with the
+        A guess without the release is right with probability 1 / ``candidates``, which serves as
+        the false positive rate (Kaissis et al. 2023, "Bounding data reconstruction attacks with the
         hypothesis testing interpretation of differential privacy").
 
         Raises:
-          BadInputError: fewer than 2 candidates.
+          BadInputError: there are fewer than 2 candidates.
         """
         at_least("the number of candidates", candidates, 2)
         return self.true_positive_rate(1.0 / candidates)
 
     def posterior(self, prior: float, but_for: float = 1e-3) -> float:
-        """The belief that the unit took part after seeing the release.
+        """Returns an upper bound on the belief that the unit took part, after seeing the release.
 
         Args:
-          prior: belief before, in [0, 1].
-          but_for: probability, over the noise of the run, with which the belief may end higher.
+          prior: probability that the attacker gave it before, in [0, 1].
+          but_for: probability, over the run's noise, with which the belief may exceed the bound.
         """
         p = check_prob(prior, "belief")
         # P(loss > t) (1 - e^(eps - t)) <= delta(eps) for every t > eps.
@@ -112,14 +111,14 @@ class Meaning:
 
     @functools.cached_property
     def mu(self) -> float:
-        """The least mu with mu-Gaussian differential privacy, but for delta.
+        """The least mu for mu-Gaussian differential privacy, except with probability delta.
 
-        No attack then beats the best one on N(0, 1) against N(mu, 1), but for delta. Comparable
-        across mechanisms, as (epsilon, delta) is not (Gomez et al. 2025).
+        No attack then beats the best test of N(0, 1) against N(mu, 1), except with probability
+        delta. Unlike (epsilon, delta), it can be compared across mechanisms (Gomez et al. 2025).
         """
         e, d = self.epsilons, self.deltas
-        # Between two epsilons delta is at most that of the first: the Gaussian must reach it still
-        # at the second.
+        # Between two epsilons delta is at most its value at the first, which the Gaussian's delta
+        # must therefore reach at the second.
         keep = d[:-1] >= self.delta
         if not keep.any():
             return 0.0
@@ -132,7 +131,7 @@ class Meaning:
         return float(high.max()) if high.max() < _LARGEST_MU else math.inf
 
     def sentences(self) -> list[str]:
-        """The bounds in words for people who know no differential privacy."""
+        """Returns the bounds as sentences for people who do not know differential privacy."""
         most, first = self.true_positive_rate, FALSE_ALARMS[0]
         if self.relation == REPLACE:
             what, question = "it was this record and not that one", "which of two records it was"
@@ -168,7 +167,7 @@ class Meaning:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """The bounds and the curve as JSON values."""
+        """Returns the bounds and the curve as JSON values."""
         return {
             "advantage": self.advantage,
             "gaussian_mu": self.mu if math.isfinite(self.mu) else None,
@@ -188,11 +187,11 @@ def meaning(
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
 ) -> Meaning:
-    """What an adversary can find out about one unit from an event.
+    """Returns what an adversary can find out about one unit from an event.
 
     Args:
       event: what the run does to the unit.
-      delta: of its guarantee, in (0, 1).
+      delta: delta of the guarantee, in (0, 1).
       relation: adjacency.
 
     Raises:
@@ -215,11 +214,12 @@ def meaning_of_cases(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
 ) -> Meaning:
-    """What an adversary can find out about one unit of a run, whichever that is.
+    """Returns what an adversary can find out about any one unit of a run.
 
     Args:
-      cases: its cost is at most the smallest, over the outer list, of the largest in an inner one.
-      delta: of its guarantee, in (0, 1).
+      cases: bounds on what the run does to a unit. Each inner list bounds a unit's cost by its most
+        expensive event; the cheapest list counts.
+      delta: delta of the guarantee, in (0, 1).
       relation: adjacency.
       resolution: as for ``accounting.epsilon``.
 
@@ -235,7 +235,7 @@ def meaning_of_cases(
     known = float(least(lambda event: epsilon(event, delta, **options)))
     if not math.isfinite(known):
         raise BadInputError(
-            "this gives no guarantee at all, so that there is nothing to explain: raise the noise "
+            "there is no guarantee at this delta, so no attack can be bounded: raise the noise "
             "multiplier"
         )
     reach = float(least(lambda event: epsilon(event, min(delta, _LEAST), **options)))
@@ -248,7 +248,7 @@ def meaning_of_cases(
 def meaning_of_bound(
     epsilon: float, delta: float, relation: NeighboringRelation = ADD_OR_REMOVE
 ) -> Meaning:
-    """What is known from epsilon and delta alone (Kairouz et al. 2015): looser than of an event.
+    """Returns the looser bounds that follow from epsilon and delta alone (Kairouz et al. 2015).
 
     Args:
       epsilon: finite, at least 0.
@@ -262,7 +262,7 @@ def meaning_of_bound(
 
 
 def plot_attacks(axes: Any, meaning: Meaning) -> None:
-    """Draws the largest rate of right alarms for every rate of false ones on Matplotlib axes.
+    """Plots the largest true positive rate over the false positive rate on Matplotlib axes.
 
     Examples:
       >>> from matplotlib.figure import Figure
@@ -280,7 +280,7 @@ def plot_attacks(axes: Any, meaning: Meaning) -> None:
     axes.plot(x, x, "k:", lw=1, label="guessing without looking")
     replaced = meaning.relation == REPLACE
     said = "{} wrong claims: {} right" if replaced else "{} falsely accused: {} found"
-    # Numbers stand in the legend, as beside the points they would overlap.
+    # The numbers are in the legend, because labels next to the points would overlap.
     for a, marker in zip(FALSE_ALARMS, "osD"):
         right = meaning.true_positive_rate(a)
         label = said.format(_share(a), _share(right))
@@ -309,7 +309,7 @@ def _gaussian_delta(at: np.ndarray, mu: np.ndarray) -> np.ndarray:
 
 
 def _share(value: float) -> str:
-    """A bound in per cent, rounded up."""
+    """The value in per cent, rounded up."""
     percent = 100.0 * value
     if percent <= 0:
         return "0 %"

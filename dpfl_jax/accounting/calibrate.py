@@ -1,7 +1,7 @@
-"""Parameters for a target (epsilon, delta): searched fast, then certified.
+"""Calibration: noise, steps, group sizes and sampling rates that meet a target (epsilon, delta).
 
-The search starts at a saddle-point approximation, continues with coarse upper bounds and ends with
-fine ones: the result meets the target by the bound that will be stated.
+A search starts at a saddle-point approximation, continues with coarse upper bounds and ends with
+fine ones, so that the result meets the target by the bound that will be stated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MakeEvent = Callable[[float], dp_accounting.DpEvent]
 SMALLEST_NOISE, LARGEST_NOISE = 1e-3, 1e9
 LEAST_PROB = 1e-9
 COARSE = 0.2
-# Of answers that are remembered on disk: raise when the numerics change them.
+# Version of the answers cached on disk: raise it when the numerics change them.
 _VERSION = "3"
 
 
@@ -54,24 +54,25 @@ def calibrate_noise_multiplier(
     near: float | None = None,
     accountant: Accountant = "pld",
 ) -> float:
-    """Smallest noise multiplier whose event satisfies (epsilon, delta), rounded up.
+    """Returns the smallest noise multiplier whose event satisfies (epsilon, delta), rounded up.
 
     Args:
       make_event: noise multiplier -> event of the whole run; epsilon must fall with the noise.
       epsilon: target, > 0.
       delta: target, in (0, 1).
       relation: adjacency.
-      relative_tolerance: most by which the answer exceeds the smallest, on the fine grid.
+      relative_tolerance: largest relative excess over the smallest noise multiplier.
       use_cache: whether to look the answer up on disk (and certify it again), and to store it.
       near: a good guess, at which the fine search then starts.
-      accountant: by which the target is met; "rdp" for events of which no losses are known.
+      accountant: computes epsilon; "rdp" for events without a known privacy-loss distribution.
 
     Returns:
-      The noise multiplier; ``epsilon(make_event(it), delta) <= epsilon``, as it will be stated.
-      0.0 if the event needs no noise.
+      A noise multiplier with ``epsilon(make_event(noise_multiplier), delta) <= epsilon``; 0.0 if
+      the event needs no noise.
 
     Raises:
-      BadInputError: if no noise multiplier in [1e-3, 1e9] will do, or an input is out of range.
+      BadInputError: no noise multiplier in [1e-3, 1e9] meets the target, or an input is out of
+        range.
 
     Examples:
       >>> from dpfl_jax import accounting
@@ -101,7 +102,7 @@ def calibrate_noise_multiplier(
         near, slope = _rough_root(make_event, epsilon, delta, relation)
         coarse = functools.partial(_excess, make_event, epsilon, delta, relation, COARSE)
         near, slope = _root(coarse, near, 1.5e-3, slope)
-        # A coarse epsilon is too large by a twelfth of the squared resolution of itself.
+        # A coarse epsilon is too large by the factor 1 + resolution^2 / 12.
         near *= math.exp((COARSE**2 - FINE**2) / 12.0 / slope)
     else:
         here, beyond = (rough_epsilon(make_event(near * x), delta, relation) for x in (1.0, 1.02))
@@ -120,10 +121,10 @@ def coarse_noise_multiplier(
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
 ) -> float:
-    """A noise multiplier that satisfies (epsilon, delta), by coarse bounds, which are much faster.
+    """Returns a noise multiplier that satisfies (epsilon, delta) by coarse bounds, much faster.
 
-    It is up to 2.5 % above that of ``calibrate_noise_multiplier``: enough to see that something
-    needs far too much.
+    It is up to 2.5 % above that of ``calibrate_noise_multiplier``: enough to see that a setting
+    needs far too much noise.
 
     Args:
       make_event: noise multiplier -> event of the whole run.
@@ -155,13 +156,13 @@ def _excess(
     return _over(_bound(make_event(sigma), delta, relation, grid), epsilon)
 
 
-# ---- answers that are remembered on disk ---------------------------------------------------------
+# ---- answers cached on disk ----------------------------------------------------------------------
 
 
 def _cache_file(*content: Any) -> pathlib.Path | None:
-    """The file of the answer that ``content`` determines; None where nothing is to be remembered.
+    """The file that caches the answer for ``content``, or None without a cache.
 
-    ``DPFL_CACHE_DIR`` names the folder, or turns this off (``off``, or empty).
+    ``DPFL_CACHE_DIR`` names the folder, or turns the cache off (``off``, or empty).
     """
     if os.environ.get("DPFL_CACHE_DIR", "on").strip().lower() in ("", "off", "none", "0"):
         return None
@@ -169,12 +170,12 @@ def _cache_file(*content: Any) -> pathlib.Path | None:
     key = hashlib.sha256(text.encode()).hexdigest()
     try:
         return default_cache_dir().expanduser() / "accounting" / key[:2] / f"{key}.json"
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # no home directory
         return None
 
 
 def _remembered(file: pathlib.Path | None, fits: Callable[[float], bool]) -> float | None:
-    """A noise multiplier from disk if it passes ``fits`` again: a bad file weakens no guarantee."""
+    """The cached noise multiplier if it passes ``fits`` again: a bad file weakens no guarantee."""
     try:
         known = None if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -185,9 +186,9 @@ def _remembered(file: pathlib.Path | None, fits: Callable[[float], bool]) -> flo
 
 
 def _remember(file: pathlib.Path | None, sigma: float) -> None:
-    """Writes under another name and renames: a reader sees a whole file, or none.
+    """Writes to a temporary file and renames it, so that a reader never sees part of a file.
 
-    Where the folder cannot be written, nothing is remembered.
+    If the folder cannot be written, nothing is cached.
     """
     if file is None:
         return
@@ -212,16 +213,16 @@ def noise_near(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     near: float | None = None,
 ) -> float:
-    """An estimate of the smallest noise multiplier: NOT CERTIFIED, see ``rough_epsilon``."""
+    """Returns an estimate of the smallest noise multiplier (``rough_epsilon``): NOT CERTIFIED."""
     return _rough_root(make_event, epsilon, delta, relation, near or 1.0)[0]
 
 
 def noise_ahead(known: Sequence[tuple[float, float]], at: float) -> float | None:
-    """Extrapolates noise multipliers known at other numbers; None where too few are known.
+    """Extrapolates noise multipliers that are known at other settings; None if too few are known.
 
     Args:
-      known: (number, noise multiplier), all positive, the nearest last.
-      at: the number at which noise is needed.
+      known: pairs (x, noise multiplier), all positive, the pair with the nearest x last.
+      at: the x at which the noise multiplier is needed.
     """
     last = known[-8:]
     if len({x for x, _ in last}) < 4 or min(noise for _, noise in last) <= 0.0:
@@ -232,7 +233,7 @@ def noise_ahead(known: Sequence[tuple[float, float]], at: float) -> float | None
 
 
 def _over(epsilon: float, target: float) -> float:
-    """Log of epsilon over the target; <= 0 is good enough."""
+    """Log of epsilon over the target, which is met if this is <= 0."""
     return math.log(max(epsilon, 1e-300) / target) if epsilon < math.inf else math.inf
 
 
@@ -249,7 +250,7 @@ def _rough_root(
 
     try:
         return _root(excess, near, 1e-3, -1.0)
-    except BadInputError:  # the certified search will raise with what is wrong
+    except BadInputError:  # the certified search will say what is wrong
         return 1.0, -1.0
 
 
@@ -261,7 +262,7 @@ def calibrate_steps(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     most: int = 10_000_000,
 ) -> int:
-    """Largest number of steps (or rounds) that satisfies (epsilon, delta).
+    """Returns the largest number of steps (or rounds) that satisfies (epsilon, delta).
 
     Args:
       make_event: number of steps -> event of the whole run.
@@ -274,7 +275,7 @@ def calibrate_steps(
       A number of steps in [1, most], certified on the finest grid.
 
     Raises:
-      BadInputError: if even one step exceeds the target.
+      BadInputError: even one step exceeds the target.
 
     Examples:
       >>> from dpfl_jax import accounting
@@ -294,9 +295,9 @@ def calibrate_group_size(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     most: int = 1_000_000,
 ) -> int:
-    """Largest group size (examples of a user) that satisfies (epsilon, delta).
+    """Returns the largest group size (examples per user) that satisfies (epsilon, delta).
 
-    Arguments, result and errors as for :func:`calibrate_steps`.
+    Arguments, result and errors are those of :func:`calibrate_steps`, with group sizes for steps.
 
     Examples:
       >>> from dpfl_jax import accounting
@@ -315,9 +316,9 @@ def calibrate_sampling_prob(
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
 ) -> float:
-    """Largest sampling probability that satisfies (epsilon, delta), rounded down.
+    """Returns the largest sampling probability that satisfies (epsilon, delta), rounded down.
 
-    It falls short of the largest by about 1e-5 of it, and nothing below ``LEAST_PROB`` is tried.
+    The result is too small by a factor of about 1 - 1e-5.
 
     Args:
       make_event: probability in (0, 1] -> event of the whole run; epsilon must grow with it.
@@ -329,7 +330,7 @@ def calibrate_sampling_prob(
       A probability in [LEAST_PROB, 1], certified on the finest grid.
 
     Raises:
-      BadInputError: if even ``LEAST_PROB`` exceeds the target.
+      BadInputError: even ``LEAST_PROB`` (1e-9) exceeds the target.
 
     Examples:
       >>> from dpfl_jax import accounting
@@ -354,7 +355,7 @@ def calibrate_sampling_prob(
                 low = middle
             else:
                 high = middle
-        # The next grid may disagree a little about either end.
+        # The finer grid may disagree a little about either end.
         low, high = max(low / 1.01, LEAST_PROB), min(high * 1.01, 1.0)
     low, high = low * 1.01, high / 1.01
     scale = 10.0 ** (6 - math.floor(math.log10(low)))
@@ -376,7 +377,7 @@ def _bound(
 def _certified(
     event: dp_accounting.DpEvent, epsilon: float, delta: float, relation: NeighboringRelation
 ) -> bool:
-    """Whether an event meets the target as it will be stated: the end of every calibration."""
+    """Whether an event meets the target by the stated bound, which ends every calibration."""
     return _bound(event, delta, relation, FINE) <= float(epsilon)
 
 
@@ -416,13 +417,13 @@ def _largest_count(
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        # The coarse grid settles all but the last few per cent.
+        # The coarse grid suffices except for the last few per cent.
         grid = 0.1 if high - low > max(8, low // 32) else FINE
         if fits(middle, grid):
             low = middle
         else:
             high = middle
-    # A coarse grid may have ruled out the edge: walk up while the fine grid allows it.
+    # The coarse grid may have ruled out valid counts: walk up while the fine grid allows it.
     step = max(1, low // 64)
     while step >= 1:
         while low + step <= most and fits(low + step, FINE):
@@ -435,7 +436,7 @@ def _largest_count(
 
 
 def _round_up(value: float) -> float:
-    """Rounds up to seven significant digits, so that the answer prints in full."""
+    """Rounds up to seven significant digits, so that a printed noise multiplier is exact."""
     scale = 10.0 ** (6 - math.floor(math.log10(value)))
     return math.ceil(value * scale * (1 - 1e-15)) / scale
 
@@ -445,12 +446,12 @@ def _root(
 ) -> tuple[float, float]:
     """The noise multiplier at which a falling ``excess`` turns negative, on the safe side.
 
-    By secant steps in logarithms, where epsilon is nearly a power of the noise, within the known
-    bracket; sometimes by halves, where they do not help.
+    It takes secant steps in logarithms, where epsilon is nearly a power of the noise, within the
+    known bracket, and bisects where these do not help.
 
     Returns:
-      A number of few digits with ``excess(it) <= 0``, above the smallest by ``tolerance`` at most,
-      and the slope there, in logarithms.
+      A number of seven digits whose ``excess`` is <= 0, at most ``tolerance`` (relative) above the
+      smallest; and the slope there, in logarithms.
     """
     low, high = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
     bad, good = -math.inf, math.inf
@@ -464,13 +465,13 @@ def _root(
             return sigma, slope
         if bad >= high:
             raise BadInputError(
-                "no noise multiplier up to 1e9 reaches the target epsilon: part of the run spends "
-                "more than that whatever the noise; raise the target or drop that part"
+                "no noise multiplier up to 1e9 reaches the target epsilon, because part of the run "
+                "exceeds the target at any noise: raise the target epsilon or remove that part"
             )
         if good <= low:
             raise BadInputError(
-                f"the target is met already at noise multiplier {SMALLEST_NOISE:g}: it asks for "
-                "practically no noise; lower the target epsilon"
+                f"practically no noise (noise multiplier {SMALLEST_NOISE:g}) already meets the "
+                "target: lower the target epsilon"
             )
         # Aim at the middle of the tolerance, on the safe side.
         step = (-value + 0.5 * slope * tolerance) / slope if math.isfinite(value) else cap
@@ -483,4 +484,4 @@ def _root(
         before = point, value
         sigma = _round_up(math.exp(new))
         point, value = math.log(sigma), excess(sigma)
-    raise BadInputError(f"no noise multiplier was found for the target near {sigma:g}: raise it")
+    raise BadInputError(f"the search for noise failed near {sigma:g}: raise the target epsilon")

@@ -1,10 +1,10 @@
-"""The proven cells: what a sampling scheme with a noise strategy costs one privacy unit.
+"""The table of proven cells: what a sampling scheme with a noise strategy costs one privacy unit.
 
-A mechanism's participation resolves to a scheme (``sampling.schemes``, or one of those below) and
-to what one privacy unit has in a draw (``Contribution``), its noise resolves to a
+A mechanism's participation resolves to a scheme (from ``sampling.schemes`` or this module) and to
+how one privacy unit contributes to a draw (``Contribution``). Its noise resolves to a
 ``StrategyMatrix``. ``cell_of`` looks up the scheme's type, the matrix's kind and the contribution's
 type. Independent noise also matches banded and full cells, and a contribution of one drawn unit
-also matches cells without one. What is not in the table is not proven, and refused.
+also matches cells without a contribution. What is not in the table is not proven, and is refused.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 _REPLACE = NeighboringRelation.REPLACE_ONE
 
 
-# ---- schemes that are used in accounting alone: no sampler draws them ----------------------------
+# ---- schemes for accounting alone: no sampler draws them -----------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Everyone:
-    """All units, at every step."""
+    """All units take part in every step."""
 
     def describe(self, counted: str, unit: str) -> str:
-        """In words, as ``schemes.SamplingScheme.describe``."""
+        """Returns the words of a guarantee, as ``schemes.SamplingScheme.describe`` does."""
         del unit
         return f"none is counted on: {counted} may all take part in every step"
 
 
 @dataclasses.dataclass(frozen=True)
 class OnePass:
-    """Each unit at one step at most; which one depends on no unit's content."""
+    """Each unit takes part in one step at most; no unit's content affects in which one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoStagePoisson:
-    """Silos first, then their units: rounds of local steps, each unit with a rate of its own.
+    """Poisson sampling of silos in each round, then of each silo's units in each local step.
 
     Attributes:
-      sampling_prob: q, of the unit that is accounted, in each local step.
-      participation_prob: lambda, of its silo in each round, which everybody sees.
-      local_steps: tau, steps of a round.
+      sampling_prob: q, probability of the accounted unit in each local step.
+      participation_prob: lambda, probability of its silo in each round; which take part is public.
+      local_steps: tau, local steps in a round.
     """
 
     sampling_prob: float
@@ -59,7 +59,7 @@ class TwoStagePoisson:
     local_steps: int
 
     def describe(self, counted: str, unit: str) -> str:
-        """In words, as ``schemes.SamplingScheme.describe``."""
+        """Returns the words of a guarantee, as ``schemes.SamplingScheme.describe`` does."""
         return (
             f"each silo with probability {self.participation_prob:.6g} in each round of "
             f"{self.local_steps} local steps, then Poisson over {counted}, probability "
@@ -67,16 +67,16 @@ class TwoStagePoisson:
         )
 
 
-# ---- what one privacy unit has in a draw, where it is not itself what is drawn -------------------
+# ---- how one privacy unit contributes to a draw, if it is not itself what is drawn ---------------
 
 
 @dataclasses.dataclass(frozen=True)
 class SeveralUnits:
-    """Several of the units that are drawn, each of which moves the sum by C at most.
+    """A privacy unit has several of the units drawn, each of which moves the sum by C at most.
 
     Attributes:
-      max_units: L.
-      per_step_cap: Z, most of these in one step; None: all.
+      max_units: L, the most units drawn that one privacy unit has.
+      per_step_cap: Z, the most of these in one step; None: all of them.
     """
 
     max_units: int
@@ -85,10 +85,10 @@ class SeveralUnits:
 
 @dataclasses.dataclass(frozen=True)
 class AveragedUnits:
-    """Several of the units that are drawn, whose average in a step moves the sum by C at most.
+    """A privacy unit has several of the units drawn; their average moves the sum by C at most.
 
     Attributes:
-      max_units: L.
+      max_units: L, the most units drawn that one privacy unit has.
     """
 
     max_units: int
@@ -96,7 +96,7 @@ class AveragedUnits:
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """Whatever is drawn, it moves the sum by so many C at most.
+    """A privacy unit moves the sum by S * C at most, whatever is drawn.
 
     Attributes:
       sensitivity: S.
@@ -110,13 +110,13 @@ Contribution = SeveralUnits | AveragedUnits | Sensitivity
 
 @dataclasses.dataclass(frozen=True)
 class StrategyMatrix:
-    """K of the noise K^-1 Z, lower triangular and Toeplitz.
+    """The lower triangular Toeplitz matrix K of correlated noise K^-1 Z.
 
     Attributes:
-      column: the first of K, float [steps], or as far as it is not 0.
-      kind: ``independent`` (the identity), ``banded`` (nothing beyond ``column``), ``full``.
-      bounding_column: of a full matrix, numbers that are not below K's, nor below a later one:
-        what is accounted. None: ``column`` is such.
+      column: the first column of K, float [steps], without its trailing zeros.
+      kind: ``independent`` (the identity), ``banded`` (zero beyond ``column``), ``full``.
+      bounding_column: for a full matrix, a non-increasing upper bound on K's column, which is what
+        is accounted. None: ``column`` does not increase.
     """
 
     column: tuple[float, ...] = (1.0,)
@@ -129,15 +129,15 @@ INDEPENDENT = StrategyMatrix()
 
 @dataclasses.dataclass(frozen=True)
 class NoisedSums:
-    """What is accounted: steps of clipped sums over the units drawn, plus noise.
+    """What is accounted: the noised clipped sums over the units drawn at every step.
 
     Attributes:
-      scheme: which units are drawn.
+      scheme: how units are drawn.
       noise_multiplier: standard deviation of each entry of Z over the sensitivity of a drawn unit.
-      steps: taken.
-      num_units: units that may be drawn.
+      steps: number of steps.
+      num_units: number of units that may be drawn.
       matrix: K of the noise.
-      contribution: what one privacy unit has in a draw; None: it is itself what is drawn.
+      contribution: how one privacy unit contributes to a draw; None: privacy units are drawn.
       relation: whether a privacy unit is added or removed, or replaced by another.
     """
 
@@ -151,37 +151,37 @@ class NoisedSums:
 
     @property
     def cell(self) -> Cell:
-        """What is proven of these.
+        """The cell of the table that proves the cost.
 
         Raises:
-          BadInputError: nothing is.
+          BadInputError: nothing is proven for this scheme, matrix and contribution.
         """
         return cell_of(self.scheme, self.matrix, self.contribution, self.relation)
 
     def event(self) -> DpEvent:
-        """Of one privacy unit, to be accounted under ``relation``.
+        """Returns what the steps do to one privacy unit, to be accounted under ``relation``.
 
         Raises:
-          BadInputError: nothing is proven of these.
+          BadInputError: nothing is proven for this scheme, matrix and contribution.
         """
         return self.cell.event(self)
 
 
-# Of each unit a column for each step of the event, of (column of K, seen, inside, sampler).
+# (column of K, seen, inside, sampler) -> float [units, steps of the event]: ``audit_statistic``.
 Statistic = Callable[[tuple[float, ...], np.ndarray, np.ndarray, Any], np.ndarray]
 Key = tuple[type, MatrixKind, type[Contribution] | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is proven of one kind of scheme with one kind of matrix.
+    """What is proven about one kind of scheme with one kind of matrix.
 
     Attributes:
-      event: of one privacy unit.
-      accountant: how the epsilon of that event is computed, for the guarantee.
-      proof: page of docs/theory.
-      assumptions: that the proof needs besides those of all mechanisms.
-      statistic: what tells an audit most; None: what was released at each step.
+      event: returns what the sums do to one privacy unit.
+      accountant: how the epsilon of that event is computed, in the words of a guarantee.
+      proof: name of the page in docs/theory.
+      assumptions: what the proof needs in addition to the assumptions of all mechanisms.
+      statistic: the most powerful statistic for an audit; None: what was released at each step.
     """
 
     event: Callable[[NoisedSums], DpEvent]
@@ -197,10 +197,10 @@ def cell_of(
     contribution: Contribution | None = None,
     relation: NeighboringRelation = _ADD_OR_REMOVE,
 ) -> Cell:
-    """The cell of these (``NoisedSums``).
+    """Returns the cell that proves the cost; the arguments are fields of ``NoisedSums``.
 
     Raises:
-      BadInputError: nothing is proven of them; the nearest that is proven is named.
+      BadInputError: nothing is proven for them; the message names the nearest proven cell.
     """
     table = _REPLACE_TABLE if relation is _REPLACE else TABLE
     if (cell := _found(table, scheme, matrix, contribution)) is not None:
@@ -226,7 +226,7 @@ _ALSO: dict[MatrixKind, tuple[MatrixKind, ...]] = {"independent": ("banded", "fu
 
 
 def _is_one_unit(contribution: Contribution | None) -> bool:
-    """Whether a privacy unit is itself what is drawn, or has one of the drawn units."""
+    """Whether privacy units are drawn, or each privacy unit has one of the units drawn."""
     return contribution is None or getattr(contribution, "max_units", None) == 1
 
 
@@ -236,7 +236,7 @@ def _found(
     matrix: StrategyMatrix,
     contribution: Contribution | None,
 ) -> Cell | None:
-    """The cell of these, or of what they also are; None: there is none."""
+    """The first matching cell, the narrowest first; None if no cell matches."""
     kinds = (matrix.kind, *_ALSO.get(matrix.kind, ()))
     keys: list[Key] = []
     if contribution is not None:
@@ -269,7 +269,7 @@ def _poisson_of_averaged(sums: NoisedSums) -> DpEvent:
 
 def _truncated(sums: NoisedSums) -> DpEvent:
     given = (sums.noise_multiplier, sums.scheme.sampling_prob)
-    # Of the larger of two neighbouring sets: one unit more than there are.
+    # The larger of two neighbouring data sets may have one unit more than this one.
     # proof: truncated-event-1
     return events.truncated_poisson(*given, sums.num_units + 1, sums.scheme.cap, sums.steps)
 
@@ -283,8 +283,8 @@ def _cyclic_poisson(sums: NoisedSums) -> DpEvent:
     # proof: bandmf-period-1
     if len(column) > period:
         raise BadInputError(
-            f"noise of {len(column)} bands needs users to pause for as many steps, but their "
-            f"period is {period}: raise it"
+            f"noise of {len(column)} bands needs a period of at least as many steps, but the "
+            f"period is {period}: raise it, or use fewer bands"
         )
     padded = (*column, *[0.0] * (period - len(column)))
     return events.banded(sums.noise_multiplier, sums.scheme.sampling_prob, padded, sums.steps)
@@ -306,8 +306,8 @@ def _two_stage(sums: NoisedSums) -> DpEvent:
     rounds, rest = divmod(sums.steps, scheme.local_steps)
     if rest:
         raise BadInputError(
-            f"{sums.steps} local steps are no whole number of rounds of {scheme.local_steps}: "
-            "personal rates are accounted by rounds"
+            f"{sums.steps} local steps are not a whole number of rounds of {scheme.local_steps}: "
+            "personal rates need whole rounds"
         )
     given = (
         sums.noise_multiplier,
@@ -331,21 +331,18 @@ def _one_pass_replaced(sums: NoisedSums) -> DpEvent:
     return events.gaussian(sums.noise_multiplier, 1)
 
 
-# ---- what tells an audit most of a unit, of what a run with correlated noise released ------------
-# Each has a column for each step of the event, in its order. K x = K g + Z of what was released, x:
-# a unit that took part at some steps moves K x along the sum of these columns of K.
+# ---- the most powerful statistics for an audit of a run with correlated noise --------------------
+# A run releases x = g + K^-1 Z, so that K x = K g + Z: a unit that took part at some steps moves
+# K x along the sum of the columns of K at these steps. The statistic projects K x on that sum.
 
 
 def _column_of_each_turn(
     column: tuple[float, ...], seen: np.ndarray, inside: np.ndarray, sampler: Any
 ) -> np.ndarray:
-    """Of every turn of a unit what its column of K says; NaN where it has no such turn.
+    """The projection for each turn of each unit, float [units, turns]; NaN without such a turn.
 
-    Args:
-      column: the first of K, as far as it is not 0.
-      seen: [units, steps], what was released along each unit's direction, over the noise.
-      inside: bool [units], who is in the data: the first units of the sampler's, in order.
-      sampler: of the run, with a ``CyclicPoisson`` scheme.
+    The arguments are those of ``audit_statistic``, with the first column of K and a sampler that
+    has a ``CyclicPoisson`` scheme.
     """
     scheme: schemes.CyclicPoisson = sampler.scheme
     if scheme.period == 1:
@@ -354,23 +351,24 @@ def _column_of_each_turn(
     bands = np.asarray(column)
     white = sum(np.pad(seen, ((0, 0), (i, 0)))[:, :steps] * c for i, c in enumerate(bands))
     group = _first_steps(scheme.group_of(sampler.key, sampler.population), scheme.period, inside)
-    found = np.full((units, -(-steps // scheme.period)), np.nan)
-    for turn in range(found.shape[1]):
+    projections = np.full((units, -(-steps // scheme.period)), np.nan)
+    for turn in range(projections.shape[1]):
         first = turn * scheme.period + group
         reached = first[:, None] + np.arange(len(bands))
         there = np.where(reached < steps, bands, 0.0)
         values = np.take_along_axis(np.asarray(white), np.minimum(reached, steps - 1), axis=1)
         with np.errstate(invalid="ignore"):
-            found[:, turn] = (values * there).sum(axis=1) / np.linalg.norm(there, axis=1)
-    return found
+            projections[:, turn] = (values * there).sum(axis=1) / np.linalg.norm(there, axis=1)
+    return projections
 
 
 def _columns_of_all_turns(
     column: tuple[float, ...], seen: np.ndarray, inside: np.ndarray, sampler: Any
 ) -> np.ndarray:
-    """Of all turns of a unit together what its columns of K say; of the steps that were.
+    """The projection for all turns of each unit together, float [units, 1], of the steps that ran.
 
-    Arguments as of ``_column_of_each_turn``, of a ``Cyclic`` scheme.
+    The arguments are those of ``audit_statistic``, with the first column of K and a sampler that
+    has a ``Cyclic`` scheme.
     """
     scheme: schemes.Cyclic = sampler.scheme
     period = scheme.known_period
@@ -382,13 +380,13 @@ def _columns_of_all_turns(
     moved, rows = (
         signal.fftconvolve(part, shown, axes=1)[:, : len(steps)] for part in (took_part, seen)
     )
-    with np.errstate(invalid="ignore"):  # no turn
-        found: np.ndarray = (moved * rows).sum(axis=1) / np.linalg.norm(moved, axis=1)
-    return found[:, None]
+    with np.errstate(invalid="ignore"):  # a unit without a turn
+        projection: np.ndarray = (moved * rows).sum(axis=1) / np.linalg.norm(moved, axis=1)
+    return projection[:, None]
 
 
 def _first_steps(drawn: np.ndarray, period: int, inside: np.ndarray) -> np.ndarray:
-    """Who is not in the data has a first step like everybody: it is drawn, and means nothing."""
+    """Each unit's first step; a unit outside the data gets a random one, for comparison."""
     first: np.ndarray = np.random.default_rng(0).integers(period, size=inside.shape)
     first[inside] = drawn[: inside.sum()]
     return first
@@ -397,13 +395,14 @@ def _first_steps(drawn: np.ndarray, period: int, inside: np.ndarray) -> np.ndarr
 def audit_statistic(
     matrix: StrategyMatrix, seen: np.ndarray, inside: np.ndarray, sampler: Any
 ) -> np.ndarray:
-    """What tells an audit most of each unit: a column for each step of the event, in its order.
+    """Returns the most powerful statistic for an audit, float [units, steps of the event].
 
     Args:
-      matrix: of the noise.
-      seen: [units, steps], what was released along each unit's direction, over the noise.
-      inside: bool [units], who is in the data: the first units of the sampler's, in order.
-      sampler: of the run; one of ``sampling``.
+      matrix: K of the noise.
+      seen: float [units, steps], what was released along each unit's direction, divided by the
+        noise stddev.
+      inside: bool [units], whether a unit is in the data; those are the sampler's first units.
+      sampler: the run's sampler, from ``sampling``.
     """
     cell = _found(TABLE, sampler.scheme, matrix, None)
     if cell is None or cell.statistic is None:
@@ -476,7 +475,7 @@ TABLE: dict[Key, Cell] = {
     ),
 }
 _REPLACED = "PLD, replace-one (rounded upwards)"
-# Of one privacy unit that is replaced by another; its events are accounted under replace-one.
+# Cells where a privacy unit is replaced by another; their events are accounted under replace-one.
 _REPLACE_TABLE: dict[Key, Cell] = {
     (schemes.Poisson, "independent", None): Cell(_poisson_replaced, _REPLACED, "isrl"),
     (Everyone, "independent", None): Cell(_everyone_replaced, _REPLACED, "isrl"),

@@ -1,4 +1,4 @@
-"""The formulas printed in papers, by paper, for comparison: none is used for a guarantee.
+"""Formulas as printed in papers, for comparison only: no guarantee uses them.
 
 Where a printed formula is not a valid bound, its docstring says "NOT A BOUND" and a test shows the
 violation.
@@ -42,14 +42,14 @@ Form = Literal["geometric", "marathe", "vadhan"]
 
 
 def log_delta_factor(epsilon: Any, size: int, form: Form = "geometric") -> Any:
-    """Log of (group delta / example delta) when (eps, delta) becomes (size * eps, factor * delta).
+    """Returns log(group delta / example delta) of the lemma that turns eps into size * eps.
 
     Args:
-      epsilon: example-level epsilon, > 0.
+      epsilon: example-level epsilon, > 0; a float, or float64 [n], which gives float64 [n].
       size: G >= 1.
       form: "geometric" sum_{i<G} e^(i eps) = (e^(G eps) - 1) / (e^eps - 1) (Marathe et al.,
         appendix; the tightest); "marathe" G e^((G-1) eps) (their Theorem 3.2); "vadhan"
-        G e^(G eps) (Vadhan 2017, Lemma 2.2). Each is at least the one before.
+        G e^(G eps) (Vadhan 2017, Lemma 2.2). Each is at least as large as the one before it.
     """
     at_least("the group size", size, 1)
     one_of("form", form, get_args(Form))
@@ -72,20 +72,20 @@ def black_box_epsilon(
     form: Form = "geometric",
     accountant: Literal["pld", "rdp"] = "rdp",
 ) -> float:
-    """User-level epsilon by example-level accounting and the generic lemma.
+    """Returns the user-level epsilon that follows from example-level accounting by the lemma.
 
-    The smallest G * e over the example-level curve e -> delta(e) with
-    factor(e, G) * delta(e) <= delta. Valid, and looser than the mixture-of-Gaussians event.
+    It is the smallest G * e on the example-level curve e -> delta(e) with
+    factor(e, G) * delta(e) <= delta: valid, but looser than the mixture-of-Gaussians event.
 
     Args:
-      example_event: the run seen by ONE example (add-or-remove).
-      group_size: G, most examples of a user.
+      example_event: what the whole run does to one example (add-or-remove).
+      group_size: G, the largest number of examples of one user.
       delta: user-level target.
       form: see :func:`log_delta_factor`.
       accountant: "rdp" (log space, reaches any delta) or "pld" (tighter where delta is not tiny).
 
     Returns:
-      Epsilon; ``inf`` where the lemma gives no finite guarantee.
+      Epsilon, or ``inf`` where the lemma gives no finite guarantee.
     """
     delta = check_delta(delta)
     if accountant == "rdp":
@@ -104,7 +104,7 @@ def black_box_epsilon(
             deltas = [delta_of(example_event, float(e)) for e in points]
             return np.log(np.maximum(deltas, 1e-320))
 
-        # The Renyi answer is an upper end; the example's own epsilon a lower one.
+        # Search between the example-level epsilon and the Renyi answer, which is an upper bound.
         bound = black_box_epsilon(example_event, group_size, delta, form=form) / group_size
         top = min(bound, 300.0)
         points = np.geomspace(max(min(least, top), 1e-6), max(top, 1e-6), 16)
@@ -128,16 +128,16 @@ def black_box_epsilon(
 
 
 # ---- Lowy and Razaviyayn 2023 (ICLR), "Private federated learning without a trusted server" ------
-# L is the per-example gradient bound, K the local minibatch, n records in a silo, R rounds. Noise
-# is a standard deviation on the *mean* gradient, divided by L; the noise multiplier of the
-# accountant is that times K (noise on the sum over L).
+# L is the per-example gradient bound, K the local minibatch, n the records of a silo, R the rounds.
+# Noise is the standard deviation on the *mean* gradient divided by L. The accountant's noise
+# multiplier, which refers to the sum, is K times as large.
 
 
 def minibatch_noise(rounds: int, silo_size: int, epsilon: float, delta: float) -> float:
-    """Theorem D.1 / F.1: sigma^2 = 256 L^2 R ln(2.5 R / d) ln(2 / d) / (n^2 e^2), over L^2.
+    """Returns sigma / L of Theorem D.1 / F.1, valid but very loose.
 
-    Valid, and very loose (at n = 1238, R = 35, epsilon 1 it spends 0.027). Needs
-    epsilon <= 2 ln(2/delta) and K >= e n / (4 sqrt(2 R ln(2 / d))).
+    (sigma / L)^2 = 256 R ln(2.5 R / d) ln(2 / d) / (n^2 e^2). At n = 1,238, R = 35 and epsilon 1 it
+    spends 0.027. It needs epsilon <= 2 ln(2/delta) and K >= e n / (4 sqrt(2 R ln(2 / d))).
     """
     _require(epsilon <= 2 * math.log(2 / delta), "epsilon <= 2 ln(2/delta)")
     square = 256 * rounds * math.log(2.5 * rounds / delta) * math.log(2 / delta)
@@ -145,32 +145,32 @@ def minibatch_noise(rounds: int, silo_size: int, epsilon: float, delta: float) -
 
 
 def one_pass_noise(batch_size: float, epsilon: float, delta: float) -> float:
-    """Theorem E.1: sigma^2 = 32 L^2 ln(1.25 / d) / (e^2 K^2), over L^2; e <= 8 ln(1/d). Valid."""
+    """Returns sigma / L of Theorem E.1, valid: its square is 32 ln(1.25 / d) / (e^2 K^2)."""
     _require(epsilon <= 8 * math.log(1 / delta), "epsilon <= 8 ln(1/delta)")
     return math.sqrt(32 * math.log(1.25 / delta)) / (epsilon * batch_size)
 
 
 def experiment_noise(rounds: int, silo_size: int, epsilon: float, delta: float) -> float:
-    """Appendix I: sigma^2 = 8 L^2 ln(1/d) R / (n^2 e^2), over L^2. NOT A BOUND.
+    """Returns sigma / L of Appendix I: its square is 8 ln(1/d) R / (n^2 e^2). NOT A BOUND.
 
-    Justified there by an asymptotic theorem; at epsilon 12 and 18 it spends 12.5 and 20.3. Local
-    SGD takes it with R K for R, and spends 26.7 at epsilon 3 if composed step by step.
+    The paper justifies it by an asymptotic theorem; at epsilon 12 and 18 it spends 12.5 and 20.3.
+    With R K for R, as in local SGD, it spends 26.7 at epsilon 3 if steps are composed one by one.
     """
     return math.sqrt(8 * math.log(1 / delta) * rounds) / (silo_size * epsilon)
 
 
 def user_level_guarantee(silo_size: int, epsilon: float, delta: float) -> tuple[float, float]:
-    """Record-level (e0, d0) gives the whole silo (n e0, n e^((n-1) e0) d0)."""
+    """Returns the whole silo's (n e0, n e^((n-1) e0) d0), given record-level (e0, d0)."""
     grown = (silo_size - 1) * epsilon
     factor = math.exp(grown) if grown < 700 else math.inf
     return silo_size * epsilon, silo_size * factor * delta
 
 
 def shuffled_epsilon(epsilon: float, silos: int, silo_size: int, delta: float) -> float:
-    """Theorem D.5, eq. (21): epsilon of one shuffled round of (epsilon, .)-DP silo randomisers.
+    """Returns epsilon of one shuffled round of (epsilon, .)-DP silos: Theorem D.5, eq. (21).
 
     Raises:
-      BadInputError: outside its range, epsilon <= ln(N / (16 ln(2/delta))) / n.
+      BadInputError: epsilon is above ln(N / (16 ln(2/delta))) / n, where the theorem ends.
     """
     limit = silos / (16 * math.log(2 / delta))
     _require(
@@ -185,13 +185,13 @@ def shuffled_epsilon(epsilon: float, silos: int, silo_size: int, delta: float) -
 def shuffled_delta(
     epsilon: float, silos: int, silo_size: int, delta: float, silo_delta: float
 ) -> float:
-    """Theorem D.5: delta + 2 N n e^((n-1) e) silo_delta."""
+    """Returns delta + 2 N n e^((n-1) e) silo_delta, the delta of Theorem D.5."""
     return delta + 2 * silos * silo_size * math.exp((silo_size - 1) * epsilon) * silo_delta
 
 
 def _require(condition: bool, words: str) -> None:
     if not condition:
-        raise BadInputError(f"this formula holds only for {words}: use the numerical accountant")
+        raise BadInputError(f"this formula holds only if {words}: use the numerical accountant")
 
 
 # ---- Liu et al. 2024 (CCS), "Cross-silo federated learning with record-level personalized DP" ----
@@ -203,13 +203,14 @@ AUTHORS_ORDERS = np.unique(
 
 
 def poisson_gaussian(orders: Sequence[int] | np.ndarray, prob: float, sigma: float) -> np.ndarray:
-    """Lemma 9: Renyi divergences of a Poisson-sampled Gaussian at integer orders, exactly.
+    """Returns the exact Renyi divergences of a Poisson-sampled Gaussian (Lemma 9), float64 [n].
 
-    log sum_k C(a,k) (1-q)^(a-k) q^k e^(k (k-1) / (2 sigma^2)) / (a-1); a / (2 sigma^2) at q = 1.
+    log sum_k C(a,k) (1-q)^(a-k) q^k e^(k (k-1) / (2 sigma^2)) / (a-1) at the integer orders a >= 2;
+    a / (2 sigma^2) at q = 1.
     """
     wanted = tuple(int(order) for order in np.asarray(orders, dtype=int))
     if min(wanted, default=2) < 2:
-        raise BadInputError("Lemma 9 holds at integer orders from 2 on")
+        raise BadInputError("Lemma 9 holds only at integer orders: let all orders be at least 2")
     array = np.asarray(wanted, dtype=float)
     if prob >= 1.0:
         return array / (2 * sigma**2)
@@ -223,7 +224,7 @@ def poisson_gaussian(orders: Sequence[int] | np.ndarray, prob: float, sigma: flo
 
 @functools.lru_cache(maxsize=16)
 def _log_binomials(orders: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Log of C(a, k), float64 [orders, largest + 1] (-inf for k > a), and all k."""
+    """Log of C(a, k), float64 [orders, largest + 1] (-inf where k > a), and the row of all k."""
     a, k = np.asarray(orders, dtype=float)[:, None], np.arange(max(orders) + 1.0)[None, :]
     with np.errstate(invalid="ignore", divide="ignore"):
         logs = special.gammaln(a + 1) - special.gammaln(k + 1) - special.gammaln(a - k + 1)
@@ -233,7 +234,7 @@ def _log_binomials(orders: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 def two_stage(
     orders: np.ndarray, prob: float, sigma: float, local_steps: int, participation: float
 ) -> np.ndarray:
-    """Lemma 2 on Lemma 4: one round, at integer orders."""
+    """Returns Renyi divergences of one round at integer orders, float64 [n] (Lemmas 4 and 2)."""
     inner = local_steps * poisson_gaussian(orders, prob, sigma)
     return renyi.amplified_by_participation(inner, participation, np.asarray(orders, dtype=float))
 
@@ -254,7 +255,7 @@ def epsilon_two_stage(
     conversion: Conversion = "balle",
     orders: np.ndarray = AUTHORS_ORDERS,
 ) -> tuple[float, int]:
-    """Theorem 3: epsilon of a record after all rounds, and the best order.
+    """Returns epsilon of a record after all rounds, and the order that gives it (Theorem 3).
 
     Args:
       prob: q, the record's sampling rate.
@@ -283,7 +284,7 @@ def epsilon_two_stage(
 
 @functools.lru_cache(maxsize=1 << 16)
 def _epsilon_of(*setting: Any) -> float:
-    # Cached, as the searches of many budgets halve the same intervals.
+    # Cached, because the bisections for many budgets evaluate the same points.
     return epsilon_two_stage(*setting)[0]
 
 
@@ -297,10 +298,9 @@ def binary_search_rate(
     *,
     tolerance: float = 1e-3,
 ) -> float:
-    """IDP-SGD Sample (Boenisch et al. 2023, Algorithm 2): the rate of one budget, by bisection.
+    """Returns a budget's sampling rate by bisection (Boenisch et al. 2023, IDP-SGD Sample).
 
-    Returns the certified end of [1e-5, 1], when the ends differ by less than ``tolerance`` of the
-    upper one; 0 if not even 1e-5 fits.
+    It is certified, and too small by at most ``tolerance``, relatively; 0 if 1e-5 costs too much.
     """
 
     def cost(rate: float) -> float:
@@ -320,10 +320,10 @@ def binary_search_rate(
 
 @dataclasses.dataclass(frozen=True)
 class CurveFit:
-    """Algorithm 2 (SCF): epsilon(q) ~ e^(a q + b) + c, inverted. NOT A BOUND.
+    """The fitted curve epsilon(q) ~ e^(a q + b) + c of Algorithm 2 (SCF). NOT A BOUND.
 
-    The least-squares fit ignores small budgets: at epsilon = 0.1 the returned rate costs up to 27 %
-    more than asked for. ``mechanisms`` must certify every rate (``events.two_stage`` and
+    The least-squares fit ignores small budgets: at epsilon 0.1 the returned rate costs up to 27 %
+    more than the budget. ``mechanisms`` must certify every rate (``events.two_stage`` and
     ``calibrate_sampling_prob``).
 
     Attributes:
@@ -337,7 +337,7 @@ class CurveFit:
     top: float
 
     def rate(self, epsilon: float) -> float:
-        """F(epsilon), clamped to [0, 1]; 0 where the printed F is undefined."""
+        """Returns the paper's F(epsilon), clamped to [0, 1]; 0 where F is undefined."""
         if epsilon >= self.top:
             return 1.0
         if epsilon <= self.c:
@@ -346,7 +346,7 @@ class CurveFit:
 
 
 def authors_rates() -> np.ndarray:
-    """The sampling rates the authors' code fits on: about 190 points of (0, 1]."""
+    """Returns the sampling rates that the authors' code fits on: about 190 points in (0, 1]."""
     fine = np.concatenate([np.arange(0, 1, 0.01), np.arange(0, 0.1, 0.001), [1.0]])
     rates = np.unique(fine.astype(np.float32)).astype(float)
     return rates[rates > 1e-5]
@@ -362,10 +362,10 @@ def fit_curve(
     rates: np.ndarray | None = None,
     conversion: Conversion = "balle",
 ) -> CurveFit:
-    """Algorithm 2: samples epsilon(q) and fits the exponential by least squares.
+    """Fits Algorithm 2's exponential to epsilon(q) at ``rates`` (float [n]) by least squares.
 
     Raises:
-      BadInputError: there is no fit.
+      BadInputError: the fit does not converge.
     """
     points = authors_rates() if rates is None else np.asarray(rates, dtype=float)
     values = np.array(
@@ -381,14 +381,14 @@ def fit_curve(
         return np.exp(np.clip(a * q + b, -700, 700)) + c
 
     try:
-        with warnings.catch_warnings():  # about the covariance, which is unused
+        with warnings.catch_warnings():  # they concern the covariance, which is unused
             warnings.simplefilter("ignore", optimize.OptimizeWarning)
             (a, b, c), _ = optimize.curve_fit(model, points, values, maxfev=5000)
     except RuntimeError:
         raise BadInputError(
-            f"no exponential was found that follows epsilon along sampling rates (noise multiplier "
-            f"{sigma:g}, {rounds} rounds of {local_steps} steps): set privacy.policy to certified "
-            "or bisection, which fit none"
+            f"no exponential was found that fits epsilon as a function of the sampling rate (noise "
+            f"multiplier {sigma:g}, {rounds} rounds of {local_steps} steps): set privacy.policy to "
+            "certified or bisection, which need no fit"
         ) from None
     residual = values - model(points, a, b, c)
     r_squared = 1 - float(residual @ residual) / float(np.sum((values - values.mean()) ** 2))

@@ -1,16 +1,16 @@
 """Composition of privacy losses by FFT, tilted so that small deltas keep their relative accuracy.
 
 A plain FFT has an absolute error of about (number of steps) * 1e-16, which swamps small deltas.
-Multiplying every step's distribution by e^(theta * loss) before the FFT, and undoing it after, puts
-the accuracy where the answer is (exponential tilting, as in saddle-point approximations): with
+Multiplying every step's distribution by e^(theta * loss) before the FFT, and undoing that after it,
+puts the accuracy where the answer is (exponential tilting, as in saddle-point approximations). With
 M(theta) = E e^(theta L) of the composed loss L, and P_theta(l) = P(l) e^(theta l) / M(theta),
 
     delta(eps) = E max(0, 1 - e^(eps - L)) = sum_{l > eps} P_theta(l) M(theta) e^(-theta l)
                  (1 - e^(eps - l)),
 
-and P_theta is the convolution of the steps' tilted distributions. A theta whose tilted mean is near
-eps makes the terms that matter large. Any theta gives a valid bound: what is cut off (by Chernoff's
-inequality) or may have been lost to rounding is added to delta.
+where P_theta is the convolution of the steps' tilted distributions. A theta whose tilted mean is
+near eps makes the terms that matter large. Any theta gives a valid bound: the mass that is cut off
+(by Chernoff's inequality) or may have been lost to rounding is added to delta.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dpfl_jax.errors import BadInputError
 
 # About 0.25 GB of temporary arrays, and half a second of FFT.
 MAX_POINTS = 1 << 21
-# Logs of the mass that a window may leave out of a tilted distribution: the second where the first
-# would matter.
+# Logs of the mass that a window may cut off a tilted distribution; the second is for windows where
+# the first would noticeably change delta.
 _ROUNDING = 1e-15
 _LOG_CUTS = (math.log(1e-7), math.log(1e-18))
 
@@ -39,13 +39,13 @@ class TableTooLargeError(BadInputError):
 
 
 def _log_sum_exp(values: np.ndarray) -> float:
-    """As SciPy's logsumexp, whose checks take longer than the sum of these short arrays."""
+    """SciPy's logsumexp without its checks, which take longer than summing these short arrays."""
     top = float(values.max())
     return top + math.log(float(np.exp(values - top).sum()))
 
 
 def _power(values: np.ndarray, count: int) -> np.ndarray:
-    """Complex ``values ** count``; 0 where that is below rounding, without computing it."""
+    """``values ** count``, with 0 instead of results too small to matter, for speed."""
     out = np.zeros_like(values)
     kept = np.flatnonzero(values.real**2 + values.imag**2 > 1e-40 ** (2.0 / count))
     out[kept] = values[kept] ** count
@@ -54,13 +54,13 @@ def _power(values: np.ndarray, count: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One kind of round.
+    """A number of rounds of one kind.
 
     Attributes:
-      pmf: loss distribution of one local step; on a grid before it is composed.
+      pmf: loss distribution of one local step; a ``LossPmf`` when it is composed.
       count: number of rounds.
       local_steps: steps in a round that takes place.
-      probability: that a round takes place, visibly; if it does not, its loss is 0.
+      probability: probability that a round takes place, visibly; otherwise its loss is 0.
     """
 
     pmf: Atoms | LossPmf
@@ -70,23 +70,23 @@ class Part:
 
     @functools.cached_property
     def losses(self) -> np.ndarray:
-        """Losses of a step (nats)."""
+        """The losses of a step (nats), float64 [n]."""
         return self.pmf.losses
 
     @functools.cached_property
     def logs(self) -> np.ndarray:
-        """Log probabilities of a step."""
+        """The log probabilities of these losses, float64 [n]."""
         with np.errstate(divide="ignore"):
             return np.log(self.pmf.probs)
 
     @property
     def infinity(self) -> float:
-        """Probability that a round has an infinite loss."""
+        """The probability that a round has an infinite loss."""
         log_finite = self.local_steps * math.log1p(-min(self.pmf.infinity, 1.0 - 1e-16))
         return self.probability * -math.expm1(log_finite)
 
     def log_moment(self, theta: float) -> float:
-        """Log of E e^(theta * loss) of one round, over its finite losses."""
+        """Returns log E e^(theta * loss) of one round, over its finite losses."""
         return self._mixed(self.local_steps * _log_sum_exp(self.logs + theta * self.losses))
 
     def _mixed(self, log_taking_part: float) -> float:
@@ -96,11 +96,11 @@ class Part:
         return float(np.logaddexp(math.log1p(-self.probability), high))
 
     def moments(self, theta: float) -> tuple[float, float, float]:
-        """Log moment, and mean and variance of the tilted loss, of one round."""
+        """Returns one round's log moment, and the mean and variance of its tilted loss."""
         tilted = self.logs + theta * self.losses
         log_step = _log_sum_exp(tilted)
         weights = np.exp(tilted - log_step)
-        # Sums, not products of vectors: waking BLAS threads takes longer than either.
+        # Sums instead of dot products, because waking BLAS threads takes longer than the sums.
         step_mean = float((weights * self.losses).sum())
         with np.errstate(over="ignore", invalid="ignore"):
             step_variance = float((weights * (self.losses - step_mean) ** 2).sum())
@@ -114,7 +114,7 @@ class Part:
         return min(1.0, math.exp(math.log(self.probability) + log_taking_part - whole))
 
     def spectrum(self, theta: float, size: int) -> np.ndarray:
-        """FFT of the tilted distribution of one round, with loss 0 at index 0, modulo ``size``."""
+        """Returns the FFT of one round's tilted distribution, indexed by loss modulo ``size``."""
         tilted = self.logs + theta * self.losses
         log_step = _log_sum_exp(tilted)
         assert isinstance(self.pmf, LossPmf)
@@ -131,7 +131,7 @@ class Composition:
     """The loss of a sequence of steps in one direction of adjacency (adaptive composition of PLDs).
 
     Args:
-      parts: steps, at least one; on one common grid, unless only moments are needed.
+      parts: at least one kind of round, all on one grid unless only moments are needed.
     """
 
     def __init__(self, parts: Sequence[Part]):
@@ -150,11 +150,11 @@ class Composition:
         return max(float(np.abs(part.losses).max()) for part in self._parts)
 
     def cumulant(self, theta: float) -> float:
-        """Log of E e^(theta * loss) of the whole, over its finite losses."""
+        """Returns log E e^(theta * loss) of the composed loss, over its finite values."""
         return sum(part.count * part.log_moment(theta) for part in self._parts)
 
     def _moments(self, theta: float) -> tuple[float, float, float]:
-        """Log moment of the whole, and mean and variance of its tilted distribution."""
+        """Log moment of the composed loss, and mean and variance of its tilted distribution."""
         each = [(part.count, *part.moments(theta)) for part in self._parts]
         return (
             sum(count * log_moment for count, log_moment, _, _ in each),
@@ -163,11 +163,11 @@ class Composition:
         )
 
     def times(self, count: int) -> Composition:
-        """The composition of all steps ``count`` times."""
+        """Returns the composition of all steps repeated ``count`` times."""
         return Composition([dataclasses.replace(p, count=p.count * count) for p in self._parts])
 
     def tails(self, mass: float) -> list[float]:
-        """A loss for each part, such that any step exceeds its part's with probability ``mass``."""
+        """Returns a loss for each part; any step exceeds its part's with probability ``mass``."""
         tops = []
         for part in self._parts:
             order = np.argsort(part.losses)
@@ -177,7 +177,7 @@ class Composition:
         return tops
 
     def clipped(self, most: Sequence[float]) -> Composition:
-        """With the losses of each part clipped to its ``most``: NO BOUND, only to choose tilts."""
+        """Returns it with losses of parts clipped to ``most``, to choose tilts: NOT A BOUND."""
         clipped = (
             Atoms(np.minimum(part.losses, top), part.pmf.probs, 0.0)
             for part, top in zip(self._parts, most)
@@ -187,15 +187,15 @@ class Composition:
         )
 
     def gridded(self, grid: float) -> Composition:
-        """The composition with all losses on one grid, rounded so that divergences are bounds."""
+        """Returns the composition with all losses on one grid, rounded so that it is a bound."""
         return Composition(
             [dataclasses.replace(p, pmf=p.pmf.on_grid(grid)) for p in self._parts]  # type: ignore[union-attr]
         )
 
     def saddle(self, delta: float) -> tuple[float, float]:
-        """The tilt whose mean is epsilon at ``delta``, and that epsilon: an approximation.
+        """Returns, approximately, the tilt whose mean is epsilon at ``delta``, and that epsilon.
 
-        Under the tilt the loss is taken to be normal, which is exact where it is normal without.
+        It takes the tilted loss to be normal, which is exact if the loss itself is normal.
         """
 
         def log_delta(theta: float, cumulant: float, mean: float, variance: float) -> float:
@@ -210,14 +210,14 @@ class Composition:
         return theta, mean + max(min(left, 0.1 * abs(mean)), -0.1 * abs(mean))
 
     def tilt(self, slope: Callable[..., float], tolerance: float = 0.05) -> float:
-        """The theta > 0 at which ``slope``, increasing in theta, is 0.
+        """Returns the theta > 0 at which ``slope``, increasing in theta, is 0.
 
-        Any theta gives a valid bound: a few correct digits are enough. The search goes by factors,
-        as rare but large losses put the answer far from 1 / sd.
+        As any theta gives a valid bound, a few correct digits are enough. The search multiplies
+        theta by growing factors, because rare but large losses put the answer far from 1 / sd.
 
         Args:
-          slope: of theta, the cumulant there, and mean and variance of the tilted loss.
-          tolerance: relative.
+          slope: a function of theta, the cumulant there, and mean and variance of the tilted loss.
+          tolerance: relative tolerance of theta.
         """
 
         def at(log_theta: float) -> float:
@@ -236,7 +236,7 @@ class Composition:
             above = at(high)
         high = min(high, most)
         while high - low > tolerance:
-            # The secant, moved a little towards the far end, so that both ends move.
+            # Take the secant, moved a little towards the far end so that both ends move.
             share = below / (below - above) if below < above < math.inf else 0.5
             share = share + 0.1 if share < 0.5 else share - 0.1
             middle = low + min(max(share, 0.03), 0.97) * (high - low)
@@ -248,7 +248,7 @@ class Composition:
         return math.exp(0.5 * (low + high))
 
     def _reach(self, bound: Callable[[float], float], speed: float) -> float:
-        """Smallest ``bound`` over a geometric progression of speeds from ``speed``."""
+        """The smallest ``bound`` over a geometric progression of speeds around ``speed``."""
         best = bound(speed)
         for factor in (0.6, 1.0 / 0.6):
             here = speed * factor
@@ -260,15 +260,15 @@ class Composition:
         return best
 
     def _edges(self, theta: float, negligible: float) -> tuple[float, float, float, float]:
-        """Window [low, high] that holds all but e^cut of the tilted distribution on either side.
+        """A window [low, high] that cuts off at most e^cut of the tilted mass on either side.
 
-        By Chernoff's inequality, which holds at any speed. The FFT is periodic: mass above the
-        window comes out at its start and is added to delta as lost; mass below it comes out at its
-        end, which can only raise delta. Both weigh e^(base - theta high).
+        It follows from Chernoff's inequality, which holds at any speed. The FFT is periodic: mass
+        above the window comes out at its start and is added to delta as lost. Mass below the window
+        comes out at its end, which can only raise delta. Both weigh e^(base - theta high).
 
         Args:
-          theta: tilt.
-          negligible: log of a share of delta that does not matter.
+          theta: the tilt.
+          negligible: log of a mass that is negligible against delta.
 
         Returns:
           The log moment at theta, low, high, and cut.
@@ -277,7 +277,7 @@ class Composition:
         sd = math.sqrt(max(variance, self.grid**2))
         largest = smallest = 0.0
         for part in self._parts:
-            # A round that may not take place has loss 0 then.
+            # A round that does not take place has loss 0.
             rest = 0.0 if part.probability < 1.0 else math.inf
             steps, x = part.local_steps, part.losses
             largest += part.count * max(steps * float(x.max()), -rest)
@@ -298,14 +298,14 @@ class Composition:
     def _tilted(
         self, theta: float, negligible: float
     ) -> tuple[float, np.ndarray, np.ndarray, float]:
-        """Returns log M(theta), losses [n], tilted probabilities [n], and the cut upper mass."""
+        """Log M(theta), losses [n], tilted probabilities [n], and the mass cut off above."""
         base, low, high, cut = self._edges(theta, negligible)
         first = math.floor(low / self.grid)
         size = math.ceil(high / self.grid) - first + 2
         if size > MAX_POINTS:
             raise TableTooLargeError(
-                f"this accounting would need a table of {size:.2g} points: the noise is far too "
-                "small (or the steps too many) for a meaningful guarantee; raise the noise "
+                f"this accounting would need a table of {size:.2g} points, as the noise is far too "
+                "small (or the steps are too many) for a meaningful guarantee: raise the noise "
                 "multiplier or lower the number of steps"
             )
         size = fft.next_fast_len(size, real=True)
@@ -319,11 +319,11 @@ class Composition:
     def _weighted(
         self, theta: float, negligible: float = -math.inf
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-        """Losses, their tilted law, log weights that undo the tilt, slack of delta, lost mass."""
+        """Losses, tilted probabilities, log weights undoing the tilt, rounding slack, lost mass."""
         base, losses, tilted, cut = self._tilted(theta, negligible)
-        # Clipped weights multiply probabilities that are below rounding, which is in the slack.
+        # Clipping concerns only weights of probabilities below rounding, which the slack covers.
         log_weight = np.minimum(base - theta * losses, 690.0)
-        # Of the powers of the spectrum (per step), and of the exponents theta * loss (per step).
+        # Rounding of the spectrum's powers and of the exponents theta * loss, both per step.
         reach = theta * self.largest
         rounding = _ROUNDING * (self.steps * (4.0 + 0.25 * reach) + 100.0)
         slack = np.exp(log_weight) * rounding
@@ -331,12 +331,12 @@ class Composition:
         return losses, tilted, log_weight, slack, lost
 
     def delta(self, epsilon: float) -> float:
-        """Upper bound on the hockey-stick divergence at ``epsilon`` >= 0."""
+        """Returns an upper bound on the hockey-stick divergence at ``epsilon`` >= 0."""
         if math.isinf(epsilon):
             return max(0.0, self.infinity)
         theta = 0.0
         if epsilon > self.mean:
-            # Far in the tail the Chernoff bound below is enough, without an extreme theta.
+            # Far in the tail the Chernoff bound below suffices without an extreme theta.
             enough = math.log(max(self.infinity, 1e-300)) - 40.0
             theta = self.tilt(lambda t, c, mean, _: max(mean - epsilon, enough - c + t * epsilon))
         negligible = min(self.cumulant(theta) - theta * epsilon, 0.0) - 30.0
@@ -356,7 +356,7 @@ class Composition:
         return float(min(1.0, bound))
 
     def deltas(self, epsilons: np.ndarray) -> np.ndarray:
-        """Upper bounds on delta at ``epsilons`` >= 0, float [n], without a tilt."""
+        """Returns upper bounds on delta at ``epsilons`` >= 0, float [n], without a tilt."""
         losses, tilted, _, slack, lost = self._weighted(0.0)
         upper, spread = self._spread(tilted)
         # Between two points of the grid the curve is linear in e^epsilon.
@@ -369,11 +369,11 @@ class Composition:
         return np.asarray(np.minimum(1.0, bounds + slack[0] + lost))
 
     def curve(self, theta: float, negligible: float) -> tuple[np.ndarray, np.ndarray]:
-        """Losses, and upper bounds on delta at these epsilons, where rounding does not hide them.
+        """Returns epsilons [n] and upper bounds on delta there [n], where rounding is negligible.
 
         Args:
-          theta: tilt, > 0: a larger one shows smaller deltas.
-          negligible: log of a share of delta that does not matter.
+          theta: the tilt, > 0; a larger one resolves smaller deltas.
+          negligible: log of a mass that is negligible against delta.
         """
         losses, tilted, log_weight, slack, lost = self._weighted(theta, negligible)
         _, spread = self._spread(tilted * np.exp(log_weight))
@@ -381,7 +381,7 @@ class Composition:
         return losses[seen], (spread + slack + lost)[seen]
 
     def _spread(self, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mass [n + 1] at each loss and above, and the hockey-stick divergence [n] there."""
+        """The mass at each loss and above it [n + 1], and the hockey-stick divergence there [n]."""
         upper = np.append(np.cumsum(mass[::-1])[::-1], 0.0)
         # spread[j] = sum over i > j of mass[i] (1 - e^(losses[j] - losses[i])), without
         # cancellation: spread[j] = e^-grid spread[j+1] + (1 - e^-grid) upper[j+1].
@@ -391,13 +391,13 @@ class Composition:
         return upper, spread
 
     def epsilon(self, delta: float) -> float:
-        """Smallest epsilon >= 0 whose upper bound on delta is at most ``delta``; inf if none."""
+        """Returns the smallest epsilon >= 0 with a bound on delta of at most ``delta``, or inf."""
         if self.infinity >= delta:
             return math.inf
         log_delta = math.log(delta)
-        # The minimum of the Chernoff bound (cumulant - log delta) / theta on epsilon.
+        # The tilt that minimises the Chernoff bound (cumulant - log delta) / theta on epsilon.
         theta = self.tilt(lambda t, cumulant, mean, _: t * mean - cumulant + log_delta)
-        # A weaker tilt, which needs a smaller window, if rounding is still a millionth of delta.
+        # Weaken it, for a smaller window, as far as rounding stays below a millionth of delta.
         bound = (self.cumulant(theta) - log_delta) / theta
         enough = math.log(_ROUNDING * (8.0 * self.steps + 100.0)) + 14.0 - log_delta
         weaker = self.tilt(lambda t, c, *_: t * bound - c - enough)
@@ -406,8 +406,8 @@ class Composition:
         for _ in range(8):
             if not (0.0 < answer < math.inf and share > 1e-4):
                 break
-            # Rounding at this tilt costs something: tilt to the answer itself. Where all losses are
-            # tiny or at their largest the first tilt is far too strong: one turn is not enough.
+            # Rounding at this tilt matters: tilt to the answer itself, repeatedly, as the first
+            # tilt is far too strong where all losses are tiny or at their largest.
             theta = self.tilt(lambda t, c, mean, _, answer=answer: mean - answer)
             again, share = self._search(theta, delta)
             if not again < answer * (1.0 - 1e-6):
@@ -416,7 +416,7 @@ class Composition:
         return answer
 
     def _search(self, theta: float, delta: float) -> tuple[float, float]:
-        """As ``_solve``, from this tilt or from one nearby whose window holds epsilon."""
+        """The result of ``_solve`` at this tilt, or at a nearby one whose window holds epsilon."""
         for attempt in range(24):
             result = self._solve(theta, delta)
             if not isinstance(result, str):
@@ -428,7 +428,7 @@ class Composition:
         return math.inf, 1.0
 
     def _solve(self, theta: float, delta: float) -> tuple[float, float] | str:
-        """Epsilon and the share of delta that rounding takes; or "above" or "below" the window."""
+        """Epsilon and the share of delta lost to rounding; or "above" or "below" the window."""
         negligible = math.log(delta) - 17.0
         losses, tilted, log_weight, slack, lost = self._weighted(theta, negligible)
         upper, spread = self._spread(tilted * np.exp(log_weight))
@@ -442,7 +442,7 @@ class Composition:
             return 0.0, share
         if j == 0 and theta > 0.0:
             return "below"
-        # Up to losses[j] the curve is upper[j] - e^(eps - losses[j]) (upper[j] - spread[j]).
+        # Just below losses[j] the curve is upper[j] - e^(eps - losses[j]) (upper[j] - spread[j]).
         floor = max(float(losses[j - 1]), 0.0) if j > 0 else 0.0
         excess = upper[j] + slack[max(j - 1, 0)] + lost - delta
         discounted = upper[j] - spread[j]

@@ -1,6 +1,6 @@
 """SHA-256 digests that tie a guarantee to files: a run's configuration and checkpoints, an export.
 
-They tie files together and sign nothing: whoever changes a file can also change its digest.
+They are not signatures: whoever changes a file can also change its digest.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 CONFIG = "config.yaml"
-# What may lie beside an export without being part of it.
+# Files that may be added to an export's folder without being part of the export.
 _ADDED = ("*.md", "LICENSE*", "NOTICE*", ".*")
 
 
 def digest(path: pathlib.Path) -> str:
-    """SHA-256 of a file's bytes, or of the names and digests of all files in a folder."""
+    """Returns the SHA-256 of a file's bytes, or of the names and digests of a folder's files."""
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         lines = (f"{digest(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
@@ -26,30 +26,30 @@ def digest(path: pathlib.Path) -> str:
 
 
 def checkpoint(step: int | str) -> str:
-    """Path in a run's directory of what was released after ``step`` steps; "*" for a glob."""
+    """Returns the path, within a run's directory, of a step's checkpoint; "*" gives a glob."""
     return f"checkpoints/{step}/state"
 
 
 def of_run(directory: pathlib.Path, steps: Iterable[int | None]) -> dict[str, str]:
-    """Digests of a run's configuration, and of its checkpoints of these steps."""
+    """Returns the digests of a run's configuration and of its checkpoints at ``steps``, by name."""
     names = [CONFIG, *(checkpoint(step) for step in steps if step is not None)]
     return {name: digest(directory / name) for name in names if (directory / name).exists()}
 
 
 def of_export(directory: pathlib.Path, guarantee: str) -> dict[str, str]:
-    """Digests of all files of an export but its guarantee, which holds them."""
+    """Returns the digests of an export's files by name, without the guarantee that holds them."""
     files = (file for file in sorted(directory.iterdir()) if file.name != guarantee)
     return {file.name: digest(file) for file in files}
 
 
 class Comparison(NamedTuple):
-    """Which files of a folder are as its guarantee says.
+    """The result of comparing a folder's files with a guarantee's digests.
 
     Attributes:
-      same: names of files that are unchanged.
-      changed: a sentence for each file that is not.
-      missing: names that have a digest, but no file here.
-      untied: checkpoints without a digest: any model may lie there.
+      same: names of the unchanged files.
+      changed: a sentence for each changed file.
+      missing: names that have a digest but no file in the folder.
+      untied: checkpoints without a digest, which may be any model.
     """
 
     same: list[str]
@@ -61,12 +61,13 @@ class Comparison(NamedTuple):
 def compare(
     directory: pathlib.Path, known: Mapping[str, str], names: Iterable[str] | None = None
 ) -> Comparison:
-    """Compares files with their digests.
+    """Compares the files of a folder with their digests.
 
     Args:
-      directory: where the files are.
-      known: digests by name.
-      names: which of them; default all. A name without a digest counts as changed.
+      directory: the folder.
+      known: digests by file name.
+      names: the files to compare; default: all in ``known``. A file without a digest counts as
+        changed.
     """
     comparison = Comparison([], [], [], [])
     for name in known if names is None else names:
@@ -86,11 +87,11 @@ def compare(
 
 
 def compare_export(directory: pathlib.Path, known: Mapping[str, str], guarantee: str) -> Comparison:
-    """As ``compare``, for an export: all files of its folder must have digests."""
+    """Compares an export's files with their digests; a file without a digest counts as changed."""
     comparison = compare(directory, known)
     for path in sorted(directory.iterdir()):
         added = any(path.match(pattern) for pattern in _ADDED)
         if path.name not in known and path.name != guarantee and not added:
-            why = "is no file of this export, and might be read in its place"
+            why = "is not part of this export and might be loaded instead: move it elsewhere"
             comparison.changed.append(f"{path} {why}")
     return comparison

@@ -1,9 +1,9 @@
-"""Privacy-loss distributions of one step: finitely many losses whose divergences are upper bounds.
+"""Privacy-loss distributions of one step, discretised so that divergences are upper bounds.
 
 The outputs of a step are cut into cells on which the loss is monotone. Within a cell the loss is
-moved to its two ends, so that the cell keeps its probability under both hypotheses. That is
-connect-the-dots (Doroshenko et al. 2022, arXiv 2207.04380) without inverting the loss: between the
-losses of two cell ends the divergence becomes its chord, which lies above it.
+moved to the losses at the cell's two ends so that the cell keeps its probability under both
+hypotheses. This is connect-the-dots (Doroshenko et al. 2022, arXiv 2207.04380) without inverting
+the loss: between the losses of two cell ends the divergence becomes its chord, which lies above it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import math
 import numpy as np
 from scipy import special, stats
 
-# Cells of one step times its sensitivities: bounds the time to about a second.
+# Most cells of a step times its number of sensitivities: bounds the time to about a second.
 MAX_WORK = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
 class LossPmf:
-    """Distribution of a privacy loss on a grid, rounded so that divergences are upper bounds.
+    """A privacy-loss distribution on a grid, rounded so that divergences are upper bounds.
 
     Attributes:
       grid: distance between neighbouring losses (nats).
@@ -43,7 +43,7 @@ class LossPmf:
 
 @dataclasses.dataclass(frozen=True)
 class Atoms:
-    """A loss of finitely many values, in one direction.
+    """A privacy-loss distribution with finitely many values, in one direction of adjacency.
 
     Attributes:
       losses: float64 [n], nats, in any order.
@@ -56,21 +56,21 @@ class Atoms:
     infinity: float
 
     def with_atom(self, loss: float, prob: float) -> Atoms:
-        """The same with one more value."""
+        """Returns these atoms with one more."""
         return Atoms(np.append(self.losses, loss), np.append(self.probs, prob), self.infinity)
 
     def on_grid(self, grid: float) -> LossPmf:
-        """Splits each atom between its neighbours on the grid.
+        """Splits each atom between its neighbours on the grid, whose distance is ``grid`` nats.
 
         Mass and expected e^-loss are kept, so the divergence is nowhere smaller (connect-the-dots).
-        An atom that lies on the grid stays whole.
+        An atom on a grid point stays whole.
         """
         index = np.floor(self.losses / grid).astype(np.int64)
         up = np.expm1(index * grid - self.losses) / np.expm1(-grid)
         up = np.clip(up, 0.0, 1.0)
         low = int(index.min())
         size = int(index.max()) - low + 2
-        if size > 64 * len(index):  # far apart: a table of all between would be too large
+        if size > 64 * len(index):  # atoms far apart: a dense table would be too large
             distinct, place = np.unique(np.append(index, index + 1), return_inverse=True)
             weights = np.append(self.probs * (1.0 - up), self.probs * up)
             return LossPmf(grid, distinct, np.bincount(place, weights), self.infinity)
@@ -82,7 +82,7 @@ class Atoms:
 
 @dataclasses.dataclass(frozen=True)
 class StepLoss:
-    """The two directions of adjacency of one step: the unit is removed, or added."""
+    """The privacy loss of one step in both directions: the unit is removed, or added."""
 
     remove: Atoms
     add: Atoms
@@ -91,20 +91,20 @@ class StepLoss:
 def atoms_of_cells(
     first: np.ndarray, second: np.ndarray, low: np.ndarray, high: np.ndarray, infinity: float
 ) -> Atoms:
-    """The loss of ``first`` against ``second``, moved to the ends of cells.
+    """Returns the loss of ``first`` against ``second``, moved to the losses at the ends of cells.
 
     Args:
-      first: float64 [n], probability of each cell under the hypothesis whose loss it is.
-      second: float64 [n], under the other one.
-      low: float64 [n], the smallest loss in each cell.
-      high: float64 [n], the largest.
-      infinity: probability under ``first`` of what is in no cell.
+      first: float64 [n], probability of each cell under the first hypothesis.
+      second: float64 [n], probability of each cell under the second hypothesis.
+      low: float64 [n], the smallest loss in each cell, nats.
+      high: float64 [n], the largest loss in each cell, nats.
+      infinity: probability under ``first`` of outputs outside all cells.
     """
     gap = -np.expm1(low - high)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         # With b at the upper end: (first - b) e^-low + b e^-high = second.
         up = (first - np.exp(low) * second) / gap
-    # Where that cannot be computed all of it moves up.
+    # Where rounding prevents that, move the whole cell up, which is safe.
     up = np.where((gap > 0.0) & (second > 1e-290), np.clip(up, 0.0, first), first)
     return Atoms(np.append(low, high), np.append(first - up, up), infinity)
 
@@ -122,41 +122,41 @@ class Mixture:
     weights: np.ndarray
 
     def log_ratio(self, x: np.ndarray) -> np.ndarray:
-        """Log density over that of N(0, 1), float64 [n]."""
+        """Returns the log of the density over that of N(0, 1), float64 [n]."""
         terms = x[:, None] * self.shifts + (np.log(self.weights) - 0.5 * self.shifts**2)
         top = terms.max(axis=1)
         return np.asarray(top + np.log(np.exp(terms - top[:, None]).sum(axis=1)))
 
     def cells(self, edges: np.ndarray) -> np.ndarray:
-        """Probability between neighbouring edges [n + 1], float64 [n]."""
+        """Returns the probabilities between neighbouring edges [n + 1], float64 [n]."""
         x = edges[:, None] - self.shifts
         lower, upper = special.ndtr(x), special.ndtr(-x)
-        # Above a mean by the upper tails, which do not cancel.
+        # Above a mean take the upper tails, whose difference does not cancel.
         inside = np.where(x[:-1] > 0.0, upper[:-1] - upper[1:], lower[1:] - lower[:-1])
         return np.asarray((inside * self.weights).sum(axis=1))
 
     def below(self, x: float) -> float:
-        """Probability below x."""
+        """Returns the probability below x."""
         return float((special.ndtr(x - self.shifts) * self.weights).sum())
 
     def above(self, x: float) -> float:
-        """Probability above x."""
+        """Returns the probability above x."""
         return float((special.ndtr(self.shifts - x) * self.weights).sum())
 
 
 def mixture_step(upper: Mixture, lower: Mixture, spacing: float, log_tail: float) -> StepLoss:
-    """Two mixtures whose likelihood ratio grows with the output, in both directions.
+    """Returns the loss of a step whose likelihood ratio grows with the output.
 
     Args:
-      upper: the unit takes part.
-      lower: it does not.
+      upper: distribution of the output if the unit takes part.
+      lower: distribution of the output if it does not.
       spacing: length of a cell, in standard deviations of the noise.
-      log_tail: log of the probability beyond the cells: its loss is the largest, infinity.
+      log_tail: log of the probability above the cells, whose loss is counted as infinite.
     """
     reach, tail = -float(special.ndtri_exp(log_tail)), math.exp(log_tail)
     left, right = float(lower.shifts.min()) - reach, float(upper.shifts.max()) + reach
     low = left
-    while right - low > 0.01:  # large but unlikely shifts are not worth cells
+    while right - low > 0.01:  # large but unlikely shifts get no cells
         middle = 0.5 * (low + right)
         low, right = (low, middle) if upper.above(middle) <= tail else (middle, right)
     count = min(
@@ -174,18 +174,18 @@ def mixture_step(upper: Mixture, lower: Mixture, spacing: float, log_tail: float
 
 @functools.lru_cache(maxsize=4096)
 def binomial_weights(trials: int, prob: float) -> tuple[np.ndarray, np.ndarray]:
-    """Support and probabilities of Binomial(trials, prob), the negligible tail moved upwards.
+    """Returns support and probabilities of Binomial(trials, prob), negligible tails moved upwards.
 
-    The tail above the kept counts (mass below e^-110) is moved to ``trials`` and the one below to
-    the smallest kept count, which can only raise the divergence (Lemma 2 of Charles et al. 2024:
-    stochastic dominance). With more than 2048 counts left, neighbouring counts are merged upwards.
+    The tail above the kept counts (mass below e^-110) is moved to ``trials`` and the tail below
+    them to the smallest kept count. By stochastic dominance this can only raise the divergence
+    (Lemma 2 of Charles et al. 2024). Above 2,048 counts, neighbouring counts are merged upwards.
 
     Args:
       trials: group size, >= 1.
       prob: probability of each example, in (0, 1].
 
     Returns:
-      counts: float64 [n], ascending; weights: float64 [n], summing to 1; neither can be written to.
+      counts: float64 [n], ascending; weights: float64 [n], summing to 1; both read-only.
     """
     if prob >= 1.0:
         return _frozen(np.array([float(trials)]), np.array([1.0]))
@@ -213,13 +213,13 @@ def binomial_weights(trials: int, prob: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _frozen(counts: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays, made read-only, as callers share them."""
+    """Makes the arrays read-only, because the cache shares them between callers."""
     counts.flags.writeable = weights.flags.writeable = False
     return counts, weights
 
 
 def mixed(first: Atoms, second: Atoms, share: float) -> Atoms:
-    """The loss of a step that is ``second`` with probability ``share``, visibly, else ``first``."""
+    """Returns the loss of a step that is, visibly, ``second`` with probability ``share``."""
     return Atoms(
         np.append(first.losses, second.losses),
         np.append((1.0 - share) * first.probs, share * second.probs),

@@ -1,4 +1,4 @@
-"""What the noise that is drawn costs beyond the ideal noise that is accounted for."""
+"""What drawn noise costs in addition to the ideal Gaussian noise that is accounted for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Literal
 
 NoiseLaw = Literal["exact", "float"]
 
-# Every epsilon is computed at this much less than delta, which pays for what is below.
+# The share of delta that every epsilon sets aside for the distance of drawn from ideal noise.
 RESERVED = 2.0**-20
-# Largest number of coordinates of one sum; more are refused.
+# Largest number of coordinates of one sum; larger sums are refused.
 MOST_COORDINATES = 1 << 36
-# Exact noise against the Gaussian rounded down, for one coordinate (docs/internals/noise.md; tests
-# compute all three from the table): what is beyond the table, and two chi-square distances: of the
-# table's weights, rounded to multiples of 2^-159, and of the spline between them.
+# Distances of one coordinate of exact noise from the Gaussian rounded down: the mass beyond the
+# table, and the chi-square distances due to the table's weights, rounded to multiples of 2^-159,
+# and to the spline between them (docs/internals/noise.md; tests compute all three).
 BEYOND_TABLE, TABLE, SPLINE = 1.2e-38, 2.2e-57, 2.0e-58
 
 UNPAID = "this epsilon is too large for delta to pay for that: it is idealised"
@@ -31,10 +31,11 @@ IDEALISED_FLOAT = (
 
 
 def distance(coordinates: float) -> float:
-    """Total variation between so many draws of exact noise and rounded Gaussian noise, at most.
+    """Returns a bound on the total variation between exact and rounded Gaussian noise.
 
-    Divergences of independent draws add up (Kullback-Leibler, at most chi-square), and total
-    variation is at most the root of half of them (Pinsker); what is cut off adds up itself.
+    The Kullback-Leibler divergences of independent coordinates, at most their chi-square distances,
+    add up, and total variation is at most the root of half their sum (Pinsker). The mass beyond the
+    table adds up directly.
     """
     roots = math.sqrt(TABLE / 2) + math.sqrt(SPLINE / 2)
     return BEYOND_TABLE * coordinates + roots * math.sqrt(coordinates)
@@ -43,13 +44,13 @@ def distance(coordinates: float) -> float:
 def noise_assumptions(
     law: NoiseLaw, epsilon: float, delta: float, steps: int | None
 ) -> tuple[str, ...]:
-    """What a guarantee assumes of its noise.
+    """Returns the sentences on what a guarantee assumes about its noise.
 
     Args:
       law: ``"exact"`` or ``"float"``.
-      epsilon: of the guarantee.
-      delta: of the guarantee.
-      steps: in which noise was added; None: not known (a million are allowed for).
+      epsilon: epsilon of the guarantee.
+      delta: delta of the guarantee.
+      steps: number of steps that add noise; None: unknown, taken to be a million.
 
     Examples:
       >>> from dpfl_jax.accounting import noise_assumptions
@@ -59,7 +60,7 @@ def noise_assumptions(
     if law == "float":
         return (IDEALISED_FLOAT,)
     apart = distance(float(MOST_COORDINATES) * (10**6 if steps is None else max(steps, 1)))
-    # If both of two laws are that far from their idealisations, delta grows by (1 + e^eps) of it.
+    # With both neighbours' outputs that far from their ideals, delta grows by (1 + e^eps) * apart.
     paid = epsilon < 700 and (1 + math.exp(epsilon)) * apart <= RESERVED * delta
     sentence = (
         "noise is drawn and added in integers, for sums of up to 2^36 coordinates: what is drawn "

@@ -1,6 +1,6 @@
-"""Events that dp-accounting has no class for, and events as JSON.
+"""Event classes that dp-accounting lacks, and the conversion of events to and from JSON.
 
-Each is a frozen ``attrs`` class, as dp-accounting's are, so that events nest, compare and print.
+Like dp-accounting's, the classes are frozen ``attrs`` classes: events nest, compare and print.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TwoStageSampledDpEvent(dp_accounting.DpEvent):
 class FixedSizeGaussianDpEvent(dp_accounting.DpEvent):
     """A Gaussian sum over a uniformly random batch of fixed size, without replacement.
 
-    Defined under replace-one adjacency only (the size of the data set is public).
+    It is defined under replace-one adjacency only (the size of the data set is public).
 
     Attributes:
       dataset_size: units in the data set.
@@ -53,9 +53,9 @@ class AllocatedDpEvent(dp_accounting.DpEvent):
     """Gaussian sums of which a unit takes part in one, drawn uniformly; add-or-remove.
 
     Attributes:
-      event: of a step in which the unit takes part: a Gaussian.
-      steps: t, among which the unit's is drawn.
-      taken: r, number of steps so far, the first of them.
+      event: a step in which the unit takes part: a Gaussian.
+      steps: t, the number of steps among which the unit's step is drawn.
+      taken: r, the number of steps that have run, the first r of t.
     """
 
     event: dp_accounting.DpEvent
@@ -65,7 +65,7 @@ class AllocatedDpEvent(dp_accounting.DpEvent):
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class ApproximateDpEvent(dp_accounting.DpEvent):
-    """Any step of which only (epsilon, delta)-DP is known; composes optimally (Kairouz et al.)."""
+    """A step known only to be (epsilon, delta)-DP, composed optimally (Kairouz et al. 2015)."""
 
     epsilon: float
     delta: float
@@ -73,10 +73,10 @@ class ApproximateDpEvent(dp_accounting.DpEvent):
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class OneOfDpEvent(dp_accounting.DpEvent):
-    """One of several events, drawn without looking at the data, or one for each kind of unit.
+    """One of several events, drawn independently of the data, or one for each kind of unit.
 
     Attributes:
-      events: what each does to a unit; a tuple, so that events are hashable.
+      events: the possible events, as a tuple so that they are hashable.
     """
 
     events: tuple[dp_accounting.DpEvent, ...] = attr.ib(
@@ -86,13 +86,13 @@ class OneOfDpEvent(dp_accounting.DpEvent):
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class FilteredDpEvent(dp_accounting.DpEvent):
-    """Steps of which each unit takes part only in those that its own Renyi budget pays for.
+    """Steps in which each unit takes part only while its Renyi budget pays for them.
 
-    Feldman and Zrnic 2021: at this order, and at no larger one, a unit's divergence is at most that
-    of ``event``, whatever the steps were and however many.
+    Feldman and Zrnic 2021: at this order and below, a unit's divergence is at most that of
+    ``event``, whatever the steps were and however many ran.
 
     Attributes:
-      order: above 1.
+      order: Renyi order, above 1.
       event: an event that costs the whole budget.
     """
 
@@ -100,7 +100,7 @@ class FilteredDpEvent(dp_accounting.DpEvent):
     event: dp_accounting.DpEvent
 
 
-# Only these classes, so that a file cannot name any other.
+# The only classes that a file can name.
 _CLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
@@ -125,14 +125,14 @@ _CLASSES: dict[str, type] = {
 
 
 def to_json(event: dp_accounting.DpEvent) -> dict[str, Any]:
-    """The event as JSON values; floats survive exactly.
+    """Returns the event as JSON values; floats survive exactly.
 
     Raises:
-      BadInputError: for an event of a class that cannot be stored.
+      BadInputError: the event's class cannot be stored.
     """
     name = type(event).__name__
     if _CLASSES.get(name) is not type(event):
-        raise BadInputError(f"an event of type {name} cannot be stored: use the package's events")
+        raise BadInputError(f"an event of type {name} cannot be stored: use accounting.events")
     out: dict[str, Any] = {"type": name}
     for field in attr.fields(type(event)):  # type: ignore[arg-type]
         out[field.name] = _value(getattr(event, field.name))
@@ -150,10 +150,10 @@ def _value(value: Any) -> Any:
 
 
 def from_json(values: Any) -> dp_accounting.DpEvent:
-    """The inverse of :func:`to_json`.
+    """Returns the event that :func:`to_json` wrote.
 
     Raises:
-      BadInputError: if it is not an event.
+      BadInputError: the values are not those of an event.
     """
     try:
         cls = _CLASSES[values["type"]]

@@ -1,26 +1,26 @@
-"""Privacy filters: what a budget allows where each cost is chosen after seeing what came before.
+"""Privacy filters: what a budget allows where each cost is chosen after seeing earlier results.
 
-Of an account: which runs may begin. Composing the privacy losses of runs that were chosen in this
-way does not bound what the sequence reveals. A sum that grows by known amounts does, if its limit
-is fixed before the first run. There are three such sums, each with its part of delta, and a run may
-begin if one of them allows it:
+For an account: which runs may begin. Composing the privacy losses of adaptively chosen runs does
+not bound what the sequence reveals. A sum that grows by known amounts does, if its limit is fixed
+before the first run. There are three such sums, each with its part of delta, and a run may begin if
+one of them allows it:
 
-- steps of the first run's kind, for runs that have no others;
-- squared means of Gaussians that dominate the runs but for a small probability;
-- Renyi divergences of one order.
+- the number of steps, if all runs consist of steps of one kind;
+- the squared means of Gaussians that dominate the runs except with a small probability;
+- the Renyi divergences at one order.
 
 Proof: docs/theory/ledger.md.
 
-Within a run (``RenyiFilter``): every unit pays for its own steps, and takes part only while its
-budget lasts. Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2021,
-arXiv 2008.11193), with Poisson sampling. The norm of what a unit may add to a sum is bounded by one
-of a few public levels, C 2^(-j/4). A step costs a unit the Renyi divergence, at one public order
-and the larger of both directions, of a Poisson-sampled Gaussian of its level, whether or not it is
-drawn. The budget of every unit is the cost of ``least_steps`` steps at the clip norm.
+Within a run (``RenyiFilter``): every unit pays for its steps, and takes part only while its budget
+lasts. Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2021, arXiv
+2008.11193), with Poisson sampling. The norm of what a unit adds to a sum is bounded by one of a few
+public levels, C 2^(-j/4). A step costs a unit the Renyi divergence of a Poisson-sampled Gaussian at
+the unit's level, whether or not the unit is drawn, at one public order, in the larger direction.
+Every unit's budget is the cost of ``least_steps`` steps at the clip norm.
 
-Where parts of units are drawn (examples of users), each part is bounded by the unit's level, and
-the Gaussian moves by a binomial number of them; numbers of parts, too, are rounded up to public
-ones. Costs are whole numbers, rounded up, so that adding them is exact.
+Where parts of units are drawn (examples of users), each part is bounded by the unit's level, and a
+binomial number of parts shifts the Gaussian; the number of parts is also rounded up to a public
+one. Costs are integers, rounded up, so that adding them is exact.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from dpfl_jax.errors import BadInputError
 
 # ---- runs of one account -------------------------------------------------------------------------
 
-# Parts of delta; they add up to 1.
+# The parts of delta of the three sums; they add up to 1.
 STEPS, GAUSSIANS, RENYI = 0.25, 0.5, 0.25
-# Part of the Gaussians' delta for what they do not dominate, and least part of that for one run.
+# The part of the Gaussians' delta for what they do not dominate, and a run's least part of it.
 _TAIL, _LEAST_TAIL = 0.25, 1e-4
 _POINTS = 500
 _TOLERANCE = 1e-4
-# Where budgets of Gaussians that an order suits best end: sampled Gaussians cost least there.
+# Scales the largest budget that an order serves; at this value sampled Gaussians cost least.
 _SAMPLED = 0.7
 
 
@@ -68,14 +68,14 @@ def filtered_epsilon(
     delta: float,
     relation: NeighboringRelation = ADD_OR_REMOVE,
 ) -> float:
-    """The least budget that allows these runs, each chosen after seeing the earlier ones.
+    """Returns the least budget that allows these runs, each chosen after seeing the earlier ones.
 
-    A budget that is fixed before the first run holds for all of them, whatever they are, if each
-    begins only where this number, with it, is at most the budget. Of one run it is its epsilon.
+    A budget that is fixed before the first run holds for all runs if each begins only where this
+    number, computed with that run, is at most the budget. For a single run it is its epsilon.
 
     Args:
-      runs: what each does to one unit, in the order in which they were reserved.
-      delta: of the budget, in (0, 1).
+      runs: what each run does to one unit, in the order in which they were reserved.
+      delta: the budget's delta, in (0, 1).
       relation: adjacency.
 
     Returns:
@@ -98,7 +98,7 @@ def filtered_epsilon(
 def _by_steps(
     runs: Sequence[dp_accounting.DpEvent], delta: float, relation: NeighboringRelation
 ) -> float:
-    """Epsilon of all runs as one, if they are made of one kind of step; else inf."""
+    """Epsilon of all runs composed if they consist of one kind of step, else ``inf``."""
     flats = [flatten(event, relation) for event in runs]
     # proof: ledger-steps-1
     kinds = {leaf for flat in flats for leaf, _ in flat.leaves}
@@ -112,7 +112,7 @@ def _by_steps(
 def _by_gaussians(
     runs: Sequence[dp_accounting.DpEvent], delta: float, relation: NeighboringRelation
 ) -> float:
-    """Epsilon of the first run and of a Gaussian that pays for all others."""
+    """Epsilon of the first run composed with a Gaussian that pays for all later runs."""
     tail = _TAIL * delta
     later = collections.Counter(flatten(event, relation) for event in runs[1:])
     try:
@@ -129,10 +129,9 @@ def _by_gaussians(
 
 
 def _share(flat: Flat, most: float, tail: float) -> float:
-    """The part that one run takes; ``inf`` if all of it is not enough.
+    """The least s at which a Gaussian of squared mean s * ``most`` pays for a run; inf above 1.
 
-    It is the least s with which a Gaussian of the squared mean s ``most`` dominates the run, but
-    for a probability of s ``tail``.
+    The Gaussian must dominate the run, except with probability s * ``tail``.
     """
     if not flat.private:
         return math.inf
@@ -144,7 +143,7 @@ def _share(flat: Flat, most: float, tail: float) -> float:
 
 
 def _least(holds: Callable[[float], bool], most: float = 2 * LARGEST_MEAN_LOSS) -> float:
-    """A number little above the least at which ``holds``, which must be monotone; inf if none."""
+    """The least number at which the monotone ``holds`` is true, rounded up; inf above ``most``."""
     if not holds(most):
         return math.inf
     low, high = 1e-12 * most, most
@@ -155,15 +154,15 @@ def _least(holds: Callable[[float], bool], most: float = 2 * LARGEST_MEAN_LOSS) 
 
 
 def dominates(squared: float, apart: float, epsilons: np.ndarray, deltas: np.ndarray) -> bool:
-    """Whether a Gaussian dominates, but for a probability, whatever has a curve of deltas.
+    """Returns whether a Gaussian dominates a curve of deltas, except with a small probability.
 
     Args:
-      squared: mean of the Gaussian, over its standard deviation, squared.
+      squared: (mean / standard deviation)^2 of the Gaussian.
       apart: probability with which everything is revealed.
       epsilons: float64 [n], ascending from 0.
-      deltas: float64 [n], upper bounds on the hockey-stick divergence, not growing.
+      deltas: float64 [n], upper bounds on the hockey-stick divergence, non-increasing.
     """
-    # Beyond the last one the divergence does not grow, and the Gaussian's is above ``apart``.
+    # Beyond the last epsilon the divergence does not grow, and the Gaussian's is above ``apart``.
     if not deltas[-1] <= apart < 1.0:
         return False
     mean = math.sqrt(squared)
@@ -171,8 +170,8 @@ def dominates(squared: float, apart: float, epsilons: np.ndarray, deltas: np.nda
     # Both sides of H = P(S) - e^eps Q(S), rounded so that H is not above its value.
     above = special.ndtr(0.5 * mean - middle / mean) * (1.0 - 1e-13)
     below = np.exp(middle + special.log_ndtr(-0.5 * mean - middle / mean)) * (1.0 + 1e-11)
-    # In e^eps the run's bound is a chord and the Gaussian's divergence is convex, so above its
-    # tangent in the middle; the tangent is above the chord if it is so at both ends.
+    # In e^eps the run's bound is a chord, and the Gaussian's divergence is convex, so it is above
+    # its tangent in the middle. The tangent is above the chord if it is above both ends.
     # proof: ledger-gaussians-3
     ends = ((-half, deltas[:-1]), (half, deltas[1:]))
     return all(
@@ -184,11 +183,11 @@ def dominates(squared: float, apart: float, epsilons: np.ndarray, deltas: np.nda
 def _by_renyi(
     runs: Sequence[dp_accounting.DpEvent], delta: float, relation: NeighboringRelation
 ) -> float:
-    """The least budget by Renyi divergences, where each budget has the order that suits it."""
+    """The least budget by Renyi divergences; which order is used follows from the budget alone."""
     orders = ORDERS[(ORDERS > 1.02) & (ORDERS < 128.0)]
     try:
         divergences = sum(renyi_divergences(event, orders, relation) for event in runs)
-    except BadInputError:  # of a run that has none
+    except BadInputError:  # a run without Renyi accounting
         return math.inf
     assert isinstance(divergences, np.ndarray)
     log = -math.log(delta)
@@ -200,26 +199,26 @@ def _by_renyi(
     epsilons = np.array(
         [epsilon_from_renyi(divergences[[i]], orders[[i]], delta) for i in range(len(orders))]
     )
-    # An order serves budgets from ``least`` to ``largest``, and refuses those below its epsilon.
+    # An order serves budgets from ``least`` to ``largest`` and refuses those below its epsilon.
     refused = epsilons > least
     return float(np.minimum(epsilons, largest)[refused].max(initial=0.0))
 
 
-# ---- steps of one run: what each unit has spent, and may spend -----------------------------------
+# ---- steps of one run: what each unit has spent and may still spend ------------------------------
 
 LEVELS, PER_HALF = 32, 4
 _UNITS = 1 << 30  # the cost of a step at the clip norm
-# Absolute and relative rounding errors of a divergence, which is computed by sums near 1.
+# Absolute and relative rounding errors of a divergence, which is computed from sums near 1.
 _ROUNDING, _RELATIVE = 1e-13, 1e-9
 
 
 def bounds(clip_norm: float) -> np.ndarray:
-    """Float32 [LEVELS]: the bound of each level; the first is the clip norm."""
+    """Returns the norm bound of each level, float32 [LEVELS]; the first is the clip norm."""
     return (clip_norm * 2.0 ** (-np.arange(LEVELS) / PER_HALF)).astype(np.float32)
 
 
 def levels_of(norms: np.ndarray, clip_norm: float) -> np.ndarray:
-    """uint8 [n]: for each norm the level of the least bound that is not below it, or the first."""
+    """Returns the level, uint8 [n], of the smallest bound at or above each norm; 0 if none is."""
     norms = np.asarray(norms, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = np.floor(PER_HALF * np.log2(clip_norm / norms))
@@ -228,13 +227,13 @@ def levels_of(norms: np.ndarray, clip_norm: float) -> np.ndarray:
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Numbers of parts for which costs are computed: up to ``most``, about four per doubling."""
+    """Returns the numbers of parts that have costs: about four per doubling, up to ``most``."""
     steps = range(PER_HALF * most.bit_length() + 1)
     return tuple(sorted({min(most, math.ceil(2 ** (i / PER_HALF))) for i in steps}))
 
 
 def best_order(event: Any, delta: float) -> float:
-    """The order of ``renyi.ORDERS`` at which an event's epsilon is smallest."""
+    """Returns the order of ``renyi.ORDERS`` at which an event's epsilon is smallest."""
     divergences, delta = renyi_divergences(event), delta * (1 - RESERVED)
     each = [epsilon_from_renyi(divergences[[i]], ORDERS[[i]], delta) for i in range(len(ORDERS))]
     return float(ORDERS[int(np.argmin(each))])
@@ -242,11 +241,11 @@ def best_order(event: Any, delta: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class RenyiFilter:
-    """The costs of steps, and the budget of every unit.
+    """The costs of steps and the budget that every unit has.
 
     Attributes:
-      costs: of a step, by number of parts (``sizes``) and level, in units of 2^-30 of the cost of a
-        step at the clip norm with the most parts.
+      costs: a step's cost by number of parts (``sizes``) and level, in units of 2^-30 times the
+        cost of a step at the clip norm with ``most`` parts.
       least_steps: number of steps that every unit can pay for.
       order: Renyi order.
       step: divergence of the costliest step, nats.
@@ -263,37 +262,36 @@ class RenyiFilter:
     def of(
         cls, sigma: float, prob: float, least_steps: int, order: float, most: int = 1
     ) -> RenyiFilter:
-        """The filter of Poisson-sampled Gaussians.
+        """Returns the filter of Poisson-sampled Gaussians.
 
         Args:
           sigma: noise multiplier, > 0.
-          prob: of a part in a step.
-          least_steps: number of steps whose cost at the clip norm, with the most parts, is the
-            budget.
+          prob: probability that a part is drawn in a step.
+          least_steps: the budget is the cost of so many steps at the clip norm with ``most`` parts.
           order: one of ``renyi.ORDERS``.
           most: largest number of parts of a unit.
 
         Raises:
-          BadInputError: there is so little noise that no cost can be computed.
+          BadInputError: the noise is too small for costs to be computed.
         """
         costs, step = _costs(sigma, prob, order, most)
         return cls(costs, least_steps, order, step, most)
 
     @property
     def budget(self) -> int:
-        """The budget of every unit, in the unit of ``costs``."""
+        """Every unit's budget, in the unit of ``costs``."""
         return self.least_steps * _UNITS
 
     def steps_left(
         self, spent: np.ndarray, levels: np.ndarray, most: int, parts: np.ndarray | int = 1
     ) -> np.ndarray:
-        """int64 [n]: steps that each unit can pay for at its level, up to ``most``.
+        """Returns how many steps each unit can pay for at its level, int64 [n].
 
         Args:
-          spent: int64 [n].
+          spent: int64 [n], what each unit has spent, in the unit of ``costs``.
           levels: uint8 [n].
-          most: at least 0.
-          parts: int64 [n], at most ``self.most``; units without any pay as with one.
+          most: largest number of steps counted, at least 0.
+          parts: int64 [n], at most ``self.most``; a unit without parts pays as if it had one.
         """
         # proof: individual-filter-1
         return np.minimum((self.budget - spent) // self._costs_of(levels, parts), most)
@@ -301,25 +299,20 @@ class RenyiFilter:
     def after(
         self, spent: np.ndarray, levels: np.ndarray, steps: int, parts: np.ndarray | int = 1
     ) -> np.ndarray:
-        """int64 [n]: what units have spent after ``steps`` more, of those that they can pay for."""
+        """Returns what units have spent after up to ``steps`` more, as they can pay, int64 [n]."""
         # proof: individual-filter-2
         taken = self.steps_left(spent, levels, steps, parts)
         return spent + taken * self._costs_of(levels, parts)
 
     def at_most(self, spent: np.ndarray, steps: int) -> np.ndarray:
-        """int64 [n]: the most that units have spent after ``steps`` more, whatever their levels.
-
-        Args:
-          spent: int64 [n].
-          steps: at least 0.
-        """
+        """Returns the most that units can spend by ``steps`` more steps at any level, int64 [n]."""
         return np.minimum(spent + steps * _UNITS, self.budget)
 
     def _costs_of(self, levels: np.ndarray, parts: np.ndarray | int) -> np.ndarray:
         return np.asarray(self.costs)[np.searchsorted(sizes(self.most), parts), levels]
 
     def epsilons(self, spent: np.ndarray, delta: float) -> np.ndarray:
-        """Float64 [n]: what each unit has spent, as an epsilon at the filter's order; secret."""
+        """Returns ``spent`` (int64 [n]) as epsilons at the filter's order, float64 [n]; secret."""
         order, delta = np.array([self.order]), delta * (1 - RESERVED)
         amounts, which = np.unique(np.asarray(spent), return_inverse=True)
         divergences = amounts[:, None] * (self.step / _UNITS)
@@ -330,7 +323,7 @@ class RenyiFilter:
 def _costs(
     sigma: float, prob: float, order: float, most: int
 ) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Costs of a step by parts and level, and the divergence of the costliest step."""
+    """Costs of a step by number of parts and level, and the divergence of the costliest step."""
     multipliers = sigma * 2.0 ** (np.arange(LEVELS) / PER_HALF)
     array = np.array([order])
     divergences = np.array(
@@ -342,8 +335,8 @@ def _costs(
     largest = float(divergences[-1, 0])
     if not np.isfinite(divergences).all():
         raise BadInputError(
-            f"with the noise multiplier {sigma:g} a step costs more than can be computed at the "
-            f"Renyi order {order:g}: raise the noise"
+            f"at noise multiplier {sigma:g} the cost of a step cannot be computed at Renyi order "
+            f"{order:g}: raise the noise multiplier"
         )
     # proof: individual-filter-3
     safe = np.ceil(_UNITS * ((divergences + _ROUNDING / (order - 1)) * (1 + _RELATIVE) / largest))

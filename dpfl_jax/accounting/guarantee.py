@@ -1,4 +1,4 @@
-"""What a run, a plan or a reproduction promises, in full: never an epsilon alone."""
+"""``Guarantee``: what a run, a plan or a reproduction promises, never an epsilon alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["upper bound", "exact", "paper's closed form", "none"]
 
 
 def without_infinities(values: Any) -> Any:
-    """Infinities, which JSON lacks, become the string "inf", in dictionaries and lists, too."""
+    """Returns the values with each infinity, which JSON lacks, replaced by the string "inf"."""
     if isinstance(values, dict):
         return {name: without_infinities(value) for name, value in values.items()}
     if isinstance(values, list):
@@ -30,8 +30,8 @@ class Guarantee:
     """A differential-privacy guarantee with everything needed to judge it.
 
     Attributes:
-      unit: whom it protects: "user", "subject", "record", "example", "none".
-      adjacency: what neighbouring data sets differ in, e.g. "add-or-remove one user".
+      unit: what it protects: "user", "subject", "record", "example", "none".
+      adjacency: how neighbouring data sets differ, e.g. "add-or-remove one user".
       trust: who is trusted: "central", "silo-local", "shuffle", "local".
       epsilon: in nats; ``inf`` if there is no guarantee.
       delta: in (0, 1).
@@ -44,8 +44,8 @@ class Guarantee:
       steps: steps accounted, if known.
       released: what the adversary sees.
       unit_key: what makes a unit: the column or key of the data, as "column visit_id".
-      public_inputs: all that entered the run and is assumed to be public, a name and what it was
-        each; the guarantee protects nothing of it.
+      public_inputs: what entered the run and is assumed to be public, each with its name; the
+        guarantee does not protect it.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -75,34 +75,35 @@ class Guarantee:
 
     def __post_init__(self) -> None:
         if math.isnan(self.epsilon) or self.epsilon < 0:
-            raise BadInputError(f"a guarantee cannot have epsilon {self.epsilon}")
+            raise BadInputError(f"a guarantee's epsilon must be at least 0, not {self.epsilon}")
         if not 0.0 <= self.delta <= 1.0:
-            raise BadInputError(f"a guarantee cannot have delta {self.delta}")
+            raise BadInputError(f"a guarantee's delta must be in [0, 1], not {self.delta}")
         for name in _LISTS:
             object.__setattr__(self, name, tuple(map(one_line, getattr(self, name))))
-        object.__setattr__(self, "unit_key", one_line(self.unit_key))  # a column has any name
+        # A column's name may hold line breaks.
+        object.__setattr__(self, "unit_key", one_line(self.unit_key))
 
     @property
     def private(self) -> bool:
-        """Whether there is any guarantee."""
+        """Whether there is a guarantee: epsilon is finite and delta is below 1."""
         return math.isfinite(self.epsilon) and self.delta < 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON values; an infinite epsilon is the string "inf"."""
+        """Returns all fields as JSON values; an infinite epsilon becomes the string "inf"."""
         out = dataclasses.asdict(self)
         out |= {name: list(getattr(self, name)) for name in _LISTS}
         return without_infinities(out)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Guarantee:
-        """The inverse of :meth:`to_json`; unknown keys are ignored."""
+        """Returns the guarantee that :meth:`to_json` wrote; unknown keys are ignored."""
         names = {field.name for field in dataclasses.fields(cls)}
         kept = {key: value for key, value in values.items() if key in names}
         kept["epsilon"] = float(kept["epsilon"])
         return cls(**kept)
 
     def summary(self) -> str:
-        """The guarantee in one line; epsilon and delta are rounded up."""
+        """Returns the guarantee in one line, with epsilon and delta rounded up."""
         if not self.private:
             return "NO differential-privacy guarantee"
         unverified = "" if self.status in ("upper bound", "exact") else ", not verified"
@@ -112,7 +113,7 @@ class Guarantee:
         )
 
     def in_short(self, meaning: str) -> list[str]:
-        """Lines: whom it protects, the numbers, what they mean, three things that are not covered.
+        """Returns lines: the unit, the numbers, what they mean, and the last three caveats.
 
         Args:
           meaning: a sentence of ``Meaning``.
@@ -120,7 +121,7 @@ class Guarantee:
         if not self.private:
             return [self.summary()]
         epsilon, delta = rounded_up(self.epsilon, 4), rounded_up(self.delta, 3)
-        # Those of this very run stand last.
+        # The caveats of this very run come last.
         left_out = [re.split(": |; ", caveat)[0] for caveat in reversed(self.caveats[-3:])]
         return [
             f"protects each {self.whose} ({self.adjacency}; trust model: {self.trust})",
@@ -131,13 +132,13 @@ class Guarantee:
 
     @property
     def whose(self) -> str:
-        """The unit, and the column or key that makes one: "user by column visit_id"."""
+        """The unit with the column or key that defines it: "user by column visit_id"."""
         if self.unit_key == EACH_ROW:
             return EACH_ROW
         return f"{self.unit} by {self.unit_key}" if self.unit_key else self.unit
 
     def paragraph(self) -> str:
-        """The guarantee in words that a privacy officer can check; rounded up, like the summary."""
+        """Returns the guarantee in words that a privacy officer can check, rounded up."""
         if not self.private:
             text = (
                 "This gives NO differential-privacy guarantee "
@@ -171,15 +172,14 @@ class Guarantee:
         return self.paragraph()
 
     def compare(self, other: Guarantee) -> str:
-        """Which of two guarantees is stronger.
+        """Returns whether this guarantee is stronger than ``other``.
 
         Returns:
-          "equal", "stronger" (this one protects at least as well in epsilon and delta, and better
-          in one), "weaker", or "incomparable" (one has the smaller epsilon, the other the smaller
-          delta).
+          "equal"; "stronger" (epsilon and delta are at most as large, and one is smaller);
+          "weaker"; or "incomparable" (one has the smaller epsilon, the other the smaller delta).
 
         Raises:
-          BadInputError: if unit, adjacency or trust differ: such numbers mean different things.
+          BadInputError: unit, adjacency or trust differ, so that the numbers mean different things.
         """
         for name in ("unit", "adjacency", "trust"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -198,18 +198,18 @@ class Guarantee:
 
 
 def rounded_up(value: float, digits: int) -> str:
-    """An epsilon or delta in ``digits`` significant digits, rounded up, so that it holds."""
+    """Returns an epsilon or delta rounded up to ``digits`` significant digits."""
     rounding = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(rounding.create_decimal(repr(float(value)))):.{digits}g}"
 
 
 def delta_caveats(delta: float, units: int, what: str) -> tuple[str, ...]:
-    """The caveat of a delta that is too large, or nothing.
+    """Returns a caveat if delta is at least one over the number of units, else nothing.
 
     Args:
-      delta: of each unit.
-      units: how many there are: a public number.
-      what: their name, in the plural.
+      delta: delta of the guarantee.
+      units: public number of units.
+      what: the units' name in the plural.
 
     Examples:
       >>> from dpfl_jax.accounting import delta_caveats

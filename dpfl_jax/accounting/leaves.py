@@ -1,4 +1,4 @@
-"""From an event to the elementary steps ("leaves") it composes, each with its loss distribution.
+"""Decomposition of an event into elementary steps ("leaves"), each with its loss distribution.
 
 Gaussians are merged exactly (their squared signal-to-noise ratios add up); Poisson-sampled
 Gaussians are mixtures of two Gaussians; the losses of an (epsilon, delta) guarantee are atoms.
@@ -40,27 +40,27 @@ _REPLACE = NeighboringRelation.REPLACE_ONE
 
 
 class Leaf(abc.ABC):
-    """One elementary step. Subclasses are frozen dataclasses, as leaves are dictionary keys."""
+    """One elementary step; subclasses are frozen dataclasses, as leaves are dictionary keys."""
 
     @abc.abstractmethod
     def losses(self, spacing: float, log_tail: float) -> StepLoss:
-        """The privacy loss of the step, in both directions.
+        """Returns the privacy loss of the step in both directions.
 
         Args:
-          spacing: length of a cell, about, in standard deviations of the noise; the excess of the
-            divergences falls as its square.
-          log_tail: log of the probability that may become an infinite loss.
+          spacing: approximate length of a cell, in standard deviations of the noise; the excess of
+            the divergences falls as its square.
+          log_tail: log of the probability that may be counted as an infinite loss.
         """
 
     @property
     def unit(self) -> float | None:
-        """A number of which all losses are whole multiples (0: all are 0); None: no atoms."""
+        """A number of which all losses are integer multiples (0 if all are 0), or None."""
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class EventLeaf(Leaf, abc.ABC):
-    """A leaf that is known by its event."""
+    """A leaf that is identified by its event."""
 
     event: Any
     relation: NeighboringRelation
@@ -87,10 +87,10 @@ class MixtureLeaf(Leaf):
 
 
 class ApproximateLeaf(EventLeaf):
-    """A step of which only (epsilon, delta) is known."""
+    """A step for which only (epsilon, delta) is known."""
 
     def losses(self, spacing: float, log_tail: float) -> StepLoss:
-        # Of the pair that attains it: Kairouz, Oh, Viswanath 2015, Theorem 3.3.
+        # The dominating pair of Kairouz, Oh, Viswanath 2015, Theorem 3.3.
         losses = np.array([-self.event.epsilon, self.event.epsilon])
         both = Atoms(losses, (1.0 - self.event.delta) * special.expit(losses), self.event.delta)
         return StepLoss(both, both)
@@ -101,19 +101,20 @@ class ApproximateLeaf(EventLeaf):
 
 
 class RenyiLeaf(Leaf, abc.ABC):
-    """A step of which only Renyi divergences are known."""
+    """A step for which only Renyi divergences are known."""
 
     name: str
 
     def losses(self, spacing: float, log_tail: float) -> StepLoss:
         raise BadInputError(
-            f"of {self.name} only Renyi divergences are known, no loss: ask with accountant='rdp'"
+            f"only Renyi divergences are known for {self.name}, no privacy losses: use "
+            "accountant='rdp'"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class BestLeaf(RenyiLeaf):
-    """The best of a random number of runs, of which the others are kept secret."""
+    """The best of a random number of runs; the other runs stay secret."""
 
     inner: Flat
     mean: float
@@ -123,7 +124,7 @@ class BestLeaf(RenyiLeaf):
 
 @dataclasses.dataclass(frozen=True)
 class OneOfLeaf(RenyiLeaf):
-    """One of several events, unknown which: the largest divergence of all, order by order."""
+    """One of several events, unknown which; at each order the largest divergence counts."""
 
     parts: tuple[Flat, ...]
     name = "OneOfDpEvent"
@@ -146,14 +147,15 @@ class ReplaceGaussianLeaf(EventLeaf):
         weights = np.array([1.0 - q, q])
         upper, lower = (Mixture(np.array([0.0, s]), weights) for s in (shift, -shift))
         step = mixture_step(upper, lower, spacing, log_tail)
-        return StepLoss(step.remove, step.remove)  # the two directions are the same
+        return StepLoss(step.remove, step.remove)  # both directions are equal by symmetry
 
 
 class TruncatedLeaf(EventLeaf):
-    """Poisson sampling cut to a batch size: dp-accounting's decomposition.
+    """Poisson sampling cut to a batch size, decomposed as by dp-accounting.
 
-    Either the batch is not cut, and it is a Poisson-sampled Gaussian; or it is, and the unit takes
-    another's place (at most a replacement); section 4.3 of the supplement to its PLD library.
+    If the batch is not cut, the step is a Poisson-sampled Gaussian. If it is cut, the unit takes
+    another unit's place, which is at most a replacement. Source: section 4.3 of the supplement to
+    dp-accounting's PLD library.
     """
 
     def losses(self, spacing: float, log_tail: float) -> StepLoss:
@@ -170,7 +172,7 @@ class TruncatedLeaf(EventLeaf):
 
 @functools.lru_cache(maxsize=64)
 def _truncated_parts(leaf: TruncatedLeaf) -> tuple[Leaf, Leaf | None, float]:
-    """Step of a batch that is not cut, of one that is (or None), and the latter's probability."""
+    """The step with a batch that is not cut, one with a cut batch or None, and its probability."""
     event = leaf.event
     size, cap, q = event.dataset_size, event.truncated_batch_size, event.sampling_probability
     gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
@@ -185,14 +187,14 @@ def _truncated_parts(leaf: TruncatedLeaf) -> tuple[Leaf, Leaf | None, float]:
 
 
 def _as_leaf(leaf: Leaf | float | str) -> Leaf:
-    if isinstance(leaf, str):  # nothing happens
+    if isinstance(leaf, str):  # the step reveals nothing
         return ApproximateLeaf(ApproximateDpEvent(0.0, 0.0), _REPLACE)
     return MixtureLeaf((math.sqrt(leaf),), (1.0,)) if isinstance(leaf, float) else leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class AllocatedLeaf(Leaf):
-    """The first ``taken`` of ``steps`` Gaussian sums, of which a unit takes part in one."""
+    """The first ``taken`` of ``steps`` Gaussian sums; a unit takes part in one of the ``steps``."""
 
     sigma: float
     steps: int
@@ -203,7 +205,7 @@ class AllocatedLeaf(Leaf):
 
 
 class FixedSizeLeaf(EventLeaf):
-    """Fixed-size batches without replacement, replace-one.
+    """Fixed-size batches without replacement, under replace-one adjacency.
 
     Balle, Barthe, Gaboardi 2018 (Theorem 11) and Zhu, Dong, Wang 2022 (Proposition 30): for
     e^eps >= 1 the divergence is at most that of (1-q) Q + q P against Q, where P, Q dominate the
@@ -212,7 +214,7 @@ class FixedSizeLeaf(EventLeaf):
     """
 
     def losses(self, spacing: float, log_tail: float) -> StepLoss:
-        # Positive losses as they are, each with its mirror image; the rest has loss 0.
+        # Each positive loss gets its mirror image; the rest of the mass has loss 0.
         q = self.event.batch_size / self.event.dataset_size
         shifts, weights = np.array([0.0, 2.0 / self.event.noise_multiplier]), np.array([1.0 - q, q])
         half = mixture_step(Mixture(shifts, weights), _NOISE, spacing, log_tail).remove
@@ -230,7 +232,7 @@ class TwoStageLeaf(Leaf):
     """A round of local steps that happens with a probability, visibly (Liu et al. 2024, Lemma 2).
 
     The outcome is (took part?, outputs): with probability 1 - lambda the loss is 0, otherwise it
-    is that of the local steps, in both directions.
+    is the loss of the local steps, in both directions.
     """
 
     probability: float
@@ -239,21 +241,21 @@ class TwoStageLeaf(Leaf):
 
     @property
     def unit(self) -> float | None:
-        return self.inner.unit  # sums of multiples are multiples
+        return self.inner.unit  # sums of integer multiples are integer multiples
 
     def losses(self, spacing: float, log_tail: float) -> StepLoss:
-        # Of one local step: ``Part`` composes and mixes it.
+        # The loss of one local step, which ``Part`` composes and mixes.
         return self.inner.losses(spacing, log_tail - math.log(self.local_steps))
 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """An event taken apart.
+    """An event decomposed into its elementary steps.
 
     Attributes:
-      leaves: each kind of step and how often it runs.
-      gaussian: sum of 1/sigma^2 over the plain Gaussian steps (0 if none).
-      private: False if something in it has no finite guarantee.
+      leaves: pairs of a step and how often it runs.
+      gaussian: sum of 1/sigma^2 over the plain Gaussian steps.
+      private: False if a part of the event has no finite guarantee.
     """
 
     leaves: tuple[tuple[Leaf, int], ...]
@@ -262,15 +264,15 @@ class Flat:
 
     @property
     def reveals_nothing(self) -> bool:
-        """Whether the unit moves nothing at all."""
+        """Whether the output does not depend on the unit at all."""
         return self.private and not self.leaves and self.gaussian == 0
 
 
 def flatten(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Flat:
-    """Takes an event apart.
+    """Decomposes an event into its elementary steps.
 
     Raises:
-      BadInputError: if no accountant knows a part of it under this adjacency.
+      BadInputError: no accountant knows a part of the event under this adjacency.
     """
     counts: dict[Leaf, int] = {}
     gaussian = 0.0
@@ -304,7 +306,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
     """A leaf, or 1/sigma^2 of a plain Gaussian, or "nothing" / "no privacy"."""
     replace = relation == _REPLACE
     if isinstance(_merged(getattr(event, "event", event)), dp_accounting.NoOpDpEvent):
-        return "nothing"  # whatever is drawn
+        return "nothing"  # whichever units are drawn
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
         prob = check_prob(event.sampling_probability)
         if prob == 0 and isinstance(event.event, dp_accounting.GaussianDpEvent):
@@ -318,7 +320,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
             if not replace:
                 return MixtureLeaf((0.0, 1.0 / sigma), (1.0 - prob, prob))
             return ReplaceGaussianLeaf(event, relation)
-        if isinstance(event.event, dp_accounting.PoissonSampledDpEvent):  # two coins
+        if isinstance(event.event, dp_accounting.PoissonSampledDpEvent):  # sampled twice
             both = prob * check_prob(event.event.sampling_probability)
             return _leaf(dp_accounting.PoissonSampledDpEvent(both, event.event.event), relation)
         merged = None if replace else _merged(event.event)
@@ -364,7 +366,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         if replace:
             raise BadInputError(
                 "a mixture-of-Gaussians event has no accountant under replace-one adjacency: use "
-                "add-or-remove, or account a replacement as two add-or-remove steps"
+                "add-or-remove, or account for a replacement as two add-or-remove steps"
             )
         return _mixture(event)
     if isinstance(event, TwoStageSampledDpEvent):
@@ -375,7 +377,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         if not replace:
             raise BadInputError(
                 "fixed-size sampling without replacement is accounted under replace-one adjacency "
-                "only: ask for the replace-one guarantee, or sample by Poisson"
+                "only: use replace-one adjacency, or Poisson sampling"
             )
         if event.batch_size == 0:
             return "nothing"
@@ -402,20 +404,20 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
     )
 
 
-_STATED = "bring what it guarantees, as an ApproximateDpEvent(epsilon, delta)"
-# What to bring in the place of an event that is known under another adjacency, or not at all.
+_STATED = "use its guarantee instead, as an ApproximateDpEvent(epsilon, delta)"
+# What to use instead of an event that is known under another adjacency only, or not at all.
 _INSTEAD = {
-    dp_accounting.PoissonSampledDpEvent: "Poisson sampling is accounted of Gaussian sums (under "
-    "add-or-remove of several on one batch, too); bring those, or a MixtureOfGaussiansDpEvent of "
-    "how far a unit moves a sum",
-    dp_event.SampledWithReplacementDpEvent: "a unit may be drawn several times; draw without "
+    dp_accounting.PoissonSampledDpEvent: "Poisson sampling is accounted for Gaussian sums only "
+    "(under add-or-remove, several on one batch as well); use those, or a "
+    "MixtureOfGaussiansDpEvent of how far a unit moves a sum",
+    dp_event.SampledWithReplacementDpEvent: "a unit may be drawn several times; sample without "
     "replacement (events.fixed_size), or by Poisson (events.poisson)",
-    dp_event.SampledWithoutReplacementDpEvent: "batches of fixed size are accounted of Gaussian "
-    "sums under replace-one adjacency; ask for that guarantee, or sample by Poisson "
+    dp_event.SampledWithoutReplacementDpEvent: "batches of fixed size are accounted for Gaussian "
+    "sums under replace-one adjacency only; use that adjacency, or sample by Poisson "
     "(events.poisson)",
-    dp_event.SingleEpochTreeAggregationDpEvent: "bring the Gaussian that it is, "
+    dp_event.SingleEpochTreeAggregationDpEvent: "use the Gaussian event that it is equal to, "
     "events.matrix_factorization",
-    dp_event.UnsupportedDpEvent: "its mechanism is unknown; bring the mechanism's own event",
+    dp_event.UnsupportedDpEvent: "its mechanism is unknown; use the event of the mechanism itself",
     dp_accounting.LaplaceDpEvent: _STATED,
     dp_event.DiscreteLaplaceDpEvent: _STATED,
     dp_event.RandomizedResponseDpEvent: _STATED,
@@ -424,11 +426,11 @@ _INSTEAD = {
 
 
 def _merged(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent | None:
-    """One Gaussian (or no-op, or no noise) that is as bad as several Gaussian sums on one batch.
+    """One Gaussian (or no-op, or no noise) that dominates several Gaussian sums on one batch.
 
-    Each sum may depend on the earlier ones, but a unit that is in the batch moves it by at most
-    1 / sigma, and the squares add up; sampling keeps the bound (Zhu, Dong and Wang 2022, Theorems
-    10 and 11). None for anything else.
+    Each sum may depend on the earlier ones, but a unit in the batch moves it by at most 1 / sigma,
+    and the squares add up; the bound survives sampling (Zhu, Dong and Wang 2022, Theorems 10 and
+    11). None for other events.
     """
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return event
@@ -450,8 +452,8 @@ def _mixture(event: dp_accounting.dp_event.MixtureOfGaussiansDpEvent) -> Leaf | 
     good = np.isfinite(sensitivities).all() and sensitivities.min(initial=0.0) >= 0
     if not good or not weights.min(initial=0.0) >= 0 or not abs(weights.sum() - 1.0) <= 1e-6:
         raise BadInputError(
-            "a mixture of Gaussians needs sensitivities of 0 and more, and probabilities of 0 and "
-            f"more that add up to 1; it has {sensitivities.tolist()!r:.80} with "
+            "a mixture of Gaussians needs sensitivities >= 0 and probabilities >= 0 that sum to 1, "
+            f"not sensitivities {sensitivities.tolist()!r:.80} with probabilities "
             f"{weights.tolist()!r:.80}"
         )
     kept = weights > 0
@@ -477,9 +479,9 @@ def _allocated(event: AllocatedDpEvent, relation: NeighboringRelation) -> Leaf |
     if not isinstance(inner, float) or relation == _REPLACE:
         raise BadInputError(
             "random allocation is accounted for Gaussian sums under add-or-remove adjacency only: "
-            "ask for that, or sample by Poisson"
+            "use that adjacency, or Poisson sampling"
         )
-    # An adversary who knows which step it is sees one Gaussian: a bound, and tight at little noise.
+    # An adversary who knows the step sees one Gaussian: a bound, which is tight at little noise.
     if steps == 1 or inner > 100.0:
         return inner
     return AllocatedLeaf(1.0 / math.sqrt(inner), steps, taken)

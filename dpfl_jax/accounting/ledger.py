@@ -1,14 +1,14 @@
-"""What the users of a data set have spent over several runs: an append-only file.
+"""The ledger: an append-only file of what the users of a data set have spent over several runs.
 
-A run *reserves* its whole event before its first step, and that counts in full even if it ends
-early, as when it ends may follow from what it showed. *commit* notes that it has ended. A privacy
-filter (``filters``) keeps the events of one account (data set, unit, adjacency) within its
-budget, also if runs are chosen after looking at earlier ones. All runs of an account have one unit
-key: what visits spend does not add up to what a patient spends.
+A run *reserves* its whole event before its first step. The event counts in full even if the run
+ends early, because when it ends may depend on what it showed. *commit* notes that a run has ended.
+A privacy filter (``filters``) keeps the events of one account (data set, unit, adjacency) within
+its budget, even if runs are chosen after looking at earlier ones. All runs of an account have one
+unit key: what visits spend does not add up to what a patient spends.
 
-The file has one JSON record per line, each with the hash of the record before it: a record removed
-or changed in the middle is noticed. Records are written by one ``write`` and synced to disk under
-an exclusive lock, so that concurrent runs cannot both take what is left.
+The file has one JSON record per line, each with the hash of the record before it, so that a record
+removed or changed in the middle is noticed. Each record is one ``write``, synced to disk under an
+exclusive lock, so that concurrent runs cannot both take what is left.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dpfl_jax.errors import BadInputError, one_line
 
 
 class LedgerError(BadInputError):
-    """The ledger refuses a run, which must not begin.
+    """The ledger refuses a run: it must not begin.
 
     Examples:
       >>> from dpfl_jax.accounting import BudgetExceededError, LedgerError
@@ -68,7 +68,7 @@ _RELATIONS = {
     "add-or-remove": ADD_OR_REMOVE,
     "zero-out": ADD_OR_REMOVE,
     "empty": ADD_OR_REMOVE,
-    "none": ADD_OR_REMOVE,  # of runs without a guarantee
+    "none": ADD_OR_REMOVE,  # runs without a guarantee
     "replace": REPLACE,
     "replace-one": REPLACE,
 }
@@ -76,16 +76,16 @@ _RELATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Whose budget it is.
+    """The privacy units that share a budget: those of one data set, unit and adjacency.
 
     Attributes:
       dataset: fingerprint of the data set, or a declared name shared by all its versions (a rebuilt
         store has another fingerprint although its users are the same people).
-      unit: "user", "subject", "record".
+      unit: "user", "subject", "record" or another noun for one privacy unit.
       adjacency: as in ``Guarantee``; its first word says how it is accounted: "replace" or
         "replace-one", or "add-or-remove", "zero-out" or "empty".
-      unit_key: as in ``Guarantee``: what makes a unit, the same in all runs of the account; "" if
-        that is not known. It is no part of the account's name.
+      unit_key: as in ``Guarantee``: the column or key that defines a unit, one for all runs of the
+        account, or "" if it is not known. Accounts that differ only in it are equal.
 
     Examples:
       >>> from dpfl_jax.accounting import Account
@@ -103,22 +103,22 @@ class Account:
 
     @property
     def whose(self) -> str:
-        """The unit, and the column or key that makes one, as of a guarantee."""
+        """The unit with the column or key that defines it: "patient by column patient"."""
         return f"{self.unit} by {self.unit_key}" if self.unit_key else self.unit
 
 
 @dataclasses.dataclass(frozen=True)
 class Reservation:
-    """What a run may spend.
+    """What a run has reserved, and what that leaves of its account.
 
     Attributes:
-      run: the run's own name.
-      before: what the account has spent without it, at ``delta`` (``Ledger.spent``).
-      after: what it has spent with it in full.
-      delta: at which both are computed.
+      run: the run's name.
+      before: epsilon that the account has spent without this run, at ``delta`` (``Ledger.spent``).
+      after: epsilon that it has spent with the whole run.
+      delta: delta of ``before``, ``after`` and ``budget``.
       budget: largest epsilon allowed, or None.
-      new_ledger: whether nothing was in the file before: it should be the first run of all.
-      notes: what people should know of the account, in sentences.
+      new_ledger: whether the file was empty before, as it should be at the very first run only.
+      notes: sentences that people should read about the account.
 
     Examples:
       >>> import tempfile
@@ -141,7 +141,7 @@ class Reservation:
 
     @property
     def left(self) -> float | None:
-        """Budget minus what is spent once this run has run, or None without a budget."""
+        """Budget minus what is spent after this run, or None without a budget."""
         return None if self.budget is None else self.budget - self.after
 
 
@@ -180,21 +180,21 @@ class Ledger:
         (``events.composed``), which costs less.
 
         Args:
-          account: whose budget.
+          account: the account that pays.
           run: unique name of the run (its directory or an identifier).
           event: what the whole run may do to one unit; a ``Guarantee`` if only that is known, which
             must have the account's unit and adjacency.
-          delta: of the account, in (0, 1).
-          budget: largest epsilon of the account at ``delta``: fixed before its first run, and the
-            same for all (one that is raised by what runs showed bounds nothing); None: no other
-            than the account already has.
+          delta: the account's delta, in (0, 1).
+          budget: largest epsilon of the account at ``delta``, fixed before its first run and equal
+            for all runs: a budget that is raised after seeing results bounds nothing. None: only
+            the budgets that the account already has.
 
         Raises:
           BudgetExceededError: a budget of the account would be exceeded; nothing is recorded.
-          LedgerError: if the run already reserved something else, what makes a unit is not what it
-            is in other runs of the account, or the file is damaged.
-          BadInputError: if the guarantee has another unit, unit key or adjacency than the account,
-            or it is not known how the account's adjacency is accounted.
+          LedgerError: the run has already reserved something else, other runs of the account have
+            another unit key, or the file is damaged.
+          BadInputError: the guarantee has another unit, unit key or adjacency than the account, or
+            the account's adjacency cannot be accounted.
         """
         delta, budget = check_delta(delta), None if budget is None else check_epsilon(budget)
         if not run:
@@ -205,8 +205,8 @@ class Ledger:
             entries, budgets = _entries(records, account), _budgets(records, account)
             if run in entries and entries[run]["reserved"] != stored:
                 raise LedgerError(
-                    f"run {run!r} has already reserved something else in {self.path}: give the "
-                    "changed run another name, so that both are counted"
+                    f"run {run!r} has already reserved a different event in {self.path}: give the "
+                    "changed run another name, so that both runs are counted"
                 )
             if any(r["run"] == run and r["account"] != _key(account) for r in records):
                 raise LedgerError(
@@ -217,17 +217,17 @@ class Ledger:
             notes = _notes_on_units(records, account, run, unit_key)
             notes += _notes(records, account, run, budgets, delta, budget)
             others = [entry for name, entry in entries.items() if name != run]
-            # In the order in which they were first reserved.
+            # The filter takes runs in the order in which they were first reserved.
             runs = (entries if run in entries else entries | {run: {"events": [stored]}}).values()
             before, after = (_spent(some, account, delta) for some in (others, runs))
-            # Smaller budgets than the account's, and those at other deltas, are kept to, too.
+            # A budget smaller than the account's holds as well, and so do budgets at other deltas.
             limits = budgets | ({} if budget is None else {delta: budget})
             for at, most in limits.items():
                 needed = after if at == delta else _spent(runs, account, at)
                 if not needed <= most:
                     why = _refusal(account, needed, at, most, _spent(others, account, at))
                     if at != delta:
-                        why += f", a budget that the account has beside that at delta {delta:g}"
+                        why += f" (the account also has a budget at delta {delta:g})"
                     raise BudgetExceededError("; ".join([f"{why} (ledger {self.path})", *notes]))
             # proof: ledger-reserve-1
             promised = None if budget is None else max(budget, budgets.get(delta, 0.0))
@@ -250,13 +250,13 @@ class Ledger:
         return Reservation(run, before, after, delta, limit, not records, notes)
 
     def commit(self, run: str) -> None:
-        """Notes that a run has ended; what it reserved counts in full all the same.
+        """Notes that a run has ended; what it reserved still counts in full.
 
         Args:
           run: name given to :meth:`reserve`.
 
         Raises:
-          LedgerError: if the run has reserved nothing, or the file is damaged.
+          LedgerError: the run has reserved nothing, or the file is damaged.
         """
         with self._locked() as handle:
             records, tail = _parse(handle, self.path)
@@ -267,33 +267,36 @@ class Ledger:
             _append(handle, tail, {"kind": "commit", **last})
 
     def spent(self, account: Account, delta: float) -> float:
-        """The least budget at ``delta`` that allows all runs of the account so far.
+        """Returns the least budget at ``delta`` that allows all runs of the account so far.
 
-        One run has this epsilon. Of several it is no guarantee by itself, as when to stop may
-        follow from what they showed: what the account guarantees is the budget that was fixed
-        before them.
+        For a single run it is that run's epsilon. For several runs it is not a guarantee, because
+        when to stop may depend on what they showed: the guarantee is the budget that was fixed
+        before the first run.
         """
         delta = check_delta(delta)
         return _spent(self._account(account).values(), account, delta)
 
     def remaining(self, account: Account, delta: float, budget: float) -> float:
-        """Budget minus what is spent, at least 0; a run that costs slightly more may still fit."""
+        """Returns ``budget`` minus what is spent, at least 0.
+
+        As costs do not simply add up, a run that costs slightly more may still fit.
+        """
         return max(float(budget) - self.spent(account, delta), 0.0)
 
     def budgets(self, account: Account) -> dict[float, float]:
-        """From delta to epsilon: the most that the account was ever given.
+        """Returns the largest budget that the account was ever given, as ``{delta: epsilon}``.
 
-        It guarantees that if it was fixed before the first run, and nothing if it was raised by
-        what runs showed: the sum of what was allowed is then no bound that stood beforehand.
+        It is a guarantee if it was fixed before the first run, and none if it was raised after
+        seeing results.
         """
         return _budgets(self._records(), account)
 
     def runs(self, account: Account) -> list[str]:
-        """Names of the account's runs, in order of their first reservation."""
+        """Returns the names of the account's runs, in order of their first reservation."""
         return list(self._account(account))
 
     def accounts(self) -> list[Account]:
-        """All accounts of the file, in order of their first reservation."""
+        """Returns all accounts of the file, in order of their first reservation."""
         return list(dict.fromkeys(Account(**record["account"]) for record in self._records()))
 
     def _account(self, account: Account) -> dict[str, dict[str, Any]]:
@@ -315,7 +318,7 @@ class Ledger:
             handle = _opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise LedgerError(
-                f"the ledger {self.path} cannot be written ({error.strerror}): choose another path"
+                f"the ledger {self.path} cannot be written ({error.strerror}): choose another file"
             ) from error
         with handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -329,10 +332,10 @@ def _opened(path: pathlib.Path, flags: int) -> io.FileIO:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise LedgerError(f"the ledger {path} is a link: name the file that it leads to") from None
+        raise LedgerError(f"the ledger {path} is a link: name the file it points to") from None
     if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
         handle.close()
-        raise LedgerError(f"the ledger {path} is not a file: choose another path")
+        raise LedgerError(f"the ledger {path} is not a regular file: choose another path")
     return handle
 
 
@@ -361,8 +364,8 @@ def _spent(entries: Iterable[dict[str, Any]], account: Account, delta: float) ->
     relation = _RELATIONS.get(account.adjacency.partition(" ")[0])
     if relation is None:
         raise BadInputError(
-            f"the account's adjacency is {account.adjacency!r}, which cannot be accounted: let it "
-            "begin with add-or-remove, zero-out, empty, replace or replace-one"
+            f"the account's adjacency {account.adjacency!r} cannot be accounted: let it begin with "
+            "add-or-remove, zero-out, empty, replace or replace-one"
         )
     runs = []
     for entry in entries:
@@ -377,8 +380,8 @@ def _refusal(account: Account, needed: float, delta: float, budget: float, spent
     people = f"the {account.unit}s of this data set"
     if math.isinf(needed):
         return (
-            f"no budget of {people} at delta {delta:g} allows this run beside the others: it has "
-            "no guarantee, or one whose own delta is above an eighth of that"
+            f"no budget of {people} at delta {delta:g} allows this run after the others: it has no "
+            "guarantee, or one whose delta is above an eighth of the account's"
         )
     return (
         f"this run would take {people} to epsilon {needed:.6g} at delta {delta:g}, beyond the "
@@ -389,8 +392,8 @@ def _refusal(account: Account, needed: float, delta: float, budget: float, spent
 def _entries(records: list[dict[str, Any]], account: Account) -> dict[str, dict[str, Any]]:
     """Run -> {reserved, events, committed}, in the order of first reservations.
 
-    The costliest event counts. There are several where an earlier version committed less than was
-    reserved (or more).
+    A run has several events, of which the costliest counts, where an earlier version of the library
+    committed less or more than was reserved.
     """
     out: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -405,7 +408,6 @@ def _entries(records: list[dict[str, Any]], account: Account) -> dict[str, dict[
 
 
 def _budgets(records: list[dict[str, Any]], account: Account) -> dict[float, float]:
-    """The largest budget that the ledger records for the account, by delta."""
     out: dict[float, float] = {}
     for record in records:
         if record["account"] == _key(account) and record.get("budget") is not None:
@@ -429,33 +431,32 @@ def _notes(
     at = rounded_up(delta, 6)
     if mine and not any("budget" in record for record in mine):
         notes.append(
-            "the runs of this account were recorded by an earlier version, which took them all to "
-            "be chosen before the first: they are counted anew, in full and as chosen one after "
-            "the other, so that more is spent than was said"
+            "the runs of this account were recorded by an earlier version, which assumed that all "
+            "were chosen before the first: now they are counted in full, as chosen one after the "
+            "other, so that more is spent than that version said"
         )
     if budget is None:
         if others and not budgets:
             notes.append(
-                "this account has no budget: what is spent is what one would have had to be, and "
-                "no guarantee, as runs may have been chosen by what earlier ones showed "
-                "(privacy.budget fixes one)"
+                "this account has no budget, so what is spent is no guarantee, as runs may have "
+                "been chosen by what earlier ones showed: set privacy.budget before the first run"
             )
     elif known is None:
         if others:
             notes.append(
-                f"this account had runs before it had the budget {now} (delta {at}), "
-                "which holds for all of them unless they showed what it should be"
+                f"this account had runs before it had the budget {now} (delta {at}), which holds "
+                "for all of them unless it was chosen by what they showed"
             )
     elif budget > known:
         notes.append(
-            f"the budget of this account was {before} and is now {now} (delta {at}): "
-            "that is guaranteed for its runs only if it was settled before the first of them, and "
-            "nothing is if it was raised by what they showed"
+            f"the budget of this account was {before} and is now {now} (delta {at}), which is "
+            "guaranteed for its runs only if it was settled before the first of them; nothing is "
+            "guaranteed if it was raised by what they showed"
         )
     elif budget < known:
         notes.append(
-            f"the budget of this account is {before} (delta {at}), which is what can be "
-            f"guaranteed, although this run keeps to {now}"
+            f"the guarantee of this account is its budget of {before} (delta {at}), although this "
+            f"run keeps to {now}"
         )
     return tuple(notes)
 
@@ -463,10 +464,10 @@ def _notes(
 def _notes_on_units(
     records: list[dict[str, Any]], account: Account, run: str, unit_key: str
 ) -> tuple[str, ...]:
-    """Sentences about runs whose cost is not, or may not be, on the units of this one.
+    """Sentences about runs whose costs are, or may be, on other units than this run's.
 
     Raises:
-      LedgerError: what makes a unit is not what it is in other runs of the account.
+      LedgerError: other runs of the account have another unit key.
     """
     key, reserved = _key(account), [r for r in records if r["kind"] == "reserve"]
     mine = [r for r in reserved if r["account"] == key]
@@ -474,8 +475,8 @@ def _notes_on_units(
     if unit_key and known != unit_key:
         raise LedgerError(
             f"this run protects each {account.unit} by {unit_key!r}, but the runs of this account "
-            f"did by {known!r}, and what is spent on these does not add up: name the same column "
-            "(data.user_column), or another account (privacy.account), whose budget is its own"
+            f"protected each by {known!r}, and their costs do not add up: name the same column "
+            "(data.user_column), or another account with a separate budget (privacy.account)"
         )
     notes = []
     if known and not (unit_key and all(r.get("unit_key") for r in mine if r["run"] != run)):
@@ -488,7 +489,7 @@ def _notes_on_units(
     if apart:
         listed = dict.fromkeys(f"{other['unit']}: {other['adjacency']}" for other in apart)
         notes.append(
-            f"{account.dataset} has further accounts in this ledger, of another unit or adjacency "
+            f"{account.dataset} has other accounts in this ledger, with another unit or adjacency "
             f"({'; '.join(listed)}): what their runs spent is not counted here"
         )
     return tuple(notes)
@@ -501,7 +502,7 @@ def _append(handle: io.FileIO, tail: tuple[str, bool], record: dict[str, Any]) -
     previous, torn = tail
     record = {**record, "time": time.time(), "previous": previous}
     line = json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
-    # A line cut short by a crash is closed first; the record after it says so.
+    # First end a line that a crash has cut short.
     data = (b"\n" + line) if torn else line
     written = os.write(handle.fileno(), data)
     os.fsync(handle.fileno())
@@ -512,11 +513,11 @@ def _append(handle: io.FileIO, tail: tuple[str, bool], record: dict[str, Any]) -
 def _parse(handle: io.FileIO, path: pathlib.Path) -> tuple[list[dict[str, Any]], tuple[str, bool]]:
     """All records, and (hash of the last one, whether the file ends in a cut line).
 
-    A line that was cut by a crash was never acknowledged: no step ran on the strength of it.
+    A line that was cut by a crash was never acknowledged, so no step ran on its account.
     """
     handle.seek(0)
     lines = handle.read().split(b"\n")
-    # A last line without its end is a record if it is whole, and nothing if it is cut.
+    # A last line without a line break is a record if it is complete, and ignored if it is cut.
     torn = lines[-1] != b""
     records: list[dict[str, Any]] = []
     previous = ""
@@ -525,20 +526,20 @@ def _parse(handle: io.FileIO, path: pathlib.Path) -> tuple[list[dict[str, Any]],
             record = json.loads(line)
             whole = isinstance(record, dict) and {"kind", "account", "run", "event"} <= set(record)
         except (ValueError, RecursionError):
-            # Of a crash of the machine zeros may be left.
+            # A crash of the machine may leave zeros.
             if _START.startswith(line.rstrip(b"\0")[: len(_START)]):
-                continue  # A cut line; a forged one breaks the chain of hashes below.
+                continue  # a cut line; a forged one breaks the chain of hashes below
             whole = False
         if not whole:
-            # Something else reads this file, and would read what is written into it.
+            # The file may belong to another program, which would read what is appended to it.
             raise LedgerError(
-                f"the ledger {path} is damaged, or something else: line {number} is no record; "
+                f"the ledger {path} is damaged or not a ledger, as line {number} is no record: "
                 "restore it from a copy, or name another file"
             )
         if record.get("previous") != previous:
             raise LedgerError(
-                f"the ledger {path} is damaged before line {number}: a record was changed or "
-                "removed; restore it from a copy"
+                f"the ledger {path} is damaged before line {number}, where a record was changed or "
+                "removed: restore it from a copy"
             )
         previous = hashlib.sha256(line).hexdigest()[:32]
         records.append(record)

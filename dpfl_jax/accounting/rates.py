@@ -1,10 +1,10 @@
-"""Personal sampling rates: from each record's own epsilon to how often it may be sampled.
+"""Personal sampling rates: how often a record may be sampled, given its personal epsilon.
 
-Liu et al. 2024 (rPDP-FL): noise and clipping are common, and a record's rate q is what makes its
-epsilon true. Epsilon grows with q, so the rate of a budget is found by bisection, on a fixed
-geometric grid whose points are evaluated by the tight accountant (PLD; silos drawn first, records
-second), each once for all budgets: a rate that is returned has itself been certified, nothing is
-interpolated, and the rest is rounded down.
+Liu et al. 2024 (rPDP-FL): noise and clip norm are common to all records, and a record's sampling
+rate q makes its epsilon hold. Epsilon grows with q, so a budget's rate is found by bisection on a
+fixed geometric grid. The tight accountant (PLD; silos drawn first, records second) evaluates each
+grid point at most once for all budgets. Every rate that is returned has been certified, without
+interpolation; rates between grid points are rounded down.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from dpfl_jax.accounting.cells import NoisedSums, TwoStagePoisson
 from dpfl_jax.accounting.composition import TableTooLargeError
 from dpfl_jax.errors import BadInputError, positive
 
-# Rates are powers of e^-0.005: at most half a percent below the largest that a budget allows.
+# Rates are powers of e^-0.005: at most half a percent below the largest rate a budget allows.
 LOG_STEP = 0.005
 LEAST_RATE = 1e-6
 Unreachable = Literal["error", "exclude"]
 
 
 class UnreachableBudgetError(BadInputError):
-    """A budget that no sampling rate keeps.
+    """No sampling rate keeps a record's budget.
 
     Attributes:
-      row: of the first such record.
+      row: row of the first such record.
     """
 
     def __init__(self, message: str, row: int) -> None:
@@ -55,10 +55,10 @@ class TwoStage:
 
     Attributes:
       noise_multiplier: sigma of every local step.
-      local_steps: tau, in a round.
-      rounds: T.
-      participation_prob: lambda, of a silo in a round; which silos take part is public.
-      delta: the same for all records.
+      local_steps: tau, local steps in a round.
+      rounds: T, number of rounds.
+      participation_prob: lambda, probability of a silo in a round; which silos take part is public.
+      delta: delta of all records.
     """
 
     noise_multiplier: float
@@ -76,20 +76,20 @@ class TwoStage:
         object.__setattr__(self, "delta", check_delta(self.delta))
 
     def event(self, rate: float, rounds: int | None = None) -> dp_accounting.DpEvent:
-        """What the run does to a record of this rate, in ``rounds`` rounds (default all)."""
+        """Returns what ``rounds`` rounds (default: all) do to a record with this sampling rate."""
         steps = self.local_steps * (self.rounds if rounds is None else rounds)
         return NoisedSums(self.scheme(rate), self.noise_multiplier, steps, 1).event()
 
     def scheme(self, rate: float) -> TwoStagePoisson:
-        """The sampling scheme of a record of this rate."""
+        """Returns the sampling scheme of a record with this sampling rate."""
         return TwoStagePoisson(float(rate), self.participation_prob, self.local_steps)
 
     def epsilon(self, rate: float, accountant: Accountant = "pld") -> float:
-        """Upper bound on epsilon of a record that is sampled at ``rate``; ``inf`` if too large."""
+        """Returns an upper bound on epsilon of a record sampled at ``rate``, or ``inf``."""
         return epsilon_or_inf(self.event(rate), self.delta, ADD_OR_REMOVE, accountant=accountant)
 
     def closed_form(self) -> tuple[float, int, int, float, float]:
-        """Arguments of the functions of ``closed_forms`` that follow the rate."""
+        """Returns the arguments that functions of ``closed_forms`` take after the rate."""
         return (
             self.noise_multiplier,
             self.local_steps,
@@ -101,11 +101,11 @@ class TwoStage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PersonalRates:
-    """Rates of records, and what they cost.
+    """Sampling rates of records, and what they cost.
 
     Attributes:
       rates: float64 [n], q in [0, 1]; 0 for records that take no part.
-      epsilons: float64 [n], upper bounds on what each record spends in all rounds.
+      epsilons: float64 [n], upper bounds on the epsilon that each record spends in all rounds.
     """
 
     rates: np.ndarray
@@ -113,7 +113,7 @@ class PersonalRates:
 
 
 class RateSolver:
-    """Epsilon of grid rates, computed on demand and cached. One per setting: use ``solver``."""
+    """Epsilon of grid rates, computed on demand and cached; ``solver`` shares one per setting."""
 
     def __init__(self, setting: TwoStage) -> None:
         self.setting = setting
@@ -122,11 +122,11 @@ class RateSolver:
 
     @property
     def evaluations(self) -> int:
-        """Rates accounted so far: what a solution cost."""
+        """Number of grid rates that were accounted so far."""
         return len(self._known)
 
     def at(self, index: int) -> float:
-        """Epsilon of the rate ``grid[index]``."""
+        """Returns epsilon of the rate ``grid[index]``."""
         if index not in self._known:
             self._known[index] = self.setting.epsilon(float(self.grid[index]))
         return self._known[index]
@@ -137,17 +137,17 @@ class RateSolver:
         return self.at(len(self.grid) - 1)
 
     def solve(self, budgets: np.ndarray, unreachable: Unreachable = "error") -> PersonalRates:
-        """The largest certified rate for each budget.
+        """Returns the largest certified rate for each budget.
 
         Args:
-          budgets: float [n], epsilon of each record, >= 0; ``inf`` for records that need none, 0
-            for those that take no part (rate 0, though delta alone would let them in a little).
+          budgets: float [n], each record's epsilon, >= 0. ``inf`` is for records without a limit,
+            0 for records that take no part (although delta alone would allow a small rate).
           unreachable: what to do with a budget above 0 and below the epsilon of the smallest rate:
             ``error``, or ``exclude`` the record (rate 0).
 
         Raises:
-          BadInputError: a budget that is no number >= 0, or (with ``error``) an unreachable one;
-            the sentence names the first such row.
+          BadInputError: a budget is not a number >= 0.
+          UnreachableBudgetError: with ``error``, a budget cannot be reached.
         """
         budgets = check_budgets(budgets)
         distinct, inverse = np.unique(budgets, return_inverse=True)
@@ -160,16 +160,16 @@ class RateSolver:
             first, stop, low, high = stack.pop()
             if first == stop:
                 continue
-            if low == high:  # rates before ``low`` cost too much for all of these
+            if low == high:  # larger rates, before ``low``, exceed all of these budgets
                 indices[first:stop] = low
                 continue
             middle = (low + high) // 2
-            # Budgets from ``split`` on can afford the larger rate grid[middle].
+            # Budgets from ``split`` on allow grid[middle].
             split = first + int(np.searchsorted(distinct[first:stop], self.at(middle), "left"))
             stack.append((first, split, middle + 1, high))
             stack.append((split, stop, low, middle))
         costs = np.array([0.0] * nothing + [self.at(k) for k in indices[nothing:]])
-        # Epsilons of neighbouring rates may differ by rounding: step down until each budget holds.
+        # Rounding may make epsilon fall with the rate: step down until each budget holds.
         # proof: rpdp-rate-1
         while (again := (costs > distinct) & (indices < last)).any():
             indices[again] += 1
@@ -180,20 +180,20 @@ class RateSolver:
             row = int(np.flatnonzero(short[inverse])[0])
             if unreachable == "error":
                 raise UnreachableBudgetError(
-                    f"row {row} asks for epsilon {budgets[row]:g}, but a record that is sampled as "
-                    f"rarely as {self.grid[-1]:.2g} spends {self.smallest:.4g}, the smallest that "
-                    "can be reached here: raise its budget or the noise multiplier, or exclude it",
+                    f"row {row} asks for epsilon {budgets[row]:g}, but even a record with the "
+                    f"smallest sampling rate, {self.grid[-1]:.2g}, spends {self.smallest:.4g}: "
+                    "raise its budget or the noise multiplier, or exclude the record",
                     row,
                 )
             rates, costs = np.where(short, 0.0, rates), np.where(short, 0.0, costs)
         return PersonalRates(rates[inverse], costs[inverse])
 
     def spent(self, rates: np.ndarray, exact_up_to: int = 64) -> np.ndarray:
-        """Upper bounds on epsilon of records of given rates, float64 [n].
+        """Returns upper bounds on epsilon of records with these sampling rates, float64 [n].
 
         Args:
           rates: float [n], in [0, 1].
-          exact_up_to: with more distinct rates than this, they are rounded up to the grid.
+          exact_up_to: if there are more distinct rates than this, they are rounded up to the grid.
         """
         rates = np.asarray(rates, dtype=np.float64)
         if rates.size and not ((rates >= 0) & (rates <= 1)).all():
@@ -211,20 +211,17 @@ class RateSolver:
         return costs[inverse]
 
     def index_above(self, rate: float) -> int:
-        """The smallest grid rate that is at least ``rate``."""
+        """Returns the index of the smallest grid rate that is at least ``rate``."""
         index = min(int(-math.log(rate) / LOG_STEP) + 1, len(self.grid) - 1)
         while index > 0 and self.grid[index] < rate:
             index -= 1
         return index
 
     def rounds_within(self, rates: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-        """After how many rounds each record must leave, so that none exceeds its budget.
+        """Returns the rounds after which each record must leave to keep its budget, int64 [n].
 
-        It depends on a record's own rate and budget only: its rate is rounded up to the grid,
-        always, which can only shorten it. Rates of ``solve`` lie on the grid.
-
-        Returns:
-          int64 [n].
+        A record's result depends on its rate and budget alone. Its rate is always rounded up to the
+        grid, which can only shorten its stay; rates of ``solve`` lie on the grid.
         """
         rates, budgets = np.asarray(rates, np.float64), check_budgets(budgets)
         rounds = self.setting.rounds
@@ -236,13 +233,16 @@ class RateSolver:
         for index in np.unique(indices).tolist():
             mine = over[indices == index]
             curve = self._curve(index)
-            # Non-decreasing in the rounds: how many entries fit.
+            # The curve does not decrease, so this counts the rounds that the budget allows.
             # proof: rpdp-leaving-2
             out[mine] = np.searchsorted(curve, budgets[mine], side="right")
         return out
 
     def spent_after(self, rates: np.ndarray, stay: np.ndarray, rounds: int) -> np.ndarray:
-        """Upper bounds on epsilon after ``rounds`` rounds of records that leave after ``stay``."""
+        """Returns upper bounds on epsilon after ``rounds`` rounds, float64 [n].
+
+        ``rates`` is float [n]; ``stay``, int [n], is how many rounds each record takes part in.
+        """
         rates, stay = np.asarray(rates, np.float64), np.minimum(stay, rounds)
         full = stay >= self.setting.rounds
         out = np.zeros(len(rates))
@@ -251,7 +251,7 @@ class RateSolver:
         indices = np.array([self.index_above(r) for r in rates[part].tolist()], np.int64)
         for index in np.unique(indices).tolist():
             mine = part[indices == index]
-            # At most that of all rounds, of which another discretisation may give a little less.
+            # The epsilon of all rounds is a bound, too: its discretisation may give a little less.
             out[mine] = np.minimum(self._curve(index)[stay[mine] - 1], self.at(index))
         return out
 
@@ -269,20 +269,20 @@ class RateSolver:
 
 @functools.lru_cache(maxsize=32)
 def solver(setting: TwoStage) -> RateSolver:
-    """The solver of a setting, shared by all of this process."""
+    """Returns the solver of a setting, which the whole process shares."""
     return RateSolver(setting)
 
 
 def check_budgets(budgets: np.ndarray) -> np.ndarray:
-    """Returns them as float64 [n]; raises BadInputError that names the first bad row."""
+    """Returns the budgets as float64 [n]; raises BadInputError that names the first bad row."""
     budgets = np.asarray(budgets, dtype=np.float64)
     if budgets.ndim != 1:
-        raise BadInputError(f"budgets must be one number per record, not {budgets.shape}")
+        raise BadInputError(f"budgets must be one number per record, not of shape {budgets.shape}")
     bad = np.flatnonzero(~(budgets >= 0))
     if len(bad):
         raise BadInputError(
             f"row {bad[0]} has the budget {budgets[bad[0]]}, but every record's epsilon must be a "
-            "number >= 0 (inf for none)"
+            "number >= 0 (inf for no limit)"
         )
     return budgets
 
@@ -290,23 +290,23 @@ def check_budgets(budgets: np.ndarray) -> np.ndarray:
 def certified_rates(
     budgets: np.ndarray, setting: TwoStage, unreachable: Unreachable = "error"
 ) -> PersonalRates:
-    """The largest rate that each record's epsilon allows, certified. See ``RateSolver.solve``."""
+    """Returns the largest certified rate for each record's epsilon, as ``RateSolver.solve``."""
     return solver(setting).solve(budgets, unreachable)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FittedRates:
-    """Rates of Simulation-CurveFitting, and where they break their promise.
+    """Rates by Simulation-CurveFitting, and how far they exceed the budgets.
 
     Attributes:
-      rates: float64 [n].
-      epsilons: float64 [n], what they cost by the tight accountant.
+      rates: float64 [n], sampling rates.
+      epsilons: float64 [n], what the rates cost by the tight accountant.
       renyi_epsilons: float64 [n], what they cost by the Renyi accountant that was fitted.
-      violations: records whose ``epsilons`` exceed their budget.
-      renyi_violations: records whose ``renyi_epsilons`` do.
+      violations: number of records whose ``epsilons`` exceed their budget.
+      renyi_violations: number of records whose ``renyi_epsilons`` exceed their budget.
       worst: largest ratio of ``epsilons`` to the budget.
       renyi_worst: largest ratio of ``renyi_epsilons`` to the budget.
-      fit: the curve.
+      fit: the fitted curve.
     """
 
     rates: np.ndarray
@@ -319,7 +319,7 @@ class FittedRates:
     fit: closed_forms.CurveFit
 
     def to_json(self) -> dict[str, Any]:
-        """Counts and worst ratios, as JSON values."""
+        """Returns counts and worst ratios as JSON values."""
         names: tuple[str, ...] = ("violations", "worst")
         if not np.isnan(self.renyi_epsilons).any():
             names += ("renyi_violations", "renyi_worst")
@@ -332,13 +332,13 @@ def _fit(setting: TwoStage) -> closed_forms.CurveFit:
 
 
 def fitted_rates(budgets: np.ndarray, setting: TwoStage, exact_up_to: int = 512) -> FittedRates:
-    """Simulation-CurveFitting (Liu et al. 2024, Algorithm 2): NOT CERTIFIED; counts violations.
+    """Returns rates by Simulation-CurveFitting (Liu et al. 2024, Algorithm 2). NOT CERTIFIED.
 
     Args:
-      budgets: float [n], > 0.
-      setting: of the run.
-      exact_up_to: with more distinct budgets than this, costs are those of the next grid rates,
-        half a percent larger, and Renyi costs (an accounting for each) are left out: NaN.
+      budgets: float [n], > 0, each record's epsilon.
+      setting: the run's setting.
+      exact_up_to: if there are more distinct budgets than this, costs are those of the next larger
+        grid rates (half a percent above at most), and Renyi costs, which are slow, are NaN.
     """
     budgets = check_budgets(budgets)
     fit = _fit(setting)

@@ -1,7 +1,7 @@
-"""A draft of an entry for a registry of deployments, from a guarantee.
+"""A draft of an entry for a registry of deployments, made from a guarantee.
 
-The fields are those of Nanayakkara, Ghazi and Vadhan (arXiv 2509.13509), by the names that
-https://github.com/opendp/deployments-registry-data gives them (deployments-schema.yaml, 2026).
+The fields are those of Nanayakkara, Ghazi and Vadhan (arXiv 2509.13509), with their names in
+https://github.com/opendp/deployments-registry-data (deployments-schema.yaml, 2026).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.errors import BadInputError
 
-OPEN = "TO FILL IN: "  # what no guarantee knows begins so
-# How the registry calls a trust model.
+OPEN = "TO FILL IN: "  # prefix of entries that a guarantee does not determine
+# Trust model -> its name in the registry.
 _MODELS = {"central": "Central", "silo-local": "Federated", "local": "Local", "shuffle": "Shuffle"}
 _NOISE = {
     "exact": "Noise is drawn and added in integers, against attacks on floating point.",
@@ -27,7 +27,7 @@ _NOISE = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """``yaml.SafeDumper`` that writes several lines as they are."""
+    """``yaml.SafeDumper`` that writes texts of several lines as blocks."""
 
 
 _Dumper.add_representer(
@@ -39,24 +39,24 @@ _Dumper.add_representer(
 
 
 def write_record(record: dict[str, Any]) -> str:
-    """A record as the registry's YAML."""
+    """Returns a record as YAML for the registry."""
     return yaml.dump(record, Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def registry_record(stated: Statement, name: str, today: datetime.date) -> dict[str, Any]:
-    """The entry of a model: what its guarantee says, and ``OPEN`` where somebody has to.
+    """Returns a model's entry from its guarantee, with ``OPEN`` where people must fill it in.
 
     Args:
       stated: the guarantee.
-      name: of the model.
-      today: the date of publication, until somebody writes another.
+      name: name of the model.
+      today: preliminary date of publication.
 
     Raises:
-      BadInputError: there is no guarantee.
+      BadInputError: the model has no guarantee.
     """
     privacy = stated.privacy
     if not privacy.private:
-        raise BadInputError("it has no guarantee, and a registry has no entry for such a model")
+        raise BadInputError("the model has no guarantee, so a registry has no entry for it")
     epsilon, delta = rounded_up(privacy.epsilon, 6), rounded_up(privacy.delta, 6)
     groups = [
         f"epsilon {rounded_up(group.epsilon, 6)} for {group.of}, at the same delta"

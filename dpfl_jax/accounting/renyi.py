@@ -1,8 +1,8 @@
 """Renyi (RDP) and zero-concentrated (zCDP) accounting, for comparison and for papers that use it.
 
-A mixture of Gaussians has no closed form at fractional orders (and dp-accounting knows it only as a
-PLD), so its divergences are computed by the trapezoidal rule, which converges geometrically on
-these analytic, rapidly decaying integrands. Both directions of adjacency are taken.
+The Renyi divergence of a mixture of Gaussians has no closed form at fractional orders, and
+dp-accounting has the mixture only as a PLD. So it is computed by the trapezoidal rule, which
+converges geometrically on these analytic, rapidly decaying integrands, in both directions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def renyi_divergences(
     orders: np.ndarray = ORDERS,
     relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
 ) -> np.ndarray:
-    """Renyi divergence of the event at each order, the larger of both directions.
+    """Returns the event's Renyi divergence at each order, the larger of both directions.
 
     Args:
       event: what the mechanism does to one unit.
@@ -68,7 +68,7 @@ def renyi_divergences(
 
 
 def flat_divergences(flat: Flat, orders: np.ndarray) -> np.ndarray:
-    """As :func:`renyi_divergences`, of a flattened event that is private."""
+    """Returns what :func:`renyi_divergences` does, given a flattened event that is private."""
     total = flat.gaussian * orders / 2.0
     for leaf, count in flat.leaves:
         total = total + count * _leaf_divergences(leaf, tuple(orders))
@@ -83,7 +83,7 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
     if isinstance(leaf, TwoStageLeaf):
         inner = leaf.local_steps * _leaf_divergences(leaf.inner, orders)
         return amplified_by_participation(inner, leaf.probability, array)
-    if isinstance(leaf, AllocatedLeaf):  # as for an adversary who knows the step: a bound
+    if isinstance(leaf, AllocatedLeaf):  # the bound against an adversary who knows the step
         return array / (2.0 * leaf.sigma**2)
     if isinstance(leaf, OneOfLeaf):
         # proof: selection-event-2
@@ -117,14 +117,14 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
     accountant = rdp.RdpAccountant(list(orders), relation)
     if relation == NeighboringRelation.REPLACE_ONE or not accountant.supports(event):
         raise BadInputError(
-            f"there is no Renyi accountant for {type(event).__name__} under {relation.name} "
-            "adjacency: use the PLD accountant"
+            f"{type(event).__name__} has no Renyi accountant under {relation.name} adjacency: use "
+            "the PLD accountant (accountant='pld')"
         )
     return np.asarray(accountant.compose(event)._rdp)
 
 
 def _best_of_several(leaf: BestLeaf, orders: np.ndarray) -> np.ndarray:
-    """Papernot and Steinke 2022 (arXiv 2110.03620), Theorems 2 and 6, as dp-accounting has them."""
+    """Papernot and Steinke 2022 (arXiv 2110.03620), Theorems 2 and 6, by dp-accounting's code."""
     inner, out = flat_divergences(leaf.inner, orders), np.full(len(orders), np.inf)
     known = np.isfinite(inner)
     if known.any():
@@ -135,7 +135,7 @@ def _best_of_several(leaf: BestLeaf, orders: np.ndarray) -> np.ndarray:
 
 
 def mixture_divergences(shifts: np.ndarray, weights: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """Renyi divergences between N(0, 1) and the mixture of N(shift, 1): the larger direction.
+    """Returns Renyi divergences of N(0, 1) and a mixture of N(shift, 1), the larger direction.
 
     Args:
       shifts: float64 [k], >= 0.
@@ -175,7 +175,7 @@ def mixture_divergences(shifts: np.ndarray, weights: np.ndarray, orders: np.ndar
 
 
 def _log_sum(logs: np.ndarray) -> float:
-    """As SciPy's logsumexp, whose checks take longer than these sums."""
+    """SciPy's logsumexp without its checks, which take longer than these sums."""
     top = float(logs.max())
     return top + math.log(float(np.exp(logs - top).sum()))
 
@@ -183,9 +183,9 @@ def _log_sum(logs: np.ndarray) -> float:
 def amplified_by_participation(
     divergences: np.ndarray, probability: float, orders: np.ndarray
 ) -> np.ndarray:
-    """Lemma 2 of Liu et al. 2024: a round that happens with a probability, visibly.
+    """Returns the divergences of a round that happens, visibly, with this probability.
 
-    log(1 - lambda + lambda e^((a-1) rho)) / (a-1); equality holds at lambda = 1.
+    log(1 - lambda + lambda e^((a-1) rho)) / (a-1), float64 [n]: Lemma 2 of Liu et al. 2024.
     """
     if probability == 1.0:
         return divergences
@@ -195,7 +195,7 @@ def amplified_by_participation(
 
 
 def epsilon_from_renyi(divergences: np.ndarray, orders: np.ndarray, delta: float) -> float:
-    """Smallest epsilon over the orders: dp-accounting's conversion (Canonne et al. 2020)."""
+    """Returns the smallest epsilon over the orders, converted as in Canonne et al. 2020."""
     finite = np.isfinite(divergences)
     if not np.any(finite):
         return math.inf
@@ -206,9 +206,9 @@ def epsilon_from_renyi(divergences: np.ndarray, orders: np.ndarray, delta: float
 def log_delta_from_renyi(
     divergences: np.ndarray, orders: np.ndarray, epsilons: np.ndarray
 ) -> np.ndarray:
-    """Log of the smallest delta over the orders, at each epsilon: never underflows.
+    """Returns the log of the smallest delta over the orders at each epsilon, float64 [epsilons].
 
-    The same conversion, solved for delta: (a-1) (rho - eps + log(1 - 1/a)) - log a.
+    ``epsilon_from_renyi`` solved for delta: (a-1) (rho - eps + log(1 - 1/a)) - log a.
     """
     finite = np.isfinite(divergences)
     a, rho = orders[finite][:, None], divergences[finite][:, None]
@@ -217,7 +217,7 @@ def log_delta_from_renyi(
 
 
 def zcdp(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> float:
-    """Rho of zCDP: sum of (largest sensitivity / sigma)^2 / 2. Subsampling does not help here."""
+    """Returns rho of zCDP: sum of (largest sensitivity / sigma)^2 / 2, whatever the subsampling."""
     flat = flatten(event, relation)
     if not flat.private:
         return math.inf
@@ -234,18 +234,20 @@ def zcdp(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> float:
             total += count / (2.0 * leaf.sigma**2)
             continue
         if isinstance(leaf, RenyiLeaf):
-            raise BadInputError(f"zCDP is not available for {leaf.name}: ask with accountant='rdp'")
+            raise BadInputError(f"zCDP is not available for {leaf.name}: use accountant='rdp'")
         assert isinstance(leaf, EventLeaf)
         inner = getattr(leaf.event, "event", leaf.event)
         sigma = getattr(inner, "noise_multiplier", None)
         if sigma is None:
-            raise BadInputError(f"zCDP is not available for {type(leaf.event).__name__}")
+            raise BadInputError(
+                f"zCDP is not available for {type(leaf.event).__name__}: use accountant='pld'"
+            )
         total += count * local * (2.0 / sigma) ** 2 / 2.0
     return total
 
 
 def epsilon_from_zcdp(rho: float, delta: float) -> float:
-    """Epsilon of rho-zCDP: the Renyi conversion with divergence rho * a at every order a > 1."""
+    """Returns epsilon of rho-zCDP, whose Renyi divergence is rho * a at every order a > 1."""
     if not math.isfinite(rho):
         return math.inf
     if rho == 0.0:

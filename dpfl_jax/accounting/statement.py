@@ -1,11 +1,11 @@
 """``guarantee.json``: what a run promises, and all that is needed to check it.
 
 It names the mechanism and the public numbers of the data (``basis``), the events that follow from
-them, and the epsilon of these events. A reader can derive the events again and account for them;
-``differences`` does. It cannot show that the mechanism ran, nor that the data are as declared.
+them, and the epsilon of these events. ``differences`` derives and accounts for the events again, as
+any reader can. The file cannot show that the mechanism ran, nor that the data are as declared.
 
-Nothing in it is computed from private data, but for numbers that the guarantee's own assumptions
-name as public.
+Nothing in it is computed from private data, except numbers that the guarantee's assumptions name as
+public.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from dpfl_jax.errors import BadInputError, one_line, require, unrepeated
 from dpfl_jax.files import read_text
 
 VERSION = 2
-_READ = (1, 2)  # 1 has no digests, and says neither what makes a unit nor what was public
+_READ = (1, 2)  # version 1 has no digests, no unit key and no public inputs
 NAME = "guarantee.json"
-# Relative difference by which rounding may put a number below that of another machine.
+# Relative difference that rounding may cause between two machines.
 _ROUNDING = 1e-6
-# Fields of a guarantee that follow from the run's data and configuration, not from the mechanism.
+# Fields of a guarantee that depend on the run's data and configuration, not on the mechanism.
 _OF_THE_RUN = ("unit_key", "public_inputs")
-# Words in files of earlier versions -> words of today.
+# Words in files of earlier versions -> the words used now.
 _EARLIER_WORDS = {" (mechanism.noise=exact)": ""}
-# An explanation takes a second at most.
+# These keep an explanation within about a second.
 _MOST_EVENTS, _COARSE = 8, 0.1
 _MOST_DEPTH = 50
-# What a value of another type than the one that code expects leads to.
+# The errors that values of unexpected types cause.
 _UNUSABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 Cases = Sequence[Sequence[dp_accounting.DpEvent]]
 _T = TypeVar("_T", bound=BaseModel)
 
 
 class Part(BaseModel, abc.ABC):
-    """A table of the file: unknown names are errors."""
+    """A JSON object in the file; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -65,52 +65,52 @@ class DrawnNoise(Part):
     """How the noise of the run was drawn."""
 
     drawn: Literal["exact", "float"]
-    """``exact``: integers, within what the assumptions state of Gaussian noise, rounded. ``float``:
-    sums of two float32 normals. Accounted as real-valued Gaussian noise."""
+    """``exact``: integers, whose distance from rounded Gaussian noise the assumptions state.
+    ``float``: sums of two float32 normals, accounted as real-valued Gaussian noise."""
 
 
 class Group(Part):
-    """Units that have a smaller epsilon than the run's."""
+    """Units with a smaller epsilon than the run's."""
 
     of: str
     """Which units, in words."""
     epsilon: float
-    """Theirs, at the delta of the run."""
+    """Epsilon of each of these units, at the run's delta."""
     event: dict[str, Any]
-    """What the run does to one of them."""
+    """What the run does to one of these units."""
 
 
 class Digests(Part):
-    """SHA-256 of the files that a guarantee is of (``accounting.digests``)."""
+    """SHA-256 of the files that a guarantee belongs to (``accounting.digests``)."""
 
     run: dict[str, str] = {}
-    """Of the run's directory: its configuration, and the checkpoints that may be exported."""
+    """Files of the run's directory: the configuration, and checkpoints that may be exported."""
     exported: dict[str, str] = {}
-    """Of an export: all its files but this one."""
+    """Files of an export, except guarantee.json."""
 
 
 class Statement(Part):
     """The content of guarantee.json."""
 
     version: Literal[1, 2]
-    """Of this schema."""
+    """Version of this schema."""
     library: str
     """The versions of dpfl_jax that took the steps and wrote the file (``versions.library``)."""
     privacy: Guarantee
-    """As in report.json: unit, adjacency, trust, epsilon, delta, and what they rest on."""
+    """The guarantee, as in report.json: unit, adjacency, trust, epsilon, delta, assumptions."""
     text: str
-    """The same as a paragraph."""
+    """The guarantee as a paragraph."""
     noise: DrawnNoise
     """How noise was drawn."""
     basis: dict[str, Any]
-    """Mechanism and public numbers that the events follow from; ``system`` says how."""
+    """Mechanism and public numbers from which the events follow; ``system`` says how."""
     events: list[list[dict[str, Any]]]
-    """A unit's cost is at most the smallest, over these lists, of the largest in a list. No list:
-    there is no guarantee."""
+    """Each list bounds a unit's epsilon by its costliest event, so the cheapest list counts. No
+    list: there is no guarantee."""
     groups: list[Group] = []
     """Kinds of units that spend less than the run's epsilon."""
     digests: Digests | None = None
-    """What ties it to a run and a model; None of a file that is tied to none."""
+    """Digests that tie the file to a run and a model, or None."""
 
     @classmethod
     def of(
@@ -120,13 +120,13 @@ class Statement(Part):
         cases: Cases,
         groups: Iterable[tuple[str, dp_accounting.DpEvent]] = (),
     ) -> Statement:
-        """States a guarantee.
+        """Returns the statement of a guarantee.
 
         Args:
-          guarantee: of the run.
-          basis: plain JSON.
-          cases: events that bound what the run does to a unit, as ``events``.
-          groups: (which units, what the run does to one of them).
+          guarantee: the run's guarantee.
+          basis: JSON values; NumPy numbers are converted.
+          cases: events that bound what the run does to a unit, in the form of ``events``.
+          groups: pairs (which units, what the run does to one of them).
         """
         relation = _relation(guarantee)
         return cls(
@@ -153,39 +153,39 @@ class Statement(Part):
         )
 
     def about(self, guarantee: Guarantee) -> Statement:
-        """The same statement with a guarantee that says more of what it is about."""
+        """Returns a copy with this guarantee, which may add the unit key and public inputs."""
         return self.model_copy(update={"privacy": guarantee, "text": str(guarantee)})
 
     def tied(self, **files: dict[str, str]) -> Statement:
-        """The same statement with digests of these files (``Digests``)."""
+        """Returns a copy with these digests added; the keywords are fields of ``Digests``."""
         known = {} if self.digests is None else self.digests.model_dump()
         return self.model_copy(update={"version": VERSION, "digests": Digests(**known | files)})
 
     def made_by(self, versions: Sequence[str]) -> Statement:
-        """The same statement of a run whose steps were taken by these versions of dpfl_jax."""
+        """Returns a copy for a run whose steps were taken by these versions of dpfl_jax."""
         return self.model_copy(update={"library": library(versions)})
 
     @property
     def cases(self) -> list[list[dp_accounting.DpEvent]]:
-        """``events`` as events of dp-accounting, which ``dpfl verify`` accounts again."""
+        """``events`` as dp-accounting's objects, which ``dpfl verify`` accounts again."""
         return [[event_types.from_json(values) for values in case] for case in self.events]
 
     @property
     def relation(self) -> NeighboringRelation:
-        """The adjacency that the events are accounted under."""
+        """The adjacency under which the events are accounted."""
         return _relation(self.privacy)
 
     def meaning(self) -> Meaning | None:
-        """What an adversary can find out about one unit; None if there is no guarantee.
+        """Returns what an adversary can find out about one unit; None without a guarantee.
 
-        On a coarse grid, which makes bounds larger by about a thousandth; for runs of many events,
-        from epsilon and delta alone.
+        It is computed on a coarse grid, which makes bounds larger by about a thousandth, and for
+        runs of many events from epsilon and delta alone.
         """
         privacy = self.privacy
         if not privacy.private:
             return None
         cases = [case for case in self.cases if 0 < len(case) <= _MOST_EVENTS]
-        with contextlib.suppress(BadInputError):  # losses that no table holds
+        with contextlib.suppress(BadInputError):  # losses too large for a table
             if cases:
                 return meaning_of_cases(
                     cases, privacy.delta, relation=self.relation, resolution=_COARSE
@@ -193,16 +193,16 @@ class Statement(Part):
         return meaning_of_bound(privacy.epsilon, privacy.delta, self.relation)
 
     def in_words(self) -> list[str] | None:
-        """The sentences that ``meaning`` leads to; None if the statement has none."""
+        """Returns the sentences of ``meaning``; None without a guarantee."""
         meaning = self.meaning()
         return None if meaning is None else meaning.sentences()
 
     def to_json(self) -> dict[str, Any]:
-        """The statement as JSON values."""
+        """Returns the statement as JSON values."""
         return {**self.model_dump(), "privacy": self.privacy.to_json()}
 
     def dumps(self) -> str:
-        """The file's text."""
+        """Returns the text of the file."""
         return json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
 
 
@@ -210,28 +210,28 @@ def read(path: str | os.PathLike[str]) -> Statement:
     """Reads a guarantee.json.
 
     Raises:
-      BadInputError: it is none, or of a version that is not known here.
+      BadInputError: the file is not a guarantee.json, or has a version that is not known here.
     """
     values = read_values(path, NAME)
     if not isinstance(values, dict) or "version" not in values:
         raise BadInputError(f"{path} is no {NAME}: it has no version")
     if type(values["version"]) is not int or values["version"] not in _READ:
         raise BadInputError(
-            f"{path} has the version {values['version']!r}, and {library()} knows up to {VERSION}: "
-            "take a release that knows it"
+            f"{path} has version {values['version']!r}, but {library()} reads versions up to "
+            f"{VERSION}: install a newer release"
         )
     return parsed(Statement, values, path)
 
 
 def read_values(path: str | os.PathLike[str], what: str) -> Any:
-    """Values of a JSON file that somebody sent, in which numbers, nesting and letters are bounded.
+    """Reads the values of an untrusted JSON file, with limits on numbers, nesting and characters.
 
     Args:
       path: the file.
-      what: it should be, in words.
+      what: what the file should be, in words.
 
     Raises:
-      BadInputError: it cannot be read, or holds something else.
+      BadInputError: the file cannot be read, or exceeds a limit.
     """
     path = pathlib.Path(path)
     try:
@@ -243,22 +243,22 @@ def read_values(path: str | os.PathLike[str], what: str) -> Any:
     for value, depth in _walk(values):
         if depth > _MOST_DEPTH or (isinstance(value, int) and abs(value) >= 2**63):
             raise BadInputError(
-                f"{path} holds a whole number of more than 64 bits, or more than {_MOST_DEPTH} "
-                f"values within each other, which no {what} does: take it from whoever made it anew"
+                f"{path} holds an integer of more than 64 bits, or is nested deeper than "
+                f"{_MOST_DEPTH} levels, unlike any {what}: ask whoever made it for a new copy"
             )
         if isinstance(value, str) and one_line(value) != value:
             raise BadInputError(
-                f"{path} holds a line break or an unseen letter in {one_line(value)[:60]!r}, which "
-                f"no {what} does: what it says could be taken for what `dpfl verify` says"
+                f"{path} holds a line break or an invisible character in {one_line(value)[:60]!r}, "
+                f"unlike any {what}: its text could be mistaken for output of `dpfl verify`"
             )
     return values
 
 
 def parsed(kind: type[_T], values: Any, path: str | os.PathLike[str]) -> _T:
-    """``values`` of a file as a model.
+    """Returns the ``values`` of a file as a Pydantic model.
 
     Raises:
-      BadInputError: they are none; the sentence says where.
+      BadInputError: they do not fit the model; the message says where.
     """
     try:
         return kind.model_validate(values)
@@ -269,7 +269,7 @@ def parsed(kind: type[_T], values: Any, path: str | os.PathLike[str]) -> _T:
 
 
 def _walk(values: Any) -> Iterator[tuple[Any, int]]:
-    """Yields all values, keys included, each with its depth."""
+    """Yields all values, including keys, each with its depth."""
     left = [(values, 0)]
     while left:
         value, depth = left.pop()
@@ -281,11 +281,11 @@ def _walk(values: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def whole_number(basis: dict[str, Any], name: str, least: int = 0, most: int | None = None) -> int:
-    """``basis[name]``, which must be a whole number from ``least`` to ``most``."""
+    """Returns ``basis[name]``; raises BadInputError unless a whole number in the range."""
     value = basis[name]
     good = type(value) is int and least <= value <= (1 << 60 if most is None else most)
     wanted = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -298,7 +298,7 @@ def _relation(guarantee: Guarantee) -> NeighboringRelation:
 
 
 def cost(cases: Cases, delta: float, relation: NeighboringRelation) -> float:
-    """Epsilon of a unit whose event ``cases`` bound; inf if there is no bound."""
+    """Returns the epsilon that ``cases`` (``Statement.events``) bound; ``inf`` without cases."""
     return min(
         (max(epsilon_or_inf(event, delta, relation) for event in case) for case in cases if case),
         default=math.inf,
@@ -306,17 +306,17 @@ def cost(cases: Cases, delta: float, relation: NeighboringRelation) -> float:
 
 
 def read_report(folder: pathlib.Path, stated: Statement) -> tuple[dict[str, Any], str]:
-    """A run's report.json.
+    """Reads a run's report.json and compares it with the run's guarantee.json.
 
     Args:
-      folder: of the run.
-      stated: its guarantee.json.
+      folder: the run's directory.
+      stated: the content of its guarantee.json.
 
     Returns:
-      (the report, a sentence if it states another guarantee than the file beside it, else "").
+      The report; and a sentence if it states another guarantee than guarantee.json, else "".
 
     Raises:
-      BadInputError: it is no report.
+      BadInputError: the file is not a report.
     """
     file = folder / "report.json"
     try:
@@ -326,22 +326,22 @@ def read_report(folder: pathlib.Path, stated: Statement) -> tuple[dict[str, Any]
         same = reported == (stated.privacy, stated.text)
         same = same and report.get("summary", summary).startswith(summary)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInputError(f"{file} is no report of a run: {error}") from error
-    return report, "" if same else f"{file} states another guarantee than the file beside it"
+        raise BadInputError(f"{file} is not the report of a run: {error}") from error
+    return report, "" if same else f"{file} states another guarantee than the run's {NAME}"
 
 
 def differences(
     stated: Statement, restate: Callable[[dict[str, Any]], Statement]
 ) -> tuple[list[str], list[str]]:
-    """What is wrong in a statement, and what cannot be checked.
+    """Returns what is wrong in a statement, and what cannot be checked.
 
     Args:
-      stated: the file.
-      restate: ``basis -> statement`` of a run.
+      stated: the content of the file.
+      restate: derives a run's statement from its ``basis``.
 
     Returns:
-      Sentences about what is wrong; caveats that do not follow from the mechanism, of which the
-      file cannot show that they are complete.
+      Sentences about what is wrong; and the caveats that do not follow from the mechanism, whose
+      completeness the file cannot show.
     """
     privacy, problems = stated.privacy, []
     unchecked = list(privacy.caveats)
@@ -351,14 +351,14 @@ def differences(
         )
     if not privacy.private:
         if stated.events or stated.groups:
-            problems.append("privacy.epsilon is infinite, but there are events or groups beside it")
+            problems.append("privacy.epsilon is infinite, but the file has events or groups")
         return problems, unchecked
     try:
         again = restate(stated.basis)
     except _UNUSABLE as error:
         why = error if isinstance(error, BadInputError) else f"{type(error).__name__} {error}"
         again = None
-        problems.append(f"no mechanism can be made of `basis`: {why}")
+        problems.append(f"no mechanism can be built from `basis`: {why}")
     if again is not None:
         problems += _unlike_the_basis(stated, again)
         unchecked = [caveat for caveat in unchecked if caveat not in again.privacy.caveats]
@@ -369,7 +369,7 @@ def differences(
             for group in stated.groups
         ]
     except _UNUSABLE as error:
-        return [*problems, f"its events cannot be accounted: {error}"], unchecked
+        return [*problems, f"the file's events cannot be accounted: {error}"], unchecked
     if not real <= privacy.epsilon * (1 + _ROUNDING):
         problems.append(
             f"privacy.epsilon is {privacy.epsilon:.7g}, but the events cost {real:.7g} at delta "
@@ -387,21 +387,21 @@ def differences(
 # ---- a second opinion: dp_accounting's own privacy-loss distributions ----------------------------
 
 _MOST_KINDS = 4
-# Their compositions lose deltas below about 1e-15 times the number of steps.
+# dp_accounting's compositions lose deltas below about 1e-15 times the number of steps.
 _LEAST_COMPARED = 1e-12
-# They weigh losses by e^-loss, which is 0 from 745 on: their lower bound is then useless.
+# It weighs losses by e^-loss, which underflows at 745, so that the lower bound becomes useless.
 _MOST_EPSILON = 500.0
 
 
 def dp_accounting_bounds(
     event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation = ADD_OR_REMOVE
 ) -> tuple[float, float] | None:
-    """Bounds on an event's epsilon from below and above, by dp_accounting's own PLDs.
+    """Returns lower and upper bounds on an event's epsilon by dp_accounting's own PLDs.
 
     Returns:
-      (lower bound, upper bound); None for an event of anything but a few kinds of (sampled)
-      Gaussians, as mixtures take their code minutes; at a delta that is lost in the rounding of
-      their compositions; and where epsilon is above about 500.
+      (lower bound, upper bound); or None if the event is not made of a few kinds of (sampled)
+      Gaussians (dp_accounting takes minutes for mixtures), if delta is lost in rounding, or if
+      epsilon is above about 500.
     """
     from dp_accounting.pld import privacy_loss_distribution as pld
 
@@ -421,7 +421,7 @@ def dp_accounting_bounds(
                 neighboring_relation=relation,
                 pessimistic_estimate=pessimistic,
                 use_connect_dots=pessimistic,
-                # Finer ones take minutes; the lower bound is too low by half of it per step.
+                # A finer interval takes minutes; the lower bound loses half an interval per step.
                 value_discretization_interval=1e-3 if total <= 100 else 3e-4,
             ).self_compose(count)
             whole = part if whole is None else whole.compose(part)
@@ -431,7 +431,7 @@ def dp_accounting_bounds(
 
 
 def _gaussians(event: Any, times: int) -> dict[tuple[float, float], int] | None:
-    """(noise multiplier, sampling probability) -> number of steps; None for other events."""
+    """{(noise multiplier, sampling probability): number of steps}; None for other events."""
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         return _gaussians(event.event, times * event.count)
     if isinstance(event, dp_accounting.ComposedDpEvent):
@@ -452,35 +452,35 @@ def _gaussians(event: Any, times: int) -> dict[tuple[float, float], int] | None:
 
 
 def second_opinion(stated: Statement) -> tuple[tuple[float, float] | None, list[str]]:
-    """dp_accounting's lower and upper bound on epsilon, where it knows the event.
+    """Checks the stated epsilon by dp_accounting's own bounds (``dp_accounting_bounds``).
 
     Returns:
-      The bounds or None; sentences about what is wrong in the statement by them.
+      The bounds or None; and a list with a sentence if the stated epsilon is below the lower bound.
     """
     delta, relation = stated.privacy.delta, stated.relation
 
     def one(event: dp_accounting.DpEvent) -> float:
         return cost([[event]], delta, relation)
 
-    # The costliest event of the cheapest case decides.
+    # The costliest event of the cheapest case determines epsilon.
     decides = min((max(case, key=one) for case in stated.cases if case), key=one)
     bounds = dp_accounting_bounds(decides, delta, relation)
     if bounds is None or bounds[0] <= stated.privacy.epsilon * (1 + _ROUNDING):
         return bounds, []
     return bounds, [
-        f"privacy.epsilon is {stated.privacy.epsilon:.7g}, but by dp_accounting the events cost at "
-        f"least {bounds[0]:.7g}"
+        f"privacy.epsilon is {stated.privacy.epsilon:.7g}, but according to dp_accounting the "
+        f"events cost at least {bounds[0]:.7g}"
     ]
 
 
 def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
-    """Sentences about where the file differs from what its mechanism would state."""
+    """Sentences about where the file differs from what the mechanism in its basis would state."""
     problems = []
     mine, theirs = stated.to_json(), again.to_json()
     said, made = mine.pop("privacy"), theirs.pop("privacy")
     for earlier, now in _EARLIER_WORDS.items():
         said["assumptions"] = [text.replace(earlier, now) for text in said["assumptions"]]
-    for group in (*mine["groups"], *theirs["groups"]):  # their costs are computed anew below
+    for group in (*mine["groups"], *theirs["groups"]):  # ``differences`` recomputes their epsilons
         del group["epsilon"]
     missing = [caveat for caveat in made.pop("caveats") if caveat not in said["caveats"]]
     for caveat in missing:
@@ -493,14 +493,14 @@ def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
         if (place := _unequal(mine[name], theirs[name], name)) is not None:
             problems.append(f"{place} by the mechanism in `basis`")
     if problems and stated.library != library():
-        problems[-1] += f" (the file is of {stated.library}, this is {library()}: words may differ)"
+        problems[-1] += f" ({stated.library} wrote the file, this is {library()}: words may differ)"
     return sorted(problems)
 
 
 def _public_inputs_unlike(said: list[str], made: list[str]) -> Iterator[str]:
     """Sentences about public inputs, if the file lists any, that differ from the mechanism's.
 
-    The mechanism may know only the beginning of one ("counts: 3 silos"), and does not know most.
+    The mechanism knows few of them, and may know only the beginning of one ("counts: 3 silos").
     """
     if not said:
         return
@@ -520,7 +520,7 @@ def _unequal(said: Any, made: Any, place: str) -> str | None:
     if isinstance(said, dict) and isinstance(made, dict):
         for name in sorted(said.keys() | made.keys()):
             if name not in said or name not in made:
-                return f"{place}.{name} is {'left out' if name in made else 'none of those made'}"
+                return f"{place}.{name} is {'missing' if name in made else 'unexpected'}"
             if (difference := _unequal(said[name], made[name], f"{place}.{name}")) is not None:
                 return difference
         return None
@@ -541,7 +541,7 @@ def _unequal(said: Any, made: Any, place: str) -> str | None:
 
 
 def _unlike(said: str, made: str) -> str:
-    """The words around the first difference of two texts."""
+    """Says how two texts differ, with the words around the first difference."""
     a, b = said.split(), made.split()
     i = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     shown = [" ".join(words[max(i - 3, 0) : i + 3]) for words in (a, b)]

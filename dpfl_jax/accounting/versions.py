@@ -1,4 +1,4 @@
-"""Which code made a guarantee: versions of the package and, in a git checkout, its commit."""
+"""The versions of the code that made a guarantee, with the commit in a git checkout."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Version(NamedTuple):
     """A version that a file names.
 
     Attributes:
-      order: later versions have larger ones.
-      commit: of the checkout, or its beginning; "" of an installed package.
+      order: sorts versions by time.
+      commit: the checkout's commit, or its beginning; "" for an installed package.
     """
 
     order: tuple[int, ...]
@@ -35,17 +35,17 @@ class Version(NamedTuple):
 
 @functools.cache
 def this_version() -> str:
-    """The package's version; of a git checkout with its commit, ``1.2.0.dev0+g0123456789ab``.
+    """Returns the package's version, for a git checkout as ``1.2.0.dev0+g0123456789ab``.
 
-    It ends with ``.dirty`` if files of the checkout were changed since.
+    It ends with ``.dirty`` if files were changed since that commit.
     """
     try:
         project = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        # A copy of the package in somebody else's repository has a commit of theirs above it.
+        # A copy of the package in another repository must not report that repository's commit.
         if 'name = "dpfl_jax"' not in project or not (_ROOT / ".git").exists():
             return __version__
         kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        found = subprocess.run(
+        described = subprocess.run(
             _GIT,
             cwd=_ROOT,
             env={**kept, "GIT_OPTIONAL_LOCKS": "0"},
@@ -56,25 +56,25 @@ def this_version() -> str:
         )
     except (OSError, ValueError, subprocess.SubprocessError):  # installed, or without git
         return __version__
-    return f"{__version__}+g{found.stdout.strip()}"
+    return f"{__version__}+g{described.stdout.strip()}"
 
 
 def library(versions: Iterable[str] = ()) -> str:
-    """What ``library`` of guarantee.json says of these versions, or of this one."""
+    """Returns ``library`` of guarantee.json for these versions; default: this version."""
     return f"dpfl_jax {', '.join(versions) or this_version()}"
 
 
 def versions_of(text: str) -> list[Version | None]:
-    """The versions that ``library`` names; None for one that cannot be read."""
+    """Returns the versions that ``library`` names; None for one that cannot be read."""
     return [version_of(one) for one in text.removeprefix("dpfl_jax ").split(", ")]
 
 
 def version_of(text: str) -> Version | None:
-    """A version that can be compared; None if it cannot be read."""
+    """Returns a version that can be compared, or None if it cannot be read."""
     match = _VERSION.fullmatch(text)
     if match is None:
         return None
     major, minor, patch, stage, number, development, commit = match.groups()
-    # What is in development comes before candidates, and these before the release.
+    # Development versions come before release candidates, and these before the release.
     last = (0, int(development)) if development else (_STAGES.get(stage, 4), int(number or 0))
     return Version((int(major), int(minor), int(patch), *last), commit or "")

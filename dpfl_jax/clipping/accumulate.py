@@ -1,9 +1,8 @@
-"""Adding up sums of many microbatches in float32.
+"""Summation over many microbatches in float32.
 
 Each addition rounds by half a unit in the last place of the sum so far, in a direction that depends
-on all earlier units. Over many microbatches that adds up to more than a unit may contribute: then
-the rounding errors are added up beside the sum (Neumaier 1974), at the price of one more
-accumulator.
+on all earlier units. Over many microbatches that adds up to more than a unit may contribute. Then a
+second accumulator sums the rounding errors (Neumaier 1974).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 PyTree = Any
-# Rounding may move a sum by this share of the clip norm; typically it moves it far less.
+# Rounding may move a sum by this share of the clip norm; usually it moves a sum far less.
 _TOLERANCE = 2.0**-7
 
 
 def needs_compensation(num_units: int, num_additions: int) -> bool:
-    """Whether plain float32 would move a sum of unit contributions by too much.
+    """Returns whether rounding in plain float32 would move a sum of contributions too far.
 
     Args:
       num_units: most units in the sum, each of norm at most 1 (in units of the clip norm).
@@ -33,7 +32,7 @@ def needs_compensation(num_units: int, num_additions: int) -> bool:
 
 
 def add(sums: PyTree, errors: PyTree, more: PyTree) -> tuple[PyTree, PyTree]:
-    """(sums, errors) with ``more`` added; the sum is ``sums + errors``. ``errors`` may be None."""
+    """Returns (sums, errors) with ``more`` added; the total is ``sums + errors``, or ``sums``."""
     if errors is None:
         return jax.tree.map(jnp.add, sums, more), None
     total = jax.tree.map(jnp.add, sums, more)
@@ -46,12 +45,12 @@ def add(sums: PyTree, errors: PyTree, more: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def start(sums: PyTree, compensated: bool) -> PyTree:
-    """The errors of empty sums: zeros, or None where they are not kept."""
+    """Returns the errors of empty sums: zeros, or None without compensation."""
     return jax.tree.map(lambda x: x * 0, sums) if compensated else None
 
 
 def finish(sums: PyTree, errors: PyTree) -> PyTree:
-    """``sums`` with their errors added."""
+    """Returns ``sums`` with their errors added."""
     return sums if errors is None else jax.tree.map(jnp.add, sums, errors)
 
 
@@ -65,16 +64,16 @@ def over_microbatches(
     compensated: bool = False,
     parts: int = 1,
 ) -> tuple[PyTree, PyTree]:
-    """Adds up the sums and statistics of microbatches, each a row of a buffer.
+    """Adds up the sums and statistics of microbatches, each of which is a row of a buffer.
 
     Args:
-      one: ``(row, mask) -> (sum, stats)``, of one microbatch.
-      zeros: sums and stats of none.
+      one: ``(row, mask) -> (sum, stats)`` for one microbatch.
+      zeros: the sum and the stats of no units.
       units: pytree of [rows, row, ...], or a tuple of several such buffers.
-      mask: bool [rows, row], or one for each buffer.
-      num_microbatches: rows in use, or one number for each buffer.
-      compensated: whether rounding errors are added up even where the sums are short.
-      parts: number of devices that share a row, each with its own sums.
+      mask: bool [rows, row], or a tuple with one for each buffer.
+      num_microbatches: number of rows in use, or a tuple with one number for each buffer.
+      compensated: whether rounding errors are summed even where the sums are short.
+      parts: number of devices that share a row, each with separate sums.
 
     Returns:
       (sums, stats).

@@ -1,4 +1,4 @@
-"""Clip norms that follow a quantile of the units' norms, at the price of one more coordinate.
+"""Adaptive clip norms, which follow a quantile of the units' gradient norms.
 
     clip = Adaptive(quantile=0.5)
     summed = clipped_and_counted(clip, clipped_grad(loss_fn, rule=clip.rule()))
@@ -8,9 +8,10 @@
     total = summed(state.memory.clip_norm, params, batch, mask=mask).sum
     gradient, state = noise.update(total, state, params, noise_key=key)
 
-Beside its clipped gradient each unit adds to the sum whether its norm was at most the clip norm.
-The sum is noised once, as a whole, so a step is one Gaussian mechanism of noise multiplier z,
-accounted as under any other rule: Theorem 1 of the paper says how that noise is shared out.
+In addition to its clipped gradient, each unit adds one more coordinate to the sum, which says
+whether its norm was at most the clip norm. The sum is noised once, as a whole, so a step is one
+Gaussian mechanism with noise multiplier z, accounted as under any other rule: Theorem 1 of the
+paper says how the noise is shared between gradient and count.
 
 Source: Andrew, Thakkar, McMahan, Ramaswamy, "Differentially private learning with adaptive
 clipping" (2021), Algorithm 1.
@@ -33,21 +34,21 @@ from dpfl_jax.clipping.rules import SMALLEST_CLIP_NORM, Normalized, check_floats
 from dpfl_jax.errors import probability, require
 
 PyTree = Any
-# Beyond it squares overflow float32.
+# Squares of larger norms overflow float32.
 _LARGEST_CLIP_NORM = 1e18
 
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """A clip norm that moves towards a quantile of the norms, by a factor in each step.
+    """A clip norm that moves towards a quantile of the gradient norms, by a factor in each step.
 
     Attributes:
       clip_norm: C of the first step.
-      quantile: share of units not to be clipped, between 0 and 1.
-      learning_rate: eta, of the logarithm of C.
-      count_weight: s, what the count of units weighs beside their gradients. At noise multiplier z
+      quantile: target share of units that are not clipped, between 0 and 1.
+      learning_rate: eta, learning rate of log C.
+      count_weight: s, weight of the count of units relative to the gradients. At noise multiplier z
         the count has noise of about z / s units, and the noise on gradients grows by a factor of
-        sqrt(1 + s^2/4): with 0.1 that is 10 z units, and 0.1 %.
+        sqrt(1 + s^2/4): with s = 0.1 these are 10 z units and 0.1 %.
 
     Examples:
       >>> from dpfl_jax.clipping import Adaptive
@@ -72,19 +73,19 @@ class Adaptive:
 
     @property
     def sensitivity(self) -> float:
-        """sqrt(1 + s^2/4), the norm of what one unit adds to a ``CountedSum``, whatever C is.
+        """sqrt(1 + s^2/4), the largest norm that one unit adds to a ``CountedSum``, whatever C is.
 
-        (Adjacency: add or remove it; between two units in one place lies twice as much.)
+        This is for add-or-remove adjacency; replacing a unit may change the sum by twice as much.
         """
         return math.hypot(1.0, self.count_weight / 2)
 
     @property
     def threshold(self) -> None:
-        """None, as it changes from step to step."""
+        """None, as the clip norm changes from step to step."""
 
     @property
     def assumption(self) -> str:
-        """What a guarantee says of the clip norm, and of its price."""
+        """The sentence of a guarantee about the clip norm and its effect on the sensitivity."""
         return (
             f"the clip norm is such a constant in the first step alone, {self.clip_norm:g}; that "
             "of a later step follows from a count of the units whose norm was at most the clip "
@@ -93,17 +94,17 @@ class Adaptive:
         )
 
     def rule(self, clip_norm: jax.Array | float | None = None) -> Normalized:
-        """The rule of a step with this C, which may be a traced value; None: of the first step."""
+        """Returns the rule of a step with this C, a number or traced value; None: the first C."""
         return Normalized(self.clip_norm if clip_norm is None else clip_norm)  # type: ignore[arg-type]
 
 
 class CountedSum(NamedTuple):
-    """The sum that is noised as a whole.
+    """The sum of gradients and count that is noised as a whole.
 
     Attributes:
-      gradient: sum of the clipped gradients over C.
-      indicators: s times the sum of 1/2 for each unit of norm at most C, and -1/2 for each other
-        one; float32 scalar.
+      gradient: sum of the clipped gradients, divided by C.
+      indicators: s times the sum of 1/2 for each unit with norm at most C and -1/2 for each other
+        unit; float32 scalar.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -118,7 +119,7 @@ class CountedSum(NamedTuple):
 
 
 class AdaptiveMemory(NamedTuple):
-    """What is kept between steps: C of the next one, which is public; the memory of the noise.
+    """The state between steps: the next step's C, which is public, and the memory of the noise.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -132,10 +133,10 @@ class AdaptiveMemory(NamedTuple):
 
 
 def clipped_and_counted(clip: Adaptive, gradient: ClippedGrad) -> Callable[..., ClippedGradResult]:
-    """Returns ``gradient`` as ``(clip_norm, *args, **options)``, its ``sum`` a ``CountedSum``.
+    """Returns ``(clip_norm, *args, **options) -> ClippedGradResult`` with a ``CountedSum``.
 
-    One unit moves that sum by ``clip.sensitivity`` at most (over the ``normalize_by`` of the
-    gradient, if it has one). Padding, and units whose gradient is not finite, add nothing.
+    One unit moves the result's ``sum`` by at most ``clip.sensitivity`` (divided by the gradient's
+    ``normalize_by``). Padding, and units whose gradient is not finite, add nothing.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -163,15 +164,15 @@ def clipped_and_counted(clip: Adaptive, gradient: ClippedGrad) -> Callable[..., 
 def adapting_noise(
     clip: Adaptive, noise: optax.GradientTransformationExtraArgs
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns ``noise`` for a ``CountedSum``; the gradient is C times what was noised.
+    """Returns a transformation that noises a ``CountedSum``, adapts C, and multiplies by C.
 
     Args:
-      clip: how C moves.
-      noise: ``noise.transformation``: adds independent noise, scaled to ``clip.sensitivity``, to
-        every leaf, and divides by the expected number of units, a constant.
+      clip: how C adapts.
+      noise: a ``noise.transformation`` that adds independent noise, scaled to ``clip.sensitivity``,
+        to every leaf, and divides by the expected number of units, a constant.
 
     Returns:
-      ``init`` and ``update`` as of ``noise``, whose state has an ``AdaptiveMemory`` as ``memory``.
+      A transformation like ``noise``, whose state's ``memory`` is an ``AdaptiveMemory``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -201,7 +202,7 @@ def adapting_noise(
             lambda g, p: None if g is None else (clip_norm * g).astype(p.dtype),
             mean,
             mean if params is None else params,
-            is_leaf=lambda x: x is None,  # parameters that are not trained have no sum
+            is_leaf=lambda x: x is None,  # frozen parameters have no sum
         )
         return gradient, after._replace(memory=AdaptiveMemory(following, after.memory))
 

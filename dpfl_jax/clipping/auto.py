@@ -1,4 +1,4 @@
-"""Chooses a strategy by estimated time, within a memory limit, and explains the choice."""
+"""The choice of a strategy by estimated time, within a memory limit, with an explanation."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dpfl_jax.clipping.problem import ClippingProblem
 from dpfl_jax.clipping.taps.engine import COPIES, LeafReport, solve_ghost, trace_loss
 from dpfl_jax.clipping.taps.trace import TapPlan, analyse
 
-# Copies are reported where they take more than this share of everything else, and this many bytes.
+# Copies are reported if they take more than this share of all other memory, and this many bytes.
 _LARGE, _SMALL = 0.1, 2.0**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What ``auto`` chose and why.
+    """The choice of ``auto`` and the reason for it.
 
     Attributes:
       strategy: ``"ghost"``, ``"scan"`` or ``"vmap"``.
-      microbatch_size: units in a microbatch; None for all.
-      reason: why, in words.
-      leaves: for ``ghost``, one report a parameter; empty otherwise.
-      arithmetic: for ``ghost``, the FLOPs of its products over those of the gradient without
-        privacy.
+      microbatch_size: units in a microbatch; None for all units.
+      reason: the reason in words.
+      leaves: for ``ghost``, one report per parameter; otherwise empty.
+      arithmetic: for ``ghost``, the FLOPs of its products over the FLOPs of products in the
+        gradient without privacy.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        """One line: how gradients are clipped, and at what cost."""
+        """One line that says how gradients are clipped, and at what cost."""
         if self.strategy != "ghost":
             size = "" if self.microbatch_size is None else f", {self.microbatch_size} at a time"
             return f"the gradient of each unit is formed and clipped ({self.strategy}{size})"
@@ -61,9 +61,9 @@ class Explanation:
         return f"ghost clipping: norms of {booked}{cost}"
 
     def fallback(self, units: int) -> str | None:
-        """A warning if per-unit copies of parameters take much memory, else None.
+        """Returns a warning if per-unit copies of parameters take much memory, else None.
 
-        Vectors (biases, scales) are left out: their copies are no larger than activations.
+        Vectors (biases, scales) do not count, as their copies are no larger than activations.
 
         Args:
           units: number of units in the batch.
@@ -81,12 +81,12 @@ class Explanation:
             name = f"{len(copied)} parameters, {largest.name!r} {largest.shape} the largest, are"
         return (
             f"{name} copied for each unit ({largest.reason}): that takes {extra / 2**20:.3g} MiB "
-            f"beside {held / 2**20:.3g} MiB for the parameters and what book-keeping holds "
+            f"in addition to {held / 2**20:.3g} MiB for the parameters and book-keeping "
             f"(estimates): write the loss with plain products, or set strategy to 'scan'"
         )
 
     def to_json(self, units: int) -> dict[str, Any]:
-        """JSON values for a report; ``units`` as in ``fallback``."""
+        """Returns JSON values for a report; ``units`` is the number of units in the batch."""
         return {
             "summary": self.summary,
             "strategy": self.strategy,
@@ -111,7 +111,7 @@ class Explanation:
 def with_leaf_reports(
     problem: ClippingProblem, machine: Machine, norm_method: Any, chosen: Explanation
 ) -> Explanation:
-    """``chosen`` with what book-keeping does to each parameter, and what its products cost."""
+    """Returns ``chosen`` with book-keeping's report on each parameter and its relative FLOPs."""
     traced, reports = _traced(problem, machine, norm_method)
 
     def plain(leaves: Any, units: Any) -> Any:
@@ -125,7 +125,7 @@ def with_leaf_reports(
 def _traced(
     problem: ClippingProblem, machine: Machine, norm_method: Any
 ) -> tuple[Any, tuple[LeafReport, ...]]:
-    """The closed jaxpr of book-keeping, and a report for each parameter."""
+    """The closed jaxpr of book-keeping, and its report on each parameter."""
     reports: list[LeafReport] = []
 
     names = ("leaves", "units", "real", "weight", "bound")
@@ -138,54 +138,55 @@ def _traced(
     return traced, tuple(reports)
 
 
-# How often a scan of a single turn moves all gradients, beyond the gradient without privacy: once,
-# for the norm. (By the compiler's count, libtpu with one unit of 1,024 tokens, it then moves as
-# much memory in all as book-keeping does.)
+# How often a scan of one iteration moves all gradients, in addition to the gradient without
+# privacy: once, for the norm. (By the count of libtpu's compiler, with one unit of 1,024 tokens, it
+# then moves as much memory in all as book-keeping does.)
 _SINGLE_TURN = 1.0
-# Products of fewer rows are slower, and cores wait more often. Share of the time of all products
-# that microbatches of one unit cost; of two units half of it, and so on. (Measured on two cores:
-# with four units instead of eight, transformers took 3 to 4 % more CPU time, and 7 to 10 % longer.)
+# The share of the time of all products that microbatches of one unit cost in addition, because
+# products of fewer rows are slower and cores wait more often; with two units it is half of that,
+# and so on. (Measured on two cores: with four units instead of eight, transformers took 3 to 4 %
+# more CPU time, and 7 to 10 % longer.)
 _FEW_ROWS = 0.25
-# Share of the time of all products that microbatches must save to be chosen: some operations are
-# slower in a loop (XLA's CPU compiler takes twice as long for a convolution).
+# The share of the time of all products that microbatches must save to be chosen, because some
+# operations are slower in a loop (on a CPU, XLA's convolutions take twice as long).
 _WORTH = 0.03
 
 
 def decide(problem: ClippingProblem, machine: Machine, memory_limit: float | None) -> Explanation:
-    """Picks the strategy of least estimated time among those that fit.
+    """Returns the strategy with the least estimated time among those that fit into memory.
 
     Args:
       problem: the call.
-      machine: its speeds.
-      memory_limit: bytes that book-keeping may take; None: half of the device's, if it is known.
+      machine: the device's speeds.
+      memory_limit: bytes that book-keeping may take; None: half the device's memory, if known.
     """
     traced, reports = _traced(problem, machine, None)
     n, parts = problem.num_units, problem.parts
     size = 4.0 * sum(p.size for p in problem.leaves)
     per_unit = sum(r.seconds for r in reports)
-    held = max(0.0, peak_bytes(traced.jaxpr) - size) / n  # without the sum
+    held = max(0.0, peak_bytes(traced.jaxpr) - size) / n  # bytes per unit, without the sum
     limit = cost.memory_limit() if memory_limit is None else memory_limit
 
-    # Microbatches of one unit: each gradient is written, read for its norm and added to the sum,
-    # and the parameters are read again in both passes; with one unit per device they are read once.
+    # With microbatches of one unit, each gradient is written, read for its norm and added to the
+    # sum, and both passes read the parameters again; with one unit per device they are read once.
     scan = machine.seconds(0.0, (_SINGLE_TURN if n == parts else machine.scan_traffic) * size)
     remat = _recomputes(analyse(trace_loss(problem)[0].jaxpr, len(problem.leaves)).plan)
     too_large = limit is not None and size > limit
-    sizes = [n]  # of microbatches of which every device has an equal part
+    sizes = [n]  # microbatch sizes that devices can share equally
     while sizes[-1] > parts:
         sizes.append(-(-sizes[-1] // (2 * parts)) * parts)
     fitting = [u for u in sizes if limit is None or u * held <= limit * parts] or sizes[-1:]
 
-    def adding(units: int) -> float:  # seconds a unit: the sum is added to in each microbatch
+    def adding(units: int) -> float:  # seconds per unit for adding to the sum in each microbatch
         return 0.0 if units == n else machine.seconds(0.0, 3.0 * size / units)
 
-    def memory(units: int) -> float:  # bytes, with the sum so far
+    def memory(units: int) -> float:  # bytes, including the sum so far
         return units * held / parts + (0.0 if units == n else 2.0 * size)
 
     products = machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0)
 
-    def beyond(units: int) -> float:  # seconds a unit for memory, for adding up, and for few rows
-        few = _FEW_ROWS * products / units  # of one device, where each has its part of them
+    def beyond(units: int) -> float:  # seconds per unit for memory, adding up, and few rows
+        few = _FEW_ROWS * products / units  # on one device, which has its part of the units
         return (machine.holding(memory(units)) + few) / n + adding(units)
 
     units = min(fitting, key=beyond)
@@ -209,7 +210,7 @@ def decide(problem: ClippingProblem, machine: Machine, memory_limit: float | Non
 
 
 def _recomputes(plan: TapPlan) -> bool:
-    """Whether parameters are used inside `jax.checkpoint`, as in a network of such blocks."""
+    """Whether parameters are used inside ``jax.checkpoint``, as in networks that save memory."""
     return any(
         (inner.recomputed and bool(inner.all_sites())) or _recomputes(inner)
         for inner in plan.inner.values()

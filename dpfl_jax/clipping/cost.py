@@ -1,7 +1,7 @@
-"""Rough speeds of devices, from which strategies are chosen: a wrong guess only costs time.
+"""Rough speeds of devices, by which strategies are chosen: a wrong guess only costs time.
 
-Their rounding is another matter: the bound allows for it, so the largest of all attached devices is
-taken.
+The devices' rounding, however, affects the bound on norms, so the largest rounding of all attached
+devices is assumed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dpfl_jax.errors import one_of
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A kind of device.
+    """The speeds and the rounding of a kind of device.
 
     Attributes:
-      flops: dense operations per second it sustains.
-      gram: the same for Gram matrices, whose products are of small blocks.
-      exact: the same for Gram matrices of float32 operands, which must not be rounded.
+      flops: sustained FLOPs per second of dense products.
+      gram: FLOPs per second for Gram matrices, whose products have small blocks.
+      exact: FLOPs per second for Gram matrices of float32 operands, which must not be rounded.
       bandwidth: bytes per second to and from its memory.
       rounding: relative rounding of a float32 operand in a product of default precision (bfloat16
         on TPUs, TensorFloat-32 on GPUs).
       keep_factor: per-unit gradients may be kept where they take at most this many times the
-        memory of what the taps recorded, which they replace.
-      scan_traffic: how often a scan over single units moves all parameters through memory for
-        each unit, beyond what a batch does.
+        memory of the tap records that they replace.
+      scan_traffic: how often a scan over single units moves all parameters through memory for each
+        unit, in addition to the traffic of a batch.
       working_set: largest block of temporary memory, in bytes, that the C library keeps between
-        calls; it takes larger ones from the system anew each time, page by page; None: no limit.
-      near: bytes of temporary memory that slow no product down, even though they do not fit in
+        calls; larger blocks come from the system page by page each time; None: no limit.
+      near: bytes of temporary memory that do not slow products down, although they do not fit in
         ``cache``; None: no limit.
-      cache: bytes that are fast to write and read again; None: memory is all the same.
+      cache: bytes that are fast to write and read again; None: all memory is equally fast.
     """
 
     flops: float
@@ -50,23 +50,23 @@ class Machine:
     cache: float | None = None
 
     def seconds(self, flops: float, moved: float) -> float:
-        """Seconds for so many operations and then so many bytes moved."""
+        """Returns the seconds that so many operations, followed by moving so many bytes, take."""
         return flops / self.flops + moved / self.bandwidth
 
     def holding(self, held: float) -> float:
-        """Seconds that a call takes longer because it holds so many bytes (estimated) of memory."""
-        if self.working_set is not None and held > _SURE * self.working_set:  # one block, all of it
+        """Returns the extra seconds of a call that holds so many (estimated) bytes of memory."""
+        if self.working_set is not None and held > _SURE * self.working_set:  # one single block
             return held / _PAGES
         return 0.0 if self.near is None else max(0.0, held - self.near) / _FAR
 
 
-# Bytes a second of memory that the system hands out page by page (measured: 2.2e9 to 2.7e9).
+# Bytes per second of memory that the system hands out page by page (measured: 2.2e9 to 2.7e9).
 _PAGES = 2.5e9
-# Share of the working set beyond which an estimate counts as larger: estimates leave some out.
+# Share of the working set from which an estimate counts as larger, because estimates are too low.
 _SURE = 0.9
-# Bytes of memory that is not near, over the seconds that a step takes longer for them (measured:
-# transformers' steps, 12 to 24 MiB at a time, 5e9 to 7e9; but a transformer of 29, an LSTM of 21
-# and a network of two convolutions of 19 MB at a time were as fast as with half of it).
+# Bytes beyond ``near`` per extra second of a step (measured: steps of transformers with 12 to 24
+# MiB at a time, 5e9 to 7e9; but a transformer with 29, an LSTM with 21 and a network of two
+# convolutions with 19 MB at a time were as fast as with half of that).
 _FAR = 6e9
 
 # Settings of jax_default_matmul_precision that round no more than the default does.
@@ -88,7 +88,7 @@ MACHINES = {
         gram=1.5e14,
         exact=4e13,
         bandwidth=3e12,
-        rounding=2.0**-10,  # TensorFloat-32; some units cut operands off instead of rounding them
+        rounding=2.0**-10,  # TensorFloat-32; some units truncate operands instead of rounding
     ),
     "tpu": Machine(
         flops=1.5e14,
@@ -102,10 +102,10 @@ MACHINES = {
 
 
 def machine_for(platform: str | None) -> Machine:
-    """The machine of a platform name; None: the default backend's.
+    """Returns the machine for a platform name; None: for the default backend.
 
     Raises:
-      BadInputError: an unknown name.
+      BadInputError: the name is unknown.
     """
     name = jax.default_backend() if platform is None else platform
     name = {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
@@ -115,13 +115,13 @@ def machine_for(platform: str | None) -> Machine:
 
 
 def memory_limit() -> float | None:
-    """Half the bytes of the first device's memory; None where it does not say."""
+    """Returns half the bytes of the first device's memory, or None if they are not known."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return 0.5 * stats["bytes_limit"] if "bytes_limit" in stats else None
 
 
 def _least_rounding() -> float:
-    """Rounding of float32 products of default precision on the worst attached device."""
+    """The largest rounding of float32 products with default precision on any attached device."""
     worst = max(MACHINES[name].rounding for name in _attached())
     asked: Any = jax.config
     if asked.jax_default_matmul_precision not in _AS_USUAL:
@@ -133,7 +133,7 @@ def _least_rounding() -> float:
 def _attached() -> tuple[str, ...]:
     attached = ["cpu"]
     for name in ("gpu", "tpu"):
-        with contextlib.suppress(RuntimeError):  # none of that kind
+        with contextlib.suppress(RuntimeError):  # no device of that kind
             if jax.devices(name):
                 attached.append(name)
     return tuple(attached)

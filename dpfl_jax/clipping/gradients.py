@@ -29,7 +29,7 @@ PyTree = Any
 Strategy = Literal["auto", "vmap", "scan", "ghost"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "vmap", "scan", "ghost")
 Neighboring = Literal["add-or-remove", "zero-out", "replace-one"]
-# How many contributions of one unit lie between the sums of two neighbours.
+# By how many contributions of one unit the sums of two neighbours can differ.
 _CONTRIBUTIONS = {"add-or-remove": 1, "zero-out": 1, "replace-one": 2}
 
 
@@ -37,9 +37,9 @@ _CONTRIBUTIONS = {"add-or-remove": 1, "zero-out": 1, "replace-one": 2}
 class ClippedGrad:
     """A function ``(*args, mask=None, rng=None, weight=None) -> ClippedGradResult``.
 
-    Made by ``clipped_grad``, which says what the fields are. It holds no state, and composes with
-    ``jit``, ``vmap`` over outer axes, ``shard_map`` and loops. It sums over the units it is given:
-    a sum over devices is the caller's, one ``psum`` a step.
+    ``clipped_grad`` makes it and documents its fields. It holds no state, and composes with
+    ``jit``, ``vmap`` over outer axes, ``shard_map`` and loops. It sums over the units it is given;
+    inside ``shard_map`` the caller sums over devices, with one ``psum`` a step.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -68,11 +68,11 @@ class ClippedGrad:
     normalize_by: float = 1.0
 
     def sensitivity(self, neighboring: Neighboring) -> float:
-        """How far the sums of two neighbouring batches lie apart: what noise is scaled to.
+        """Returns the largest distance between sums of neighbouring batches, to scale noise by.
 
         Args:
-          neighboring: ``"add-or-remove"``: one of them lacks a unit; ``"zero-out"``: it has padding
-            in the place of the unit; ``"replace-one"``: it has another unit there.
+          neighboring: ``"add-or-remove"``: one of the batches lacks a unit; ``"zero-out"``: it has
+            padding in the unit's place; ``"replace-one"``: it has another unit in its place.
         """
         one_of("ClippedGrad.sensitivity: neighboring", neighboring, _CONTRIBUTIONS)
         return _CONTRIBUTIONS[neighboring] * self.rule.sensitivity / self.normalize_by
@@ -88,27 +88,27 @@ class ClippedGrad:
         """Returns the clipped sum of the batch.
 
         Args:
-          *args: those of the loss. What ``argnums`` names is any pytree, whose floating-point
+          *args: the arguments of the loss. Those in ``argnums`` are pytrees whose floating-point
             leaves are trained. All others are batches: pytrees of arrays with a leading unit axis
-            [n, ...]. No unit at all (n = 0) gives a sum of zeros.
+            [n, ...]. A batch without units (n = 0) gives a sum of zeros.
           mask: bool, int or float [n]; zero (or NaN) marks padding, which contributes exactly zero
             whatever it holds.
-          rng: n keys, one for each unit, given to the loss as ``rng=``: make each from the unit's
-            id, so that other units draw the same without it. Or one key, from which unit i gets
-            ``fold_in(rng, i)``: if a unit is left out, not masked, those behind it draw anew. The
-            sum may then move by more than ``sensitivity``, and what it guarantees holds only
-            against those who do not know the key.
-          weight: bool, int or float [n], what the clipped gradient of each unit is multiplied by:
-            from 0 to 1 (more counts as 1, NaN as 0). Where several units are one person's, whose
-            weights add up to 1 at most, that person moves the sum by no more than a unit may.
-          rule: used instead of the one given to ``clipped_grad`` (an adaptive clip norm).
+          rng: n keys, one for each unit, passed to the loss as ``rng=``. Make each from the unit's
+            id, so that a unit's key does not depend on other units. Or one key, from which unit i
+            gets ``fold_in(rng, i)``: if a unit is removed instead of masked, the units after it get
+            other keys. The sum may then move by more than ``sensitivity``, and the guarantee holds
+            only against those who do not know the key.
+          weight: bool, int or float [n], a factor of each unit's clipped gradient, from 0 to 1
+            (more counts as 1, NaN as 0). If several units belong to one person and their weights
+            sum to at most 1, that person moves the sum by no more than one unit may.
+          rule: replaces the rule given to ``clipped_grad`` (for an adaptive clip norm).
 
         Raises:
-          BadInputError: arguments or shapes that do not fit.
+          BadInputError: arguments or shapes do not fit.
         """
         problem, rebuild = self.problem(args, mask, rng, weight, rule)
         solution = self.solve(problem)
-        if not count_units(self.arguments(args)[1]):  # only padding was solved
+        if not count_units(self.arguments(args)[1]):  # ``problem`` added padding: remove it
             none = jax.tree.map(lambda x: x[:0], dataclasses.replace(solution, sums=[]))
             solution = dataclasses.replace(none, sums=solution.sums)
         return ClippedGradResult(
@@ -124,10 +124,10 @@ class ClippedGrad:
     def arguments(
         self, args: Sequence[PyTree]
     ) -> tuple[PyTree, PyTree, Callable[[PyTree, PyTree], tuple[PyTree, ...]]]:
-        """What is trained, the batch, and the function that puts both back in their places.
+        """Returns the parameters, the batch, and a function that makes arguments of both again.
 
         Raises:
-          BadInputError: there is no batch, or the loss takes no such arguments.
+          BadInputError: there is no batch, or the loss does not take these arguments.
         """
         single, places = isinstance(self.argnums, int), range(len(args))
         asked = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
@@ -136,16 +136,16 @@ class ClippedGrad:
         if len({*trained}) < len(asked) or not batches:
             raise BadInputError(
                 f"clipped_grad: it got {len(args)} arguments, of which argnums={self.argnums} are "
-                "trained: name each of these once, and give at least one batch beside them"
+                "trained: name each of these once, and give at least one batch"
             )
         try:
             inspect.signature(self.loss_fn).bind_partial(*places)
         except TypeError as error:
             raise BadInputError(
                 f"clipped_grad: it got {len(args)} arguments, which the loss does not take "
-                f"({error}): give one for each of the loss's, and a mask by name (mask=...)"
+                f"({error}): give one for each argument of the loss, and a mask as mask=..."
             ) from error
-        except ValueError:  # something that has no signature
+        except ValueError:  # a callable without a signature
             pass
 
         def pick(places: list[int], alone: bool) -> PyTree:
@@ -159,7 +159,7 @@ class ClippedGrad:
         return pick(trained, single), pick(batches, len(batches) == 1), rebuild_arguments
 
     def solve(self, problem: ClippingProblem, microbatches: bool = True) -> ClippedSums:
-        """Runs the strategy; without ``microbatches``, on all units together."""
+        """Runs the strategy; without ``microbatches``, on all units at once."""
         chosen = self._choose(problem)
         solve = per_unit.solve_vmap if chosen.strategy != "ghost" else self._ghost
         if chosen.microbatch_size is None or not microbatches:
@@ -194,7 +194,7 @@ class ClippedGrad:
         rng: jax.Array | None = None,
         weight: jax.Array | None = None,
     ) -> Explanation:
-        """Which strategy a call with arrays of these shapes takes, and why; ``str`` of it says so.
+        """Returns which strategy a call with arrays of these shapes takes, and why; print it.
 
         Args:
           *args: as in a call.
@@ -223,7 +223,7 @@ class ClippedGrad:
         weight: jax.Array | None = None,
         rule: Rule | None = None,
     ) -> tuple[ClippingProblem, Callable[[list[jax.Array]], PyTree]]:
-        """Flattens one call; returns it and the function that puts sums back in a tree."""
+        """Flattens one call; returns it and a function that makes a tree of its sums."""
         params, batch, rebuild_arguments = self.arguments(args)
         params, batch = as_arrays("params", params), as_arrays("batch", batch)
         batch, bound = (self.rule if rule is None else rule).of_units(batch)
@@ -233,7 +233,7 @@ class ClippedGrad:
                 _check_number_per_unit(name, value, n)
         keys = None if rng is None else _unit_keys(rng, n)
         real = jnp.ones((n,), bool) if mask is None else real_units(mask)
-        if n == 0:  # solved as padding, which has all shapes and contributes nothing
+        if n == 0:  # solve padding instead, which has all shapes and contributes nothing
             n = 1 if self.unit_sharding is None else self.unit_sharding.mesh.size
             weight = None if weight is None else jnp.asarray(weight)
             batch, weight, bound = _padding((batch, weight, bound), n)
@@ -243,7 +243,7 @@ class ClippedGrad:
         if split := varying_axes(params) - axes:
             raise BadInputError(
                 f"clipped_grad: parameters vary over the mesh axes {sorted(split)}, but units do "
-                "not: norms would miss what other devices hold; leave those axes to automatic "
+                "not, so norms would miss what other devices hold: leave those axes to automatic "
                 "sharding"
             )
         params, batch = vary(params, axes), vary(batch, axes)
@@ -297,12 +297,12 @@ def _check_number_per_unit(name: str, value: Any, n: int) -> None:
 
 
 def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
-    """The value, a float32 scalar, and the auxiliary output of the loss of one unit."""
+    """The float32 scalar value and the auxiliary output of the loss of one unit."""
     pair = isinstance(out, (tuple, list)) and len(out) == 2
     if has_aux and not pair:
         raise BadInputError(
             "clipped_grad: with has_aux=True the loss of one unit must return (value, aux), but it "
-            f"returns {_described(out)}: return both, or leave has_aux out"
+            f"returns {_described(out)}: return both, or omit has_aux"
         )
     value, aux = out if has_aux else (out, None)
     if not jax.tree_util.all_leaves([value]) or jnp.shape(value) != ():
@@ -319,7 +319,7 @@ def _described(x: Any) -> str:
 
 
 def _padding(tree: PyTree, n: int) -> PyTree:
-    """``n`` units of zeros, in the shapes of a batch without units."""
+    """``n`` units of zeros with the shapes of an empty batch."""
 
     def one(x: Any) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -330,7 +330,7 @@ def _padding(tree: PyTree, n: int) -> PyTree:
 
 
 def _one_key(rng: jax.Array) -> jax.Array:
-    """A key of the same kind, for padding."""
+    """A key with the implementation of ``rng``, for padding."""
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return jax.random.key(0, impl=jax.random.key_impl(rng))
     return jnp.zeros(rng.shape[-1:], rng.dtype)
@@ -341,15 +341,17 @@ def _unit_keys(rng: jax.Array, n: int) -> jax.Array:
     kind = str(jax.random.key_impl(rng) if typed else jax.config.values["jax_default_prng_impl"])
     if "threefry" not in kind:
         raise BadInputError(
-            f"clipped_grad: rng is a key of {kind}, which draws for all units together when it is "
-            "mapped over them, so that one unit would move the others: give a threefry2x32 key "
+            f"clipped_grad: rng is a key of {kind}, which draws for all units together under vmap, "
+            "so that one unit would change the others: give a threefry2x32 key "
             "(jax.random.key(seed, impl='threefry2x32'))"
         )
     single = rng.ndim == (0 if typed else 1)
     if single:
         return jax.vmap(functools.partial(jax.random.fold_in, rng))(jnp.arange(n))
     if rng.shape[0] != n:
-        raise BadInputError(f"clipped_grad: rng holds {rng.shape[0]} keys for {n} units")
+        raise BadInputError(
+            f"clipped_grad: rng holds {rng.shape[0]} keys for {n} units: give one key per unit"
+        )
     return rng
 
 
@@ -371,66 +373,65 @@ def clipped_grad(
     pieces: Callable[[PyTree], PyTree] | None = None,
     gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None,
 ) -> ClippedGrad:
-    """Clips the gradient of each unit and sums them, without forming them where that pays.
+    """Clips the gradient of each unit and sums them, without forming them where that is faster.
 
     Formal guarantee:
-      Take two batches that are the same but for one unit: in the second it is missing (or is
-      padding, or another unit is in its place). Their ``sum`` differ by at most
-      ``sensitivity(neighboring)``, in the Euclidean norm over all leaves together, whatever the
-      units hold. For the rule is given a norm that is no smaller than that of what is summed, and
-      the contribution of a unit is a function of that unit, its key and the other arguments alone:
-      a loss in which JAX could mix units is refused. Sums are float32, which rounds
-      (``docs/internals/clipping.md`` says by how much).
+      Take two batches that differ in one unit: in the second batch it is missing (or is padding, or
+      another unit is in its place). Their sums differ by at most ``sensitivity(neighboring)``, in
+      the Euclidean norm over all leaves together, whatever the units hold. The reason is that the
+      rule gets a norm that is no smaller than the norm of what is summed, and that a unit's
+      contribution depends on that unit, its key and the other arguments alone: a loss in which JAX
+      could mix units is refused. Sums are float32, which rounds (``docs/internals/clipping.md``
+      says by how much).
 
-      There is no guarantee for values of single units (``norms``, ``losses``, ``aux``, ...), nor
-      where the loss captures data of units from outside instead of taking them as arguments, or
-      where one key for all units (``rng``) is known.
+      There is no guarantee for values of single units (``norms``, ``losses``, ``aux``, ...), for a
+      loss that captures units' data instead of taking them as arguments, or against those who know
+      the one key for all units (``rng``).
 
       | edge case | what happens |
       |---|---|
       | no units (n = 0) | the sum is zeros |
       | padding (the mask is zero or NaN) | contributes exactly zero, whatever it holds |
       | a NaN or an infinity in a gradient | its unit contributes zero, and is ``nonfinite`` |
-      | a gradient whose squared norm overflows float32 | likewise |
+      | a gradient whose squared norm overflows float32 | contributes zero, is ``nonfinite`` |
       | a gradient of zero | contributes zero |
-      | integer leaves of what is trained | are not differentiated: None in ``sum`` |
-      | integer leaves of a batch | reach the loss as they are |
+      | integer leaves of trained arguments | are not differentiated: None in ``sum`` |
+      | integer leaves of a batch | reach the loss unchanged |
       | parameters in bfloat16 or float16 | all results are float32; C holds for what is summed |
-      | a clip norm known on the device alone: NaN, infinite, <= 0 | the sum is zeros |
+      | a traced clip norm that is NaN, infinite or <= 0 | the sum is zeros |
 
-      (Where a rule clips each parameter separately, as ``PerLayer``, only the parameters that are
-      not finite are zeroed.)
+      (With a rule that clips each parameter separately, such as ``PerLayer``, only the parameters
+      that are not finite are zeroed.)
 
     Args:
       loss_fn: ``(params, example) -> scalar`` (or ``(scalar, aux)``) for ONE unit; takes ``rng=``
-        if keys are given. The example of a user holds arrays with an axis of its examples.
-      argnums: which positional arguments are trained, as of ``jax.grad``: for an int ``sum`` is
-        like that argument, for a tuple it is a tuple. All others are batches; what is neither, the
-        loss closes over. Names of parameters start with the place in the tuple: ``"1/kernel"``.
+        if keys are given. If a unit is a user, its arrays have an axis of the user's examples.
+      argnums: which positional arguments are trained, as in ``jax.grad``: for an int, ``sum`` is
+        like that argument, for a tuple it is a tuple. All other arguments are batches; the loss
+        closes over anything else. Names of parameters start with their index: ``"1/kernel"``.
       has_aux: whether the loss returns ``(value, aux)``.
-      clip_norm: C; short for ``rule=Flat(C)``. A tree of them that is a prefix of the
+      clip_norm: C, short for ``rule=Flat(C)``. A tree of clip norms that is a prefix of the
         parameters clips each part separately (``PerGroup``).
       rule: how norms become weights; give this or ``clip_norm``.
-      normalize_by: what the sum is divided by: a constant, such as the expected number of units.
+      normalize_by: constant by which the sum is divided, such as the expected number of units.
       strategy: ``"vmap"`` (reference; memory n x parameters), ``"scan"`` (over microbatches of
         units), ``"ghost"`` (book-keeping, no per-unit gradients), or ``"auto"`` (the fastest by
         estimate).
       trainable: which parameters are trained: a function of their name, or a tree of bools that
-        is a prefix of the parameters; default all that are floating point.
-      microbatch_size: units in a microbatch, over all parts of ``unit_sharding``; default one of
+        is a prefix of the parameters; default: all floating-point parameters.
+      microbatch_size: units in a microbatch, over all parts of ``unit_sharding``; default: one of
         each part for ``"scan"``, else all.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, whose speeds and rounding are assumed (no less
-        rounding than that of any device that is attached); default the backend.
-      norm_method: how ``"ghost"`` computes norms wherever it can; default by cost.
-      memory_limit: bytes ``"auto"`` lets book-keeping hold on to; default half the device's memory.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, whose speeds and rounding are assumed (at least
+        the rounding of every attached device); default: the backend.
+      norm_method: how ``"ghost"`` computes norms where it can; default: the cheapest method.
+      memory_limit: most bytes that ``"auto"`` lets book-keeping hold; default: half of the device.
       unit_sharding: under automatic sharding of parameters (fully sharded, tensor parallel), how
-        the batch's leading axis is split: keeps what is recorded of a unit where the unit is, so
-        that no activations are sent for norms and sums. Not needed where only units are split.
-      pieces: cuts one unit that is too large to be processed in one go into pieces (a pytree of
-        arrays [pieces, ...]) whose losses add up to the unit's: their gradients are accumulated in
-        float32 before the norm is taken. Units' gradients are then formed (``"scan"`` or
-        ``"vmap"``). A dictionary may have an entry ``"there"``, bool [pieces]: where units are
-        taken one at a time, pieces after the last True take no time.
+        the batch's leading axis is split. It keeps a unit's records on the unit's devices, so that
+        no activations are sent for norms and sums. It is not needed where only units are split.
+      pieces: cuts a unit that is too large to be processed at once into pieces (a pytree of arrays
+        [pieces, ...]) whose losses add up to the unit's. Their gradients are accumulated in float32
+        before the norm is taken, with ``"scan"`` or ``"vmap"``. A dictionary may have an entry
+        ``"there"``, bool [pieces]: with one unit at a time, pieces after the last True are skipped.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how the gradient of a unit in pieces is
         split under automatic sharding, where all devices work on one unit.
 
@@ -438,7 +439,7 @@ def clipped_grad(
       A ``ClippedGrad``.
 
     Raises:
-      BadInputError: contradictory or missing arguments.
+      BadInputError: arguments are missing or contradictory.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -464,8 +465,8 @@ def clipped_grad(
     at_least("clipped_grad: normalize_by", normalize_by, 1e-30, most=1e30)
     if pieces is not None and (strategy == "ghost" or has_aux):
         raise BadInputError(
-            "clipped_grad: units that are formed piece by piece need the strategy scan, vmap or "
-            "auto, and a loss without auxiliary output"
+            "clipped_grad: units in pieces need strategy='scan', 'vmap' or 'auto', and a loss "
+            "without auxiliary output"
         )
     if rule is None:
         single = jax.tree_util.all_leaves([clip_norm])
@@ -491,19 +492,19 @@ def clipped_grad(
 def clipped_fun(
     fun: Callable[..., PyTree], *, strategy: Literal["vmap", "scan"] = "vmap", **options: Any
 ) -> Callable[..., ClippedGradResult]:
-    """Clips what a function returns for each unit, and sums: gradients are one such function.
+    """Clips the value of any function for each unit and sums the values.
 
     Args:
       fun: ``(params, *example) -> pytree of floating-point arrays`` for ONE unit; takes ``rng=`` if
         keys are given.
-      strategy: as of ``clipped_grad``: all units together, or one ``microbatch_size`` at a time.
-      **options: of ``clipped_grad`` (``clip_norm`` or ``rule``, ``normalize_by``,
+      strategy: as in ``clipped_grad``: all units at once, or one ``microbatch_size`` at a time.
+      **options: options of ``clipped_grad`` (``clip_norm`` or ``rule``, ``normalize_by``,
         ``microbatch_size``).
 
     Returns:
       A function ``(params, *batch, mask=None, rng=None, weight=None) -> ClippedGradResult``, whose
-      sum is like what ``fun`` returns, float32, and whose losses are zero. Its method
-      ``sensitivity`` is that of ``ClippedGrad``.
+      ``sum`` has the structure of what ``fun`` returns, float32, and whose losses are zero. It has
+      the method ``ClippedGrad.sensitivity``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -516,7 +517,7 @@ def clipped_fun(
 
     def clipped(params: PyTree, *batch: PyTree, **given: Any) -> ClippedGradResult:
         def loss(weights: PyTree, *example: PyTree, **key: Any) -> jax.Array:
-            # The gradient of an inner product with respect to one side is the other.
+            # The gradient of an inner product with respect to one side is the other side.
             values = fun(params, *example, **key)
             products = jax.tree.map(lambda w, x: jnp.sum(w * x), weights, values)
             return sum(jax.tree.leaves(products), start=jnp.zeros(()))
@@ -527,7 +528,7 @@ def clipped_fun(
         like = jax.eval_shape(fun, params, *one, **key)
         if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(like)):
             raise BadInputError(
-                "clipped_fun: the function must return floating-point arrays alone, but it returns "
+                "clipped_fun: the function must return floating-point arrays only, but it returns "
                 f"{jax.tree.map(lambda x: str(x.dtype), like)}: convert them (x.astype(float))"
             )
         weights = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
@@ -541,10 +542,10 @@ def clipped_fun(
 def unclipped_sum(
     loss_fn: Callable[..., jax.Array], trainable: Trainable = None
 ) -> Callable[..., ClippedGradResult]:
-    """Returns ``(params, batch, mask, weight=1) -> ClippedGradResult`` of gradients as they are.
+    """Returns ``(params, batch, mask, weight=1) -> ClippedGradResult`` without any clipping.
 
     Args:
-      loss_fn: of one example.
+      loss_fn: loss of one example.
       trainable: which parameters are trained.
     """
 

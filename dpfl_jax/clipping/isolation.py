@@ -1,7 +1,7 @@
-"""Refuses losses of a unit that depend on other units: on more than parameters and its own data.
+"""Refuses losses of a unit that depend on other units.
 
-Norms would not show it: the gradient of a loss that reads other units through a collective, or
-through data of other devices that it has captured, is moved by many units together.
+The clip norm would not bound such dependence: if a loss reads other units through a collective, or
+through captured data of other devices, one unit moves the gradients of many.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dpfl_jax.clipping.jaxprs import every_program, inner_jaxprs
 from dpfl_jax.clipping.result import axes_of
 from dpfl_jax.errors import BadInputError
 
-# Primitives that name an axis and send nothing over it. (`axis_index` is not one of them: where a
-# unit is left out, others move to other places, and what they add would change.)
+# Primitives that name an axis but send nothing over it. (`axis_index` is not among them: without
+# one unit, other units move to other positions, and their contributions would change.)
 _SILENT = {"pvary", "pcast"}
 
 
 def check_isolated(
     loss: Callable[..., Any], leaves: Sequence[jax.Array], units: Any, axes: frozenset[str]
 ) -> None:
-    """Refuses a loss that other units can reach.
+    """Refuses a loss that can depend on other units.
 
     Args:
       loss: ``(leaves, unit) -> (scalar, aux)``.
@@ -34,13 +34,13 @@ def check_isolated(
       axes: the mesh axes over which the units vary.
 
     Raises:
-      BadInputError: as of ``refuse_opaque``; or the loss varies over other mesh axes than the
-        units (it has captured data: its gradient would be summed over those axes before clipping),
-        or it, or its gradient, communicates over an axis that is bound outside of it.
+      BadInputError: ``refuse_opaque`` refuses the loss; or the loss varies over other mesh axes
+        than the units (it has captured data, and its gradient would be summed over those axes
+        before clipping); or the loss or its gradient communicates over an outer axis.
     """
     bound = _axes_are_bound()  # inside shard_map, or inside vmap with a named axis
 
-    def one(x: jax.Array) -> Any:  # a real unit, where its axes matter
+    def one(x: jax.Array) -> Any:  # a concrete unit, which has its mesh axes, where these matter
         return x[0] if bound else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
     unit = jax.tree.map(one, units)
@@ -51,15 +51,15 @@ def check_isolated(
     if captured := axes_of(value.out_avals[0]) - axes:
         raise BadInputError(
             f"clipped_grad: the loss of a unit varies over the mesh axes {sorted(captured)}, but "
-            "the units passed in do not: the loss uses data from outside; pass them in the batch"
+            "the units do not, so the loss uses captured data: pass that data in the batch"
         )
-    # The gradient, too, as custom_vjp rules show only there.
+    # Check the gradient as well, because custom_vjp rules appear only there.
     gradient = jax.make_jaxpr(jax.grad(loss, has_aux=True))(leaves, unit)
     for name, over in _messages(gradient.jaxpr, frozenset()):
         raise BadInputError(
             f"clipped_grad: the loss of a unit, or its gradient, communicates over the axis "
-            f"{over!r} ({name}): it would depend on other units (a statistic of the batch?) or "
-            "hold only a part of this one, and the clip norm would bound neither; make the loss a "
+            f"{over!r} ({name}), so it depends on other units (a statistic of the batch?) or holds "
+            "only a part of this one, and the clip norm would bound neither: make the loss a "
             "function of one unit, and leave the splitting of parameters to automatic sharding"
         )
 
@@ -69,12 +69,12 @@ def refuse_opaque(program: Any, what: str) -> None:
 
     Args:
       program: a ClosedJaxpr.
-      what: the program's name in the message.
+      what: the program's name in messages.
 
     Raises:
-      BadInputError: it calls back into Python or into code outside of JAX, computes something else
-        under ``vmap`` (by ``custom_vmap``, or a primitive whose rule is not JAX's own), or draws
-        with keys that under ``vmap`` draw for all units together.
+      BadInputError: the program calls Python or code outside of JAX, may compute something else
+        under ``vmap`` (by ``custom_vmap``, or a primitive with a foreign batching rule), or draws
+        with keys that draw for all units together under ``vmap``.
     """
     for inner in every_program(program):
         for equation in inner.eqns:
@@ -82,30 +82,30 @@ def refuse_opaque(program: Any, what: str) -> None:
             if name in ("pure_callback", "io_callback", "ffi_call"):
                 where = "code outside of JAX" if name == "ffi_call" else "Python"
                 raise BadInputError(
-                    f"{what} calls into {where} ({name}): what is computed there can neither be "
-                    "bounded nor told from another run's; write it in JAX"
+                    f"{what} calls into {where} ({name}), where computation can be neither bounded "
+                    "nor fingerprinted: write it in JAX"
                 )
             if name == "custom_vmap_call" or not _batched_by_jax(equation.primitive):
                 raise BadInputError(
-                    f"{what} has a rule of its own for vmap ({name}): what that computes can "
-                    "neither be bounded nor told from another run's; write it without one"
+                    f"{what} has a custom rule for vmap ({name}), whose computation can be neither "
+                    "bounded nor fingerprinted: write it without a custom rule"
                 )
             kinds = [str(getattr(v.aval, "dtype", "")) for v in equation.invars]
             if name in ("rng_bit_generator", "rng_uniform") or any(
                 kind.startswith("key<") and kind != "key<fry>" for kind in kinds
             ):
                 raise BadInputError(
-                    f"{what} draws with a generator ({name}) that draws for all units together "
-                    "when it is mapped over them, so that one would move the others: use keys of "
-                    "jax.random.key(seed, impl='threefry2x32')"
+                    f"{what} draws random numbers with a generator ({name}) that draws for all "
+                    "units together under vmap, so that one unit would change the others: use keys "
+                    "of jax.random.key(seed, impl='threefry2x32')"
                 )
 
 
 def _batched_by_jax(primitive: Any) -> bool:
-    """Whether the batching rule of a primitive is JAX's, or Equinox's."""
-    if primitive.name.startswith("unvmap_"):  # Equinox's: over all units
+    """Whether the batching rule of a primitive comes from JAX or Equinox."""
+    if primitive.name.startswith("unvmap_"):  # Equinox's reductions over all units
         return False
-    try:  # not public; without it, rules are taken on trust
+    try:  # not public; without it, rules are trusted
         from jax._src.interpreters import batching
 
         tables = (batching.fancy_primitive_batchers, batching.primitive_batchers)
@@ -119,13 +119,13 @@ def _batched_by_jax(primitive: Any) -> bool:
         elif inspect.isroutine(rule):
             if (rule.__module__ or "jax").partition(".")[0] not in ("jax", "jaxlib", "equinox"):
                 return False
-            # JAX wraps the rules that it is given.
+            # JAX wraps registered rules in closures.
             rules += [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     return True
 
 
 def _axes_are_bound() -> bool:
-    """Whether a collective could be used here at all."""
+    """Whether any named axis is bound here, so that a collective could be used."""
     try:  # not public; without it, all losses are checked
         from jax._src.core import get_axis_env
 
@@ -135,7 +135,7 @@ def _axes_are_bound() -> bool:
 
 
 def _messages(jaxpr: Any, inner: frozenset[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields primitives that communicate over named axes bound outside, with the axis."""
+    """Yields primitives that communicate over named axes bound outside the jaxpr, with the axis."""
     for eqn in jaxpr.eqns:
         bound = inner
         if eqn.primitive.name == "shard_map":

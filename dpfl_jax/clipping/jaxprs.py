@@ -1,4 +1,4 @@
-"""Reads jaxprs: programs within, arithmetic of products, peak memory, kernels of convolutions."""
+"""Analysis of jaxprs: inner programs, FLOPs of products, peak memory, kernels of convolutions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from dpfl_jax.clipping.result import leaf_name
 from dpfl_jax.clipping.taps.trace import INLINED, REMAT, scan_counts
 
-# Primitives whose results the compiler computes where they are read, instead of storing them.
+# Primitives whose results the compiler recomputes where they are read, instead of storing them.
 _FREE = frozenset(
     {
         "broadcast_in_dim",
@@ -35,7 +35,7 @@ _FREE = frozenset(
 
 
 def every_program(program: Any) -> Iterator[Any]:
-    """Yields a ClosedJaxpr or Jaxpr, and all that it calls."""
+    """Yields a ClosedJaxpr or Jaxpr and every program that it calls."""
     yield program
     for equation in program.eqns:
         for inner in inner_programs(equation.params.values()):
@@ -43,12 +43,12 @@ def every_program(program: Any) -> Iterator[Any]:
 
 
 def inner_jaxprs(values: Any) -> Iterator[Any]:
-    """The Jaxprs among the parameters of an equation, without the arrays that they captured."""
+    """Returns the open Jaxprs among an equation's parameters, without captured arrays."""
     return (getattr(program, "jaxpr", program) for program in inner_programs(values))
 
 
 def inner_programs(values: Any) -> Iterator[Any]:
-    """The programs among the parameters of an equation: ClosedJaxprs and Jaxprs."""
+    """Yields the programs among an equation's parameters: ClosedJaxprs and Jaxprs."""
     for value in values:
         if isinstance(value, (jex.core.ClosedJaxpr, jex.core.Jaxpr)):
             yield value
@@ -59,20 +59,20 @@ def inner_programs(values: Any) -> Iterator[Any]:
 
 
 def count_flops(function: Callable[..., Any], *args: Any, loop_length: int = 1) -> float:
-    """Operations (two a multiply-add) of matrix products and convolutions, loops included.
+    """Returns the FLOPs of matrix products and convolutions (two per multiply-add), with loops.
 
-    Compilers' own counts take the body of a loop once.
+    XLA's count includes the body of a loop only once.
 
     Args:
       function: any JAX function.
       *args: arrays or shapes.
-      loop_length: iterations assumed of loops whose length is not known before they run.
+      loop_length: iterations assumed for loops whose length is not known before they run.
     """
     return jaxpr_flops(jax.make_jaxpr(function)(*args).jaxpr, loop_length)
 
 
 def jaxpr_flops(jaxpr: Any, loop_length: int) -> float:
-    """``count_flops`` of an open jaxpr."""
+    """Returns ``count_flops`` of an open jaxpr."""
     total = 0.0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -96,15 +96,14 @@ def jaxpr_flops(jaxpr: Any, loop_length: int) -> float:
 
 
 def peak_bytes(jaxpr: Any) -> float:
-    """Estimates the most bytes of intermediate values that are alive at the same time.
+    """Estimates the peak memory of intermediate values and results, in bytes, without arguments.
 
-    Arguments are not counted, results are. Values are taken to be stored in the order of the
-    equations, each until its last use.
+    Values are assumed to be stored in the order of the equations, each until its last use.
 
     Args:
       jaxpr: an open jaxpr.
     """
-    owner: dict[Any, Any] = {}  # from a value that is read in another form to the stored one
+    owner: dict[Any, Any] = {}  # a value that is not stored -> the stored value it is read from
 
     def stored(v: Any) -> Any:
         return owner.get(v, v)
@@ -128,7 +127,7 @@ def peak_bytes(jaxpr: Any) -> float:
     for i, eqn in enumerate(jaxpr.eqns):
         made = {v: _bytes(v) for v in eqn.outvars if v not in owner}
         within = max((peak_bytes(j) for j in inner_jaxprs(eqn.params.values())), default=0.0)
-        if eqn.primitive.name != "scan":  # the results of what is called are among its values
+        if eqn.primitive.name != "scan":  # the inner peak already includes the results
             within = max(0.0, within - sum(made.values()))
         most = max(most, alive + sum(made.values()) + within)
         held |= {v: size for v, size in made.items() if last.get(v, i) > i}
@@ -146,20 +145,20 @@ def _bytes(v: Any) -> float:
 # ---- kernels of convolutions ---------------------------------------------------------------------
 # Where a convolution's kernel is split over devices, XLA's partitioner computes the gradients of
 # several units wrongly: units mix (docs/internals/clipping.md shows it in plain JAX). So every
-# device must hold these whole.
+# device must hold such kernels in full.
 
 Names = frozenset[str]
-# Primitives whose inner program has the same inputs and outputs, in order.
+# Primitives whose inner program has the equation's inputs and outputs, in order.
 _INLINED = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 def convolution_kernels(loss_fn: Callable[..., Any], params: Any, example: Any) -> Names:
-    """Names of the parameters that the kernel of a convolution depends on.
+    """Returns the names of the parameters on which the kernel of a convolution depends.
 
     Args:
       loss_fn: ``(params, example) -> scalar`` for one example; it is traced, not run.
       params: pytree of arrays or ShapeDtypeStructs.
-      example: likewise, of one example.
+      example: pytree of arrays or ShapeDtypeStructs, one example.
     """
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -178,7 +177,7 @@ def convolution_kernels(loss_fn: Callable[..., Any], params: Any, example: Any) 
 
 
 def _follow(jaxpr: Any, inputs: Sequence[Names], kernels: set[str]) -> list[Names]:
-    """Which parameters each output depends on; adds those that reach a kernel to ``kernels``."""
+    """The parameters that each output depends on; adds those that reach a kernel to ``kernels``."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def names(v: Any) -> Names:

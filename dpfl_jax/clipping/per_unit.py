@@ -1,8 +1,8 @@
 """The strategies that form each unit's gradient: ``vmap`` (the reference) and ``scan``.
 
-``vmap`` holds n copies of the parameters. ``scan`` holds those of one microbatch and an
-accumulator; with microbatches of one unit it runs the ordinary gradient of each unit in turn,
-which for units of many tokens is close to the cost without privacy.
+``vmap`` holds n gradients. ``scan`` holds the gradients of one microbatch and an accumulator. With
+microbatches of one unit it computes one ordinary gradient after the other, which for units of many
+tokens costs little more than training without privacy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dpfl_jax.clipping.result import unit_where, vary, varying_axes
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
-# Up to this many gradients are weighted and added up in one loop over entries.
+# Up to this many gradients are weighted and summed in one loop over their entries.
 _ONE_LOOP = 8
 
 
 def squared_norms(gradients: Sequence[jax.Array]) -> list[jax.Array]:
-    """Squared norm of each unit for each leaf: leaves [n, ...] -> float32 [n] each."""
+    """Returns each unit's squared norm for each leaf: leaves [n, ...] -> float32 [n] each."""
 
     def one(g: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(g.astype(jnp.float32)), axis=tuple(range(1, g.ndim)))
@@ -34,9 +34,9 @@ def squared_norms(gradients: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array, parts: int) -> jax.Array:
-    """Sum over units of weight times gradient, in float32; units outside ``keep`` add exactly 0.
+    """Returns the sum over units of weight times gradient, float32; 0 outside ``keep`` (bool [n]).
 
-    ``parts``: number of parts in which devices hold the unit axis.
+    ``parts`` is the number of parts into which devices split the unit axis.
     """
     if parts == 1 and len(gradient) <= _ONE_LOOP:
         terms = [
@@ -48,7 +48,7 @@ def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array, parts
 
 
 def solve_vmap(problem: ClippingProblem) -> ClippedSums:
-    """Forms the gradients of all units together; memory n x parameters."""
+    """Forms the gradients of all units at once, in memory for n x parameters."""
     (losses, aux), gradients = problem.every_gradient()
     units = problem.unit_weights(squared_norms(gradients))
     sums = [weighted_sum(*x, problem.parts) for x in zip(gradients, units.weights, units.keeps)]
@@ -56,32 +56,32 @@ def solve_vmap(problem: ClippingProblem) -> ClippedSums:
 
 
 def microbatched(solve: Any, problem: ClippingProblem, microbatch_size: int) -> ClippedSums:
-    """Runs a strategy over microbatches in a ``lax.scan``, adding up the sums.
+    """Runs a strategy over microbatches in a ``lax.scan`` and adds up the sums.
 
     Args:
       solve: ``ClippingProblem -> ClippedSums``.
-      problem: any number of units; the last microbatch is filled with padding.
-      microbatch_size: units in each, >= 1.
+      problem: any number of units; the last microbatch is filled up with padding.
+      microbatch_size: units in a microbatch, >= 1.
 
     Raises:
-      BadInputError: units are split over devices, and a microbatch cannot be.
+      BadInputError: units are split over devices, but a microbatch cannot be split equally.
     """
     n = problem.num_units
     size = min(microbatch_size, n)
     if size % problem.parts:
         raise BadInputError(
             f"clipped_grad: microbatches of {size} units cannot be split over the "
-            f"{problem.parts} parts of unit_sharding; take a multiple"
+            f"{problem.parts} parts of unit_sharding: set microbatch_size to a multiple of that"
         )
     steps = -(-n // size)
-    if steps == 1:  # XLA's CPU compiler keeps a loop of one turn, where convolutions are slow
+    if steps == 1:  # XLA's CPU compiler keeps a loop of one iteration, with slow convolutions
         return solve(problem)
 
     def split(x: jax.Array) -> jax.Array:
-        # Padding repeats real units rather than inventing zeros, which a loss may choke on.
+        # Padding repeats real units instead of zeros, for which a loss may fail.
         filled = jnp.take(x, jnp.arange(steps * size) % n, axis=0) if steps * size != n else x
-        # Left to itself the compiler splits the axis of steps over devices, and its loop over steps
-        # then mixes units.
+        # Without this constraint the compiler splits the axis of steps over devices, and its loop
+        # over steps then mixes units.
         return problem.place(filled.reshape(steps, size, *x.shape[1:]), 1)
 
     real = problem.real

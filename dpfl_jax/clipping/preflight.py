@@ -1,8 +1,8 @@
 """Checks of a clipped gradient before the first step of a run.
 
 ``self_check`` compares a strategy's norms and sum with plain per-unit gradients. ``probe`` asks the
-compiler for its memory: book-keeping keeps the activations and output gradients of all units of a
-microbatch alive. ``auto`` estimates that from shapes; the compiler knows.
+compiler how much memory a strategy needs, which ``auto`` only estimates from shapes: book-keeping
+holds the activations and output gradients of all units of a microbatch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SelfCheckError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class SelfCheck:
-    """What ``self_check`` measured.
+    """The result of ``self_check``.
 
     Attributes:
-      max_relative_error: largest over units and parameters, relative to the unit's whole norm.
-      tolerance: what it was held against.
-      units: how many units were compared.
+      max_relative_error: largest error over units and parameters, relative to the unit's norm.
+      tolerance: largest error allowed.
+      units: number of units compared.
 
     Examples:
       >>> from dpfl_jax.clipping import SelfCheck
@@ -68,21 +68,21 @@ def self_check(
     max_units: int = 2,
     tolerance: float | None = None,
 ) -> SelfCheck:
-    """Compares the norms and the weighted sum of each parameter with those of ``vmap``.
+    """Compares each parameter's norms and weighted sum with those of plain per-unit gradients.
 
     Args:
-      gradient: what the run will use.
+      gradient: the clipped gradient that the run will use.
       *args: as in a call: parameters (those that are all zero are perturbed for the check), and
         batches [n, ...], of which the first ``max_units`` that are not padding are used.
       mask: [n], as in a call.
       rng: as in a call.
       weight: as in a call.
-      max_units: units that are compared; each costs the memory of its gradient.
-      tolerance: largest relative error; default 1e-3, or 5e-2 where the loss computes in less
+      max_units: number of units to compare; each takes the memory of its gradient.
+      tolerance: largest relative error; default: 1e-3, or 5e-2 where the loss computes in less
         than float32, as products of default precision do on a TPU or GPU.
 
     Raises:
-      SelfCheckError: names the parameter, and what to do.
+      SelfCheckError: they disagree; the message names the parameter, and what to do.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -98,7 +98,7 @@ def self_check(
     chosen = real[:max_units]
     if not len(chosen):
         return SelfCheck(0.0, tolerance or TOLERANCE["float32"], 0)
-    # A NaN in the data would hide what the program does with numbers.
+    # A NaN in the data would hide errors of the program.
     batch = jax.tree.map(lambda x: _finite(jnp.asarray(x)[chosen]), batch)
     weight = None if weight is None else jnp.asarray(weight)[chosen]
     if tolerance is None:
@@ -122,18 +122,18 @@ def self_check(
 
             def weights_fn(squared: Any) -> Any:
                 seen.append(jnp.stack(list(squared)))
-                return inner.unit_weights(squared)  # the same weights for both
+                return inner.unit_weights(squared)  # equal weights for both strategies
 
             watched = dataclasses.replace(inner, weights_fn=weights_fn)
             solution = solve_vmap(watched) if vmap else gradient.solve(watched, microbatches=False)
-            return seen[-1], solution.sums, solution.weights  # `auto` traces first, then runs
+            return seen[-1], solution.sums, solution.weights  # `auto` traces it first
 
         return jax.jit(go, out_shardings=places, compiler_options=unoptimised())(params, batch)
 
     got, got_sums, _ = run(vmap=False)
     want, want_sums, weights = run(vmap=True)
     got, want = np.asarray(got), np.asarray(want)
-    # A NaN anywhere leaves the whole unit out, unless leaves are clipped separately.
+    # A NaN anywhere excludes the whole unit, unless leaves are clipped separately.
     apart = problem.rule.is_per_leaf
     finite = [np.isfinite(x if apart else np.broadcast_to(x.sum(0), x.shape)) for x in (want, got)]
     compared = finite[0] & finite[1]
@@ -141,7 +141,7 @@ def self_check(
     whole = np.sqrt(np.maximum(squares[0].sum(0), 1e-60))
     error = np.abs(np.sqrt(np.maximum(squares[1], 0.0)) - np.sqrt(squares[0])) / whole
     error = np.where(finite[0] != finite[1], np.inf, error)
-    # Relative to what the units add at most: their sum itself may cancel to nothing.
+    # Errors are relative to the most that the units can add, because their sum may cancel.
     added = np.sqrt(squares[0]) * np.reshape(np.asarray(weights, np.float64).T, (-1, len(chosen)))
     size = float(np.linalg.norm(added.sum(axis=1))) or 1.0
     off = [float(jnp.linalg.norm((g - w).ravel())) / size for g, w in zip(got_sums, want_sums)]
@@ -157,15 +157,15 @@ def self_check(
 
 
 def unoptimised() -> dict[str, Any] | None:
-    """Compiler options for a program that runs a few times: it compiles faster on a CPU."""
+    """Returns compiler options for programs that run only a few times: a CPU compiles faster."""
     return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 
 
 def away_from_zero(params: PyTree) -> PyTree:
-    """``params``, with random numbers in place of those that are all zero.
+    """Returns ``params`` with random numbers in place of parameters that are all zero.
 
-    An adapter starts with one factor at zero, which makes the gradient of the other zero: a check
-    there would find nothing wrong. Arrays stay on their devices.
+    An adapter starts with one factor at zero, which makes the gradient of the other factor zero, so
+    that a check would find no error. Arrays stay on their devices.
     """
 
     def one(x: Any) -> jax.Array:
@@ -190,7 +190,7 @@ def _is_remote(x: Any) -> bool:
 
 
 def is_low(gradient: ClippedGrad, *args: PyTree, rng: Any = None, weight: Any = None) -> bool:
-    """Whether anything in the loss is computed in less than float32."""
+    """Returns whether anything in the loss is computed in less than float32."""
     if machine_for(gradient.platform).rounding > 0:
         return True
 
@@ -201,19 +201,19 @@ def is_low(gradient: ClippedGrad, *args: PyTree, rng: Any = None, weight: Any = 
 
 
 def has_low(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether a function of arrays computes anything in less than float32."""
+    """Returns whether a function of arrays computes anything in less than float32."""
     text = jax.make_jaxpr(function)(*args).pretty_print(use_color=False)
     return any(f"{kind}[" in text for kind in ("bf16", "f16"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Probed:
-    """What ``probe`` found.
+    """The result of ``probe``.
 
     Attributes:
       gradient: the clipped gradient with strategy and microbatch size fixed.
-      temp_bytes: temporary memory that the compiler allocates for it on one device.
-      tried: (strategy, microbatch size or None, temporary bytes) of all that were compiled.
+      temp_bytes: bytes of temporary memory that the compiler allocates for it on one device.
+      tried: (strategy, microbatch size or None, temporary bytes) for each compiled candidate.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -245,23 +245,23 @@ def probe(
 ) -> Probed:
     """Fixes the strategy of ``gradient`` by compiling it for arrays of these shapes.
 
-    Compiles what ``auto`` would take, and, where that does not fit, the same in ever smaller
-    microbatches, and a scan over single units.
+    It compiles the choice of ``auto`` first. If that does not fit into memory, it compiles ever
+    smaller microbatches, and finally a scan over single units.
 
     Args:
-      gradient: usually with strategy ``"auto"``.
+      gradient: a clipped gradient, usually with strategy ``"auto"``.
       *args: arrays or ``jax.ShapeDtypeStruct``s, as in a call.
       mask: as in a call.
       rng: as in a call.
       weight: as in a call.
-      memory_limit: bytes of temporary memory; default what ``gradient`` was given, else half of
-        what the device says it has; if neither is known the first choice is taken.
+      memory_limit: bytes of temporary memory; default: the limit of ``gradient``, else half of the
+        device's memory. If neither is known, the first choice is taken.
 
     Returns:
-      A ``Probed``; use its ``gradient``.
+      A ``Probed``, whose ``gradient`` is the one to use.
 
     Raises:
-      BadInputError: not even one unit at a time fits.
+      BadInputError: even one unit at a time does not fit.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -294,8 +294,8 @@ def probe(
     least = min(taken for _, _, taken in tried)
     raise BadInputError(
         f"clipped_grad: the gradient of one unit takes {least / 2**20:.0f} MiB of temporary "
-        f"memory, but {(limit or 0) / 2**20:.0f} MiB are allowed: shorten the examples, lower the "
-        "group size, turn remat on, or split the parameters over more devices"
+        f"memory, but only {(limit or 0) / 2**20:.0f} MiB are allowed: shorten the examples, lower "
+        "the group size, turn remat on, or split the parameters over more devices"
     )
 
 

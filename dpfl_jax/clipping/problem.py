@@ -1,4 +1,4 @@
-"""One call of a clipped gradient as every strategy sees it: a unit loss over flat leaves."""
+"""``ClippingProblem``: one call of a clipped gradient, flattened, as every strategy takes it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class ClippingProblem:
 
     Attributes:
       loss: ``(leaves, unit) -> (float32 scalar, aux)`` for ONE unit.
-      leaves: trainable parameters, floating point, varying over every axis the units vary over.
+      leaves: trainable floating-point parameters, which vary over every mesh axis of the units.
       names: their names, e.g. ``"layers/mlp/kernel"``.
       units: pytree of arrays [n, ...].
       real: bool [n]; False for padding.
-      weight: bool, int or float [n], what units' clipped gradients are multiplied by; None: 1.
-      bound: float [n], the units' own bounds; None for most rules.
+      weight: bool, int or float [n], a factor of each unit's clipped gradient; None: 1.
+      bound: float [n], each unit's clip norm; None for most rules.
       rule: the clip rule.
-      sharding: how the unit axis is split under automatic sharding; None: as the compiler likes.
+      sharding: how the unit axis is split under automatic sharding; None: the compiler chooses.
       pieces: cuts a unit into pieces whose losses add up to the unit's, see ``clipped_grad``;
-        None: a unit's gradient is formed in one go.
+        None: a unit's gradient is formed at once.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how a unit's gradient is split over
-        devices while it is accumulated; None: as the compiler likes.
-      weights_fn: from squared norms to the units' weights, in place of ``unit_weights``.
+        devices while it is accumulated; None: the compiler chooses.
+      weights_fn: turns squared norms into the units' weights, in place of ``unit_weights``.
     """
 
     loss: Callable[[Sequence[jax.Array], PyTree], tuple[jax.Array, PyTree]]
@@ -54,9 +54,9 @@ class ClippingProblem:
     weights_fn: Callable[[Sequence[jax.Array]], UnitWeights] | None = None
 
     def every_gradient(self) -> tuple[tuple[jax.Array, PyTree], Sequence[jax.Array]]:
-        """Losses, auxiliary outputs and gradients of all units: leaves [n, ...]."""
+        """Returns losses, auxiliary outputs and gradients of all units: leaves [n, ...]."""
         whole = jax.value_and_grad(self.loss, has_aux=True)
-        # Values that a loss places (``models.transformer``) stay on the devices that hold the unit.
+        # Values with a sharding constraint in the loss stay on the devices that hold the unit.
         units = functools.partial(jax.vmap, in_axes=(None, 0), spmd_axis_name=self._unit_axes())
         if self.pieces is None:
             values, gradients = units(whole)(self.leaves, self.units)
@@ -65,8 +65,8 @@ class ClippingProblem:
         pieces = jax.tree.map(self.place, jax.vmap(self.pieces)(examples))
         count: Any = jax.tree.leaves(pieces)[0].shape[1]
         exists = pieces.pop("there", None) if isinstance(pieces, dict) else None
-        # Of several units, each takes all pieces: how many one takes must not follow from another
-        # (a custom backward pass of the loss may give an absent record a gradient).
+        # With several units, each takes all pieces, because how many one takes must not depend on
+        # another (a custom backward pass of the loss may give an absent record a gradient).
         if exists is not None and self.num_units == 1:
             count = jnp.where(exists[0], jnp.arange(count) + 1, 0).max()
 
@@ -97,7 +97,7 @@ class ClippingProblem:
 
     @property
     def num_units(self) -> int:
-        """Number of units, padding included."""
+        """Number of units, including padding."""
         return self.real.shape[0]
 
     @property
@@ -111,7 +111,7 @@ class ClippingProblem:
 
     @property
     def shards(self) -> int:
-        """``parts`` if they are equal, else 1."""
+        """``parts`` if they have equal sizes, else 1."""
         return self.parts if self.num_units % self.parts == 0 else 1
 
     def _unit_axes(self) -> Any:
@@ -120,7 +120,7 @@ class ClippingProblem:
         return self.sharding.spec[0]
 
     def place(self, x: jax.Array, axis: int = 0) -> jax.Array:
-        """``x``, whose ``axis`` is the unit axis, kept on the devices that hold the units."""
+        """Returns ``x``, with the unit axis ``axis``, kept on the devices that hold the units."""
         if self.sharding is None:
             return x
         free = PartitionSpec.UNCONSTRAINED
@@ -132,13 +132,13 @@ class ClippingProblem:
     def unit_weights(
         self, squared: Sequence[jax.Array], rounded: Sequence[jax.Array | None] | None = None
     ) -> UnitWeights:
-        """Turns squared norms per leaf into weights.
+        """Returns the units' weights, given squared norms per leaf.
 
         Args:
           squared: the leaves' squared norms, float32 [n] each, before masking.
-          rounded: for each leaf, by how much at most (over the weight, [n]) what is summed may
-            differ from the gradient whose norm was taken; None for not at all. It is added to the
-            norm before the rule is applied, so that the bound holds for what is summed.
+          rounded: for each leaf, a bound [n] on the distance (divided by the weight) between what
+            is summed and the gradient whose norm was taken; None: 0. It is added to the norm before
+            the rule is applied, so that the bound holds for what is summed.
         """
         if self.weights_fn is not None:
             return self.weights_fn(squared)
@@ -149,7 +149,7 @@ class ClippingProblem:
             if more is not None:
                 bounds[i] = jnp.square(jnp.sqrt(squared[i]) + more)
         # proof: clip-2
-        finite = jnp.isfinite(sum(bounds, start=zeros))  # then the total is: no bound is below it
+        finite = jnp.isfinite(sum(bounds, start=zeros))  # then the smaller total is finite, too
         keep = self.real & finite
         keeps = [keep] * len(bounds)
         if self.rule.is_per_leaf:
@@ -176,7 +176,7 @@ class ClippingProblem:
     def clipped_sums(
         self, sums: list[jax.Array], units: UnitWeights, losses: jax.Array, aux: PyTree
     ) -> ClippedSums:
-        """What a strategy returns that has added up units' gradients by these weights."""
+        """Returns the result of a strategy that has summed units' gradients with these weights."""
         losses = unit_where(self.real, losses)
         seen = (units.norms, units.leaf_norms, units.reported, losses, units.nonfinite)
         return ClippedSums(sums, *seen, aux)
@@ -185,10 +185,10 @@ class ClippingProblem:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UnitWeights:
-    """What the rule makes of each unit: ``ClippedGradResult``'s fields, and weights per leaf.
+    """The weights that the rule gives units, and fields of ``ClippedGradResult``.
 
     Attributes:
-      reported: the result's ``weights``.
+      reported: ``weights`` of the result.
       weights: float32 [n], one per leaf.
       keeps: bool [n], one per leaf; False where a unit adds exactly zero.
     """
@@ -204,7 +204,7 @@ class UnitWeights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClippedSums:
-    """What a strategy returns: ``ClippedGradResult`` with flat lists of leaves."""
+    """The result of a strategy: ``ClippedGradResult`` with flat lists of leaves."""
 
     sums: list[jax.Array]
     norms: jax.Array
@@ -216,14 +216,14 @@ class ClippedSums:
 
 
 def as_arrays(what: str, tree: PyTree) -> PyTree:
-    """``tree`` with numbers and NumPy arrays made JAX arrays.
+    """Returns ``tree`` with numbers and NumPy arrays converted to JAX arrays.
 
     Args:
-      what: name of the argument that ``tree`` is.
-      tree: arrays and numbers.
+      what: name of the argument, for messages.
+      tree: pytree of arrays and numbers.
 
     Raises:
-      BadInputError: a leaf is neither.
+      BadInputError: a leaf is neither an array nor a number.
     """
 
     def one(path: tuple[Any, ...], x: Any) -> jax.Array:
@@ -233,17 +233,17 @@ def as_arrays(what: str, tree: PyTree) -> PyTree:
             kind = f"an array of {x.dtype}" if hasattr(x, "dtype") else f"a {type(x).__name__}"
             raise BadInputError(
                 f"clipped_grad: the entry {leaf_name(path)!r} of {what} must be an array of "
-                f"numbers, but it is {kind}: take it out, and let the loss close over it"
+                f"numbers, but it is {kind}: remove it, and let the loss close over it"
             ) from error
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def count_units(batch: PyTree) -> int:
-    """The length of the leading axis that all arrays of a batch share.
+    """Returns the length of the leading axis that all arrays of a batch share.
 
     Raises:
-      BadInputError: no arrays, or they disagree.
+      BadInputError: the batch has no arrays, or their leading axes differ.
     """
     shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
     if not shapes:

@@ -1,4 +1,4 @@
-"""What a clipped gradient returns, statistics of a step, and helpers for arrays of units."""
+"""Results of a clipped gradient, statistics of a step, and helpers for arrays of units."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClippedGradResult:
-    """The sum of clipped unit gradients, and what was computed on the way.
+    """The sum of clipped unit gradients, with values of single units.
 
-    Everything but ``sum`` is of single units and has had no noise added: it is as secret as the
-    data. ``sum`` becomes private only with noise scaled to the rule's sensitivity.
+    Values of single units have no noise and are as secret as the data. ``sum`` becomes private only
+    with noise scaled to the rule's sensitivity.
 
     Attributes:
       sum: like the parameters, float32; None where a parameter is not trainable.
-      norms: float32 [n], the gradient's norm before clipping; 0 for padding and non-finite units.
-      weights: float32 [n], what each gradient was multiplied by; [n, groups] for rules that clip
-        groups of parameters separately; 0 for padding and non-finite units.
+      norms: float32 [n], gradient norms before clipping; 0 for padding and non-finite units.
+      weights: float32 [n], the factors of the gradients; [n, groups] for rules that clip groups of
+        parameters separately; 0 for padding and non-finite units.
       losses: float32 [n]; 0 for padding.
-      nonfinite: bool [n]; the unit's gradient held a NaN or an infinity (or its squared norm
-        overflows float32): it was replaced by zero; where each parameter is clipped separately
-        (PerLayer), only the parameters that are not finite were.
-      aux: what the loss returned beside its value, stacked [n, ...]; None without ``has_aux``.
-      leaf_norms: like the parameters, float32 [n]: the norms of each parameter's gradients alone;
-        None where a parameter is not trainable.
+      nonfinite: bool [n], whether a unit's gradient held a NaN or an infinity (or its squared norm
+        overflows float32) and was replaced by zero. If each parameter is clipped separately
+        (PerLayer), only the parameters that are not finite are replaced.
+      aux: the auxiliary outputs of the loss, stacked [n, ...]; None without ``has_aux``.
+      leaf_norms: like the parameters, float32 [n]: the norms of each parameter's gradients; None
+        where a parameter is not trainable.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -56,13 +56,13 @@ class StepStats:
     """Sums over the units of one step, computed from private data without noise.
 
     Attributes (float32 scalars):
-      units: units drawn.
+      units: number of units drawn.
       loss: sum of unit losses.
-      clipped: units whose gradient norm was above what it was clipped to.
+      clipped: number of units whose gradient norm was above the clip norm.
       norm: sum of unit gradient norms.
-      nonfinite: units whose loss, or gradient, had a NaN or infinity; such a gradient was replaced
-        by zero. They are in no other sum but ``units``.
-      clip_norm: of this step, where it adapts; it follows from releases, and is public.
+      nonfinite: number of units whose loss or gradient had a NaN or infinity. Such a gradient was
+        replaced by zero, and such a unit counts in no other sum except ``units``.
+      clip_norm: clip norm of this step, if it adapts; it follows from releases, and is public.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -81,12 +81,12 @@ class StepStats:
 
     @classmethod
     def of(cls, result: ClippedGradResult, mask: jax.Array, bound: Any) -> StepStats:
-        """The sums over the units of a result.
+        """Returns the sums over the units of a clipped gradient's result.
 
         Args:
-          result: of a clipped gradient.
+          result: what the clipped gradient returned.
           mask: bool, int or float [n], the units that count.
-          bound: what they were clipped to.
+          bound: the clip norm.
         """
         real = mask.astype(bool)
         finite = real & ~result.nonfinite & jnp.isfinite(result.losses)
@@ -104,11 +104,11 @@ class StepStats:
 
     @classmethod
     def zero(cls, *shape: int) -> StepStats:
-        """The sums over no units, each float32 of ``shape``."""
+        """Returns the sums over no units, each float32 of ``shape``."""
         return cls(*[jnp.zeros(shape, jnp.float32)] * 5)
 
     def row(self, private: bool) -> dict[str, Any]:
-        """The entries of a row of metrics."""
+        """Returns a row of metrics; quantities of clipping are None unless ``private``."""
         units, finite = float(self.units), float(self.units - self.nonfinite)
         adapting = {} if self.clip_norm is None else {"clip_norm": float(self.clip_norm)}
         return {
@@ -122,21 +122,21 @@ class StepStats:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """``layers/mlp/kernel`` from a JAX key path."""
+    """Returns a parameter's name, such as ``layers/mlp/kernel``, from its JAX key path."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "params"
 
 
 def axes_of(aval: Any) -> frozenset[str]:
-    """Mesh axes over which a value of this abstract type varies."""
-    # Named `vma` up to JAX 0.10.1, `manual_axis_type.varying` since. No default: were both missing,
-    # an empty answer would silently multiply the sensitivity by the number of devices.
+    """Returns the mesh axes over which a value of this abstract type varies."""
+    # JAX up to 0.10.1 calls them `vma`, later versions `manual_axis_type.varying`. There is no
+    # default, because an empty answer would silently multiply the sensitivity by the device count.
     if hasattr(aval, "manual_axis_type"):
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(aval.vma)
 
 
 def varying_axes(*trees: PyTree) -> frozenset[str]:
-    """Mesh axes over which any array in the trees varies inside ``jax.shard_map``."""
+    """Returns the mesh axes over which any array of the trees varies inside ``jax.shard_map``."""
     axes: frozenset[str] = frozenset()
     for leaf in jax.tree.leaves(trees):
         axes |= axes_of(jax.typeof(leaf))
@@ -144,11 +144,11 @@ def varying_axes(*trees: PyTree) -> frozenset[str]:
 
 
 def vary(tree: PyTree, axes: frozenset[str]) -> PyTree:
-    """Makes every array of ``tree`` vary over ``axes``; outside ``shard_map`` does nothing.
+    """Makes every array of ``tree`` vary over ``axes``; outside ``shard_map`` it does nothing.
 
     Inside ``jax.shard_map``, differentiating with respect to a value that does not vary over a
-    mesh axis sums its gradient over that axis, that is *before* clipping: the sensitivity is then
-    the number of devices. Whatever is differentiated here goes through this function first.
+    mesh axis sums its gradient over that axis *before* clipping, which multiplies the sensitivity
+    by the number of devices. So everything that is differentiated goes through this function first.
     """
 
     def one(x: Any) -> Any:
@@ -159,11 +159,11 @@ def vary(tree: PyTree, axes: frozenset[str]) -> PyTree:
 
 
 def pinned(x: jax.Array) -> jax.Array:
-    """``x``, made to have the same value in every use if it has fewer bits than float32.
+    """Returns ``x`` such that all its uses see equal values, even in less than float32.
 
-    XLA may leave out a rounding to bfloat16 or float16 for one use and not for another: the norm
-    would not be that of what is summed. It never leaves out ``reduce_precision``. Types other than
-    bfloat16 become float32: they have too few exponents to be rounded to again unchanged.
+    XLA may skip a rounding to bfloat16 or float16 for one use and not for another, so that the norm
+    would not be the norm of what is summed. It never skips ``reduce_precision``. Types other than
+    bfloat16 become float32, because rounding to them again may change values.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x
@@ -172,7 +172,7 @@ def pinned(x: jax.Array) -> jax.Array:
 
 
 def real_units(mask: jax.Array) -> jax.Array:
-    """Bool [n], which units a mask (bool, int or float [n]) counts: those not of zero or NaN."""
+    """Returns which units a mask (bool, int or float [n]) counts, bool [n]: not zero, not NaN."""
     mask = jnp.asarray(mask)
     return (mask != 0) & (mask == mask)
 

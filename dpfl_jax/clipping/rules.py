@@ -1,8 +1,8 @@
-"""Clip rules: from the norm of a unit's gradient to the weight it is multiplied by.
+"""Clip rules: which factor a unit's gradient is multiplied by, given its norm.
 
-A rule is a value: a frozen dataclass, whose fields a configuration gives under its ``kind``. It
-carries its own sensitivity, the largest norm that one unit's contribution can have, so that noise
-is scaled to what was summed and to nothing else.
+A rule is a frozen dataclass, whose fields a configuration gives under the rule's ``kind``. It knows
+its sensitivity, the largest norm of one unit's contribution, so that noise is scaled to exactly
+what was summed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dpfl_jax.errors import BadInputError, positive
 
 PyTree = Any
 
-# Squares of smaller norms are lost in float32.
+# Squares of smaller norms underflow float32.
 SMALLEST_CLIP_NORM = 1e-12
 
 
 def _positive(what: str, value: float) -> float:
-    """``value`` as a float, as squares and sums of other kinds of numbers overflow or round."""
-    if isinstance(value, jax.core.Tracer):  # known only on the device: see ``_zero_unless_valid``
+    """``value`` as a float, because squares and sums of other number types overflow or round."""
+    if isinstance(value, jax.core.Tracer):  # checked on the device by ``_zero_unless_valid``
         return value
     kind = np.asarray(value).dtype
     if np.shape(value) != () or not any(
@@ -50,7 +50,7 @@ def _positive(what: str, value: float) -> float:
 
 
 def check_floats(clip: Any) -> None:
-    """Makes the float fields Python floats; raises BadInputError if one is not above 0."""
+    """Converts the float fields to Python floats; raises BadInputError if one is not above 0."""
     for field in dataclasses.fields(clip):
         if field.type in (float, "float"):
             value = _positive(f"{type(clip).__name__}: {field.name}", getattr(clip, field.name))
@@ -58,19 +58,19 @@ def check_floats(clip: Any) -> None:
 
 
 def _zero_unless_valid(weights: jax.Array, value: jax.Array | float) -> jax.Array:
-    """``weights``, or zero where the number that they follow from is not finite, or too small."""
+    """``weights``, or zero where the clip norm (or other ``value``) is not finite or too small."""
     good = jnp.isfinite(value) & (value >= SMALLEST_CLIP_NORM)
     return jnp.where(good, weights, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule(abc.ABC):
-    """The base of all clip rules. Fields that are floats must be above 0.
+    """The base of all clip rules, whose float fields must be above 0.
 
     Attributes:
-      kind: its name in a configuration; rules that mechanisms make have none.
-      is_per_leaf: whether the weight of a leaf follows from the norm of that leaf alone.
-      compensated: whether rounding errors of sums are always added up beside them.
+      kind: the rule's name in a configuration; rules made by mechanisms have no name.
+      is_per_leaf: whether the weight of a leaf depends on the norm of that leaf alone.
+      compensated: whether rounding errors of sums are always summed and added.
 
     Examples:
       >>> from dpfl_jax.clipping import Automatic, Flat
@@ -92,31 +92,31 @@ class Rule(abc.ABC):
 
     @property
     def threshold(self) -> float | None:
-        """The norm above which every gradient is clipped; None if there is no such norm."""
+        """The norm above which gradients are clipped; None if there is no such norm."""
         return self.sensitivity
 
     def of_units(self, batch: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """The batch as the loss takes it; and the units' own ``bound``, for rules that need one."""
+        """Returns the batch for the loss, and each unit's ``bound`` for rules that need one."""
         return batch, None
 
     def partition(self, names: Sequence[str]) -> list[int] | None:
-        """The group of parameters each leaf belongs to, or None: all leaves are one group."""
+        """Returns each leaf's group of parameters, or None if all leaves are one group."""
         return None
 
     @abc.abstractmethod
     def leaf_weights(
         self, squared: Sequence[jax.Array], names: Sequence[str], bound: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Weights for each leaf from the squared norms of each leaf.
+        """Returns the units' weights for each leaf, given their squared norms.
 
         Args:
           squared: one float32 [n] per leaf, finite.
           names: the leaves' names.
-          bound: float [n], each unit's own (``of_units``); None for most rules.
+          bound: float [n], each unit's bound (``of_units``); None for most rules.
 
         Returns:
-          The weights as reported ([n], or [n, groups] for rules with groups of parameters), and
-          one float32 [n] per leaf.
+          The weights to report ([n], or [n, groups] for rules with groups of parameters), and one
+          float32 [n] per leaf.
         """
 
 
@@ -126,11 +126,11 @@ class WholeGradientRule(Rule):
 
     @abc.abstractmethod
     def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
-        """Returns what each unit's gradient is multiplied by.
+        """Returns the factor of each unit's gradient.
 
         Args:
           norms: float32 [n], finite and >= 0.
-          bound: as of ``leaf_weights``.
+          bound: float [n], each unit's bound; None for most rules.
 
         Returns:
           float32 [n].
@@ -145,7 +145,7 @@ class WholeGradientRule(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class NoClip(WholeGradientRule):
-    """Leaves gradients as they are, without a bound: for baselines without privacy.
+    """Does not clip, so that there is no bound: for baselines without privacy.
 
     Examples:
       >>> from dpfl_jax.clipping import NoClip
@@ -165,7 +165,7 @@ class NoClip(WholeGradientRule):
 
 @dataclasses.dataclass(frozen=True)
 class Flat(WholeGradientRule):
-    """min(1, C/n): contributions have norm at most C (Abadi et al. 2016, Algorithm 1).
+    """Clips to norm C, with the weight min(1, C/norm) (Abadi et al. 2016, Algorithm 1).
 
     Attributes:
       clip_norm: C > 0, in the units of the gradient.
@@ -192,9 +192,9 @@ class Flat(WholeGradientRule):
 
 @dataclasses.dataclass(frozen=True)
 class Normalized(WholeGradientRule):
-    """min(1/C, 1/n): the flat rule divided by C (De et al. 2022, section 3.3).
+    """Clips to norm C and divides by C, with the weight min(1/C, 1/norm).
 
-    The learning rate then does not scale with C.
+    The best learning rate then does not scale with C (De et al. 2022, section 3.3).
 
     Attributes:
       clip_norm: C > 0.
@@ -223,11 +223,11 @@ class Normalized(WholeGradientRule):
 
 @dataclasses.dataclass(frozen=True)
 class OwnBound(WholeGradientRule):
-    """min(1, b/n), where each unit has its own b <= C, as the batch's entry ``"bound"``.
+    """Clips each unit to a personal bound b <= C, the batch's entry ``"bound"``: min(1, b/norm).
 
     Attributes:
       clip_norm: C > 0.
-      normalized: whether all is divided by C, as by ``Normalized``.
+      normalized: whether contributions are divided by C, as by ``Normalized``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -240,7 +240,7 @@ class OwnBound(WholeGradientRule):
 
     clip_norm: float
     normalized: bool = False
-    compensated: ClassVar[bool] = True  # b may be as small as what rounding moves a sum by
+    compensated: ClassVar[bool] = True  # b may be as small as the rounding error of a sum
 
     def of_units(self, batch: PyTree) -> tuple[PyTree, jax.Array | None]:
         if not isinstance(batch, dict) or "bound" not in batch:
@@ -248,7 +248,6 @@ class OwnBound(WholeGradientRule):
         return {name: x for name, x in batch.items() if name != "bound"}, batch["bound"]
 
     def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
-        """See ``WholeGradientRule.weights``; ``bound``: float [n], b of each unit."""
         if bound is None:
             raise BadInputError(
                 'OwnBound: the units have no bounds: give the batch an entry "bound", as fit does'
@@ -269,10 +268,10 @@ class OwnBound(WholeGradientRule):
 
 @dataclasses.dataclass(frozen=True)
 class Automatic(WholeGradientRule):
-    """1/(n + gamma), no threshold to tune (Bu et al. 2023, "Automatic clipping", AUTO-S).
+    """Normalises by 1/(norm + gamma), without a threshold to tune (Bu et al. 2023, AUTO-S).
 
     Attributes:
-      gamma: > 0; keeps small gradients apart in size.
+      gamma: > 0; keeps differences in size between small gradients.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -297,7 +296,7 @@ class Automatic(WholeGradientRule):
 
     @property
     def threshold(self) -> None:
-        return None  # every gradient is scaled, to nearly the same norm
+        return None  # every gradient is scaled, to nearly one norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,10 +304,10 @@ class PerGroup(Rule):
     """Clips groups of parameters separately: group k to C_k (McMahan et al. 2018).
 
     Attributes:
-      clip_norms: C_k by pattern (``{"embed": 0.1, "*": 1.0}``), or pairs of both; a parameter
-        belongs to the first shell pattern (``"layers/*/kernel"``) that matches its name or that of
-        a tree it lies in; a pattern that matches no parameter still adds to the sensitivity.
-        Stored as pairs: files need not keep the order of a mapping.
+      clip_norms: C_k by pattern (``{"embed": 0.1, "*": 1.0}``), or pairs of both. A parameter
+        belongs to the first shell pattern (``"layers/*/kernel"``) that matches its name, or the
+        name of a subtree that holds it. A pattern that matches no parameter still adds to the
+        sensitivity. It is stored as pairs, because files need not keep the order of a mapping.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -346,12 +345,12 @@ class PerGroup(Rule):
 
     @classmethod
     def of_tree(cls, clip_norms: PyTree) -> PerGroup:
-        """The rule of a tree of clip norms that is a prefix of the parameters."""
+        """Returns the rule for a tree of clip norms that is a prefix of the parameters."""
         flat = jax.tree_util.tree_flatten_with_path(clip_norms)[0]
         return cls(tuple((glob.escape(leaf_name(path)), norm) for path, norm in flat))
 
     def partition(self, names: Sequence[str]) -> list[int]:
-        """The group of each parameter; raises BadInputError for one that no pattern matches."""
+        """Returns the group of each parameter; raises BadInputError if no pattern matches one."""
         out = []
         for name in names:
             hits = [
@@ -386,8 +385,8 @@ class PerGroup(Rule):
 class PerLayer(Rule):
     """Clips every parameter leaf separately, to C / sqrt(number of leaves) (McMahan et al. 2018).
 
-    No leaf waits for the norms of the others: gradients that are formed for their norms are added
-    up right away, where that is estimated to be faster than other ways to the norm.
+    No leaf waits for the norms of other leaves, so gradients that are formed for their norms can be
+    added up right away, where that is estimated to be the fastest method.
 
     Attributes:
       clip_norm: C > 0, the norm of the whole contribution.

@@ -1,7 +1,7 @@
-"""Which parameters are trained, and trained and frozen parameters as two trees with holes.
+"""Trained and frozen parameters as two trees.
 
-Both have the structure of the whole tree, with None where the other has a leaf: None is an empty
-pytree, so gradients, optimiser states, noise and checkpoints of the trained part hold nothing else.
+Both have the structure of the whole tree, with None where the other tree has a leaf. As None is an
+empty pytree, gradients, optimiser states, noise and checkpoints hold trained parameters only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Trainable = PyTree | Callable[[str], bool] | None
 
 
 def trainable_mask(params: PyTree, trainable: Trainable) -> list[bool]:
-    """One bool per leaf of ``params``: floating point, and chosen by ``trainable``.
+    """Returns a bool per leaf of ``params``: whether it is floating point and ``trainable``.
 
     Raises:
-      BadInputError: nothing is left to train, or the tree does not fit the parameters.
+      BadInputError: no parameter is left to train, or the tree does not fit the parameters.
     """
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     if trainable is None:
@@ -34,7 +34,7 @@ def trainable_mask(params: PyTree, trainable: Trainable) -> list[bool]:
     else:
         try:
             if not all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(trainable)):
-                raise ValueError("its leaves are no bools")
+                raise ValueError("its leaves are not bools")
             chosen = jax.tree.leaves(
                 jax.tree.map(
                     lambda flag, sub: jax.tree.map(lambda _: bool(flag), sub), trainable, params
@@ -64,12 +64,12 @@ def split(params: PyTree, trainable: Trainable = None) -> tuple[PyTree, PyTree]:
     """Returns the trained and the frozen part of ``params``.
 
     Args:
-      params: any pytree of arrays (or of anything with a dtype).
+      params: any pytree of arrays (or of objects with a dtype).
       trainable: as in ``clipped_grad``: a function of a parameter's name, or a tree of bools that
-        is a prefix of the parameters; None: all that are floating point.
+        is a prefix of the parameters; None: all floating-point parameters.
 
     Raises:
-      BadInputError: nothing is left to train, or the tree does not fit the parameters.
+      BadInputError: no parameter is left to train, or the tree does not fit the parameters.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -88,7 +88,7 @@ def split(params: PyTree, trainable: Trainable = None) -> tuple[PyTree, PyTree]:
 
 
 def join(trained: PyTree, frozen: PyTree) -> PyTree:
-    """The inverse of ``split``; ``frozen`` may be None for nothing.
+    """Returns the whole tree of parameters, the inverse of ``split``; ``frozen`` may be None.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Strategy matrices of correlated noise: the best for a run, and how much noise they leave.
+"""Strategy matrices of correlated noise: the best ones for a run, and their errors. No JAX.
 
-Nothing here needs JAX: ``noise`` has the transformations that add such noise.
+``noise`` has the transformations that add such noise.
 """
 
 from dpfl_jax.matrices.strategies import (

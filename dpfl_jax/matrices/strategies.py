@@ -1,13 +1,13 @@
 """Strategy matrices K whose noise K^-1 Z has the least mean square in a workload.
 
-K is lower triangular and Toeplitz: its first column says all of it.
+K is lower triangular and Toeplitz, so its first column determines it.
 
 ``banded_strategy``: K has b bands. Choquette-Choo et al. 2023, "(Amplified) Banded Matrix
 Factorization" (arXiv 2306.08153); McKenna 2024 (arXiv 2405.15913).
 
-``inverse_strategy``: K^-1 has b bands; with f_1, ..., f_{b-1} of 0 or more its first column is
-1, -f_1, ..., -f_{b-1}. Kalinin, McKenna, Upadhyay and Lampert 2025, "Back to square roots" (arXiv
-2505.12128), whose bands are those of a square root (BISR); here they are the best for a run.
+``inverse_strategy``: K^-1 has b bands; its first column is 1, -f_1, ..., -f_{b-1} with all f >= 0.
+Kalinin, McKenna, Upadhyay and Lampert 2025, "Back to square roots" (arXiv 2505.12128), take the
+bands of a square root (BISR); here the bands are optimised for the run.
 
 ``buffered_strategy``: with decays d and scales w of B buffers the first column of K is
 1, sum w_i, sum w_i d_i, sum w_i d_i^2, ... (a buffered linear Toeplitz matrix, BLT). Dvijotham et
@@ -33,25 +33,26 @@ MOST_BANDS = 64
 MOST_BUFFERS = 16
 
 Buffers = tuple[tuple[float, ...], tuple[float, ...]]
-"""Decays and scales, one of each for every buffer; numbers that float32 has."""
+"""Decays and scales, one of each per buffer; float32 represents them exactly."""
 
 
 @functools.lru_cache(maxsize=256)
 def banded_strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) -> tuple[float, ...]:
-    """The first column of the K of b bands whose noise has the least mean square in a workload.
+    """Returns the first column of the K of b bands whose noise has the least mean square.
 
-    At sensitivity 1 (a column's norm). McKenna 2024 finds it by gradients, in O(steps bands) each.
+    Its sensitivity, a column's norm, is 1. As in McKenna 2024 it is found by gradient descent, with
+    O(steps bands) operations for each gradient.
 
     Args:
-      bands: b, numbers of the column that are not 0.
+      bands: b, the number of entries of the column that are not 0.
       steps: T, rows and columns of K.
-      workload: what an optimiser makes of the noise.
+      workload: how the optimiser adds up the noise.
 
     Returns:
       b float32 numbers, of norm 1 up to rounding.
 
     Raises:
-      BadInputError: more bands than steps.
+      BadInputError: there are more bands than steps.
 
     Examples:
       >>> from dpfl_jax.matrices import banded_strategy
@@ -72,16 +73,16 @@ def banded_strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) ->
         change = signal.lfilter([1.0], column, first)  # -d first / d column_j, delayed by j
         moved = columns.moved(first)
         error, norm = np.vdot(columns.weights, moved**2), column @ column
-        if not np.isfinite(error * (change @ change)):  # so long a step that K^-1 explodes
+        if not np.isfinite(error * (change @ change)):  # the step was too long: K^-1 explodes
             return 1e3, np.zeros(bands - 1)
         weighted = columns.pulled(columns.weights * moved)
         slope = np.array([(weighted[j:] * change[:-j]).sum() for j in range(1, bands)])
         return np.log(error * norm), 2 * later / norm - 2 * slope / error
 
-    if workload == PREFIX_SUMS:  # from the best with as many bands as steps (Fichtenberger 2023)
+    if workload == PREFIX_SUMS:  # start at the optimum for b = T (Fichtenberger et al. 2023)
         k = np.arange(1, bands)
         start = np.cumprod((2 * k - 1) / (2 * k))
-    else:  # from the best of prefix sums, which is never worse
+    else:  # start at the optimum for prefix sums, so that the result is never worse
         plain = np.array(banded_strategy(bands, steps))
         start = plain[1:] / plain[0]
     tight = {"ftol": 1e-14, "gtol": 1e-9, "maxiter": 500}
@@ -92,7 +93,7 @@ def banded_strategy(bands: int, steps: int, workload: Workload = PREFIX_SUMS) ->
 
 
 def prefix_error(column: tuple[float, ...], steps: int, workload: Workload = PREFIX_SUMS) -> float:
-    """``Workload.error`` of the K with first column ``column``, in ``steps`` steps.
+    """Returns ``Workload.error`` of the K with first column ``column``, over ``steps`` steps.
 
     Examples:
       >>> from dpfl_jax.matrices import banded_strategy, prefix_error
@@ -103,7 +104,7 @@ def prefix_error(column: tuple[float, ...], steps: int, workload: Workload = PRE
 
 
 def best_banded(steps: int, separation: int | None, *, bands: int = 4) -> StrategyMatrix:
-    """The K of b bands that is best for prefix sums over these steps.
+    """Returns the K of b bands that is best for prefix sums over ``steps`` steps.
 
     Examples:
       >>> from dpfl_jax.matrices import best_banded
@@ -114,7 +115,7 @@ def best_banded(steps: int, separation: int | None, *, bands: int = 4) -> Strate
 
 
 def inverse_column(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
-    """The first column of K, float64 [steps], up to rounding.
+    """Returns the first column of the K whose inverse has these f, float64 [steps].
 
     Examples:
       >>> from dpfl_jax.matrices import inverse_column
@@ -125,13 +126,13 @@ def inverse_column(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
 
 
 def inverse_bound(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
-    """The first column of K, float64 [steps], rounded upwards to one that never grows.
+    """Returns the first column of K rounded up to one that does not increase, float64 [steps].
 
-    No number is below that of K, and none below a later one: what is accounted by it for users who
-    take part some steps apart or more is a bound, and exact where K's own column never grows.
+    So accounting by it for users who take part at least some number of steps apart gives a bound,
+    which is exact if K's column does not increase.
 
     Args:
-      coefficients: f, numbers of 0 or more that add up to 1 at most.
+      coefficients: f, numbers >= 0 with a sum of at most 1.
       steps: T, at least 1.
 
     Examples:
@@ -140,7 +141,7 @@ def inverse_bound(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
       [1.0, 0.5, 0.25, 0.125]
     """
     column = inverse_column(coefficients, steps)
-    # Sums of products of numbers >= 0: each is off by its own operations and those before it.
+    # These are sums of products of numbers >= 0, whose relative errors add up over the steps.
     upwards = 1 + (steps * (len(coefficients) + 2) + 8) * 2.0**-52
     column = np.r_[1.0, np.minimum(column[1:] * upwards, 1.0)]
     return np.maximum.accumulate(column[::-1])[::-1]
@@ -149,7 +150,7 @@ def inverse_bound(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
 def inverse_error(
     coefficients: tuple[float, ...], steps: int, workload: Workload = PREFIX_SUMS
 ) -> float:
-    """``Workload.error`` of the K^-1 of these f, in ``steps`` steps.
+    """Returns ``Workload.error`` of the K whose inverse has these f, over ``steps`` steps.
 
     Examples:
       >>> from dpfl_jax.matrices import inverse_error
@@ -163,21 +164,21 @@ def inverse_error(
 def inverse_strategy(
     bands: int, steps: int, separation: int, workload: Workload = PREFIX_SUMS
 ) -> tuple[float, ...]:
-    """The bands of K^-1 whose noise has the least mean square in a workload, at one sensitivity.
+    """Returns the bands of the K^-1 whose noise has the least mean square, at fixed sensitivity.
 
-    The sensitivity is that of a user who takes part at every ``separation``-th step from the first.
+    The sensitivity is that of a user who takes part in every ``separation``-th step from the first.
 
     Args:
       bands: b, at least 2.
       steps: T.
       separation: s.
-      workload: what an optimiser makes of the noise.
+      workload: how the optimiser adds up the noise.
 
     Returns:
-      f: b - 1 numbers that float32 has, all 0 or more, which add up to less than 1.
+      f: b - 1 float32 numbers >= 0 whose sum is below 1.
 
     Raises:
-      BadInputError: too few or too many bands.
+      BadInputError: there are too few or too many bands.
 
     Examples:
       >>> from dpfl_jax.matrices import inverse_strategy
@@ -190,11 +191,11 @@ def inverse_strategy(
     delays = np.arange(1, bands)
 
     def parse(given: np.ndarray) -> tuple[float, np.ndarray]:
-        """The sum of f, and the share of each number in it."""
+        """The sum of f, and each number's share of it."""
         return float(special.expit(given[0])), special.softmax(given[1:])
 
     def noise_slope(weighted: np.ndarray) -> np.ndarray:
-        """-d noise / d f_j, of all noise together."""
+        """-d noise / d f_j, summed over all noise with its weights."""
         if workload == PREFIX_SUMS:
             return np.r_[np.cumsum(weighted[::-1])[::-1], np.zeros(bands)][delays]
         return np.array([(weighted[j:] * responses[: max(steps - j, 0)]).sum() for j in delays])
@@ -215,8 +216,8 @@ def inverse_strategy(
         by_total = mean * total * (1 - total)
         return math.log(error * reach), np.r_[by_total, total * shares * (slope - mean)]
 
-    start = np.cumprod((2 * delays - 1) / (2 * delays)) / (2 * delays - 1)  # of BISR
-    if workload != PREFIX_SUMS:  # from the best of prefix sums, so that it is never worse
+    start = np.cumprod((2 * delays - 1) / (2 * delays)) / (2 * delays - 1)  # the bands of BISR
+    if workload != PREFIX_SUMS:  # start at the optimum for prefix sums, so as to be never worse
         start = np.maximum(inverse_strategy(bands, steps, separation), 1e-6)
     best = _minimise(loss, np.r_[special.logit(min(start.sum(), 0.999)), np.log(start)])
     total, shares = parse(best.x)
@@ -225,7 +226,7 @@ def inverse_strategy(
 
 
 def best_banded_inverse(steps: int, separation: int, *, bands: int = 3) -> StrategyMatrix:
-    """The K with b bands in K^-1 that is best for prefix sums over these steps.
+    """Returns the K with b bands in K^-1 that is best for prefix sums over ``steps`` steps.
 
     Examples:
       >>> from dpfl_jax.matrices import best_banded_inverse
@@ -236,7 +237,7 @@ def best_banded_inverse(steps: int, separation: int, *, bands: int = 3) -> Strat
 
 
 def inverse_matrix(coefficients: tuple[float, ...], steps: int) -> StrategyMatrix:
-    """The K whose inverse has these bands, with its bounding column.
+    """Returns the K whose inverse has these f, with its bounding column.
 
     Examples:
       >>> from dpfl_jax.matrices import inverse_matrix
@@ -248,12 +249,12 @@ def inverse_matrix(coefficients: tuple[float, ...], steps: int) -> StrategyMatri
 
 
 def _inverse(coefficients: tuple[float, ...]) -> np.ndarray:
-    """The first column of K^-1, as far as it is not 0."""
+    """The first column of K^-1 without its trailing zeros."""
     return np.r_[1.0, -np.asarray(coefficients, float)]
 
 
 def _participation(steps: int, separation: int) -> np.ndarray:
-    """1 at every ``separation``-th step; else not 0, which makes filters subnormal and slow."""
+    """1 at every ``separation``-th step, else 1e-100: with 0, slow subnormal numbers appear."""
     row = np.full(steps, 1e-100)
     row[::separation] = 1.0
     return row
@@ -265,15 +266,15 @@ def _minimise(loss: Callable[[np.ndarray], tuple[float, np.ndarray]], start: np.
 
 
 def _rounded(number: float) -> float:
-    """To four digits: the error hardly feels the rest, which depends on the machine."""
+    """Four digits: the rest depends on the machine and hardly changes the error."""
     return float(f"{number:.4g}")
 
 
 def buffered_column(buffers: Buffers, steps: int) -> np.ndarray:
-    """The first column of K, float64 [steps], rounded upwards; no number is above the one before.
+    """Returns the first column of K, rounded up, float64 [steps]; it does not increase.
 
     Args:
-      buffers: decays in [0, 1], and scales of 0 or more that add up to 1 at most.
+      buffers: decays in [0, 1], and scales >= 0 with a sum of at most 1.
       steps: T, at least 1.
 
     Examples:
@@ -284,13 +285,13 @@ def buffered_column(buffers: Buffers, steps: int) -> np.ndarray:
     column = np.zeros(steps)
     for decay, scale in zip(*buffers, strict=True):
         column[1:] += scale * np.cumprod(np.r_[1.0, np.full(max(steps - 2, 0), decay)])[: steps - 1]
-    # Each is a sum of products of steps + 1 numbers at most. None of them is above 1.
+    # Each entry is a sum of products of at most steps + 1 numbers. No entry is above 1.
     upwards = 1 + (steps + len(buffers[0]) + 8) * 2.0**-52
     return np.r_[1.0, np.minimum(column[1:] * upwards, 1.0)]
 
 
 def buffered_error(buffers: Buffers, steps: int, workload: Workload = PREFIX_SUMS) -> float:
-    """``Workload.error`` of these buffers, in ``steps`` steps.
+    """Returns ``Workload.error`` of the K with these buffers, over ``steps`` steps.
 
     Examples:
       >>> from dpfl_jax.matrices import buffered_error
@@ -305,19 +306,19 @@ def buffered_error(buffers: Buffers, steps: int, workload: Workload = PREFIX_SUM
 def buffered_strategy(
     buffers: int, steps: int, separation: int, workload: Workload = PREFIX_SUMS
 ) -> Buffers:
-    """The buffers whose noise has the least mean square in a workload, at one sensitivity.
+    """Returns the buffers whose noise has the least mean square, at fixed sensitivity.
 
-    The sensitivity is that of a user who takes part at every ``separation``-th step from the first
-    (McMahan et al. 2024, section 3). All is computed by filters, in O(steps buffers).
+    The sensitivity is that of a user who takes part in every ``separation``-th step from the first
+    (McMahan et al. 2024, section 3). Filters compute it in O(steps buffers).
 
     Args:
       buffers: B, at least 1.
       steps: T.
       separation: s.
-      workload: what an optimiser makes of the noise.
+      workload: how the optimiser adds up the noise.
 
     Raises:
-      BadInputError: too few or too many buffers.
+      BadInputError: there are too few or too many buffers.
 
     Examples:
       >>> from dpfl_jax.matrices import buffered_strategy
@@ -332,7 +333,7 @@ def buffered_strategy(
     participation = _participation(steps, separation)
 
     def parse(given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Decays, and scales that add up to less than 1: the opposite of ``_searched``."""
+        """Decays, and scales with a sum below 1: the inverse of ``_searched``."""
         odds = np.exp(given[buffers:])
         return special.expit(given[:buffers]), odds / (1 + odds.sum())
 
@@ -343,7 +344,7 @@ def buffered_strategy(
         change = _divided(decays, scales, first)  # -d first / d column_j, delayed by j
         parts = [_delayed(decay, participation) for decay in decays]
         moved = participation + sum(scale * part for scale, part in zip(scales, parts, strict=True))
-        # Sums, not products of vectors: threads for so little work only wait for each other.
+        # Sums instead of dot products, whose threads would only wait for each other.
         noise = columns.moved(first)
         error, reach = (columns.weights * noise**2).sum(), (moved**2).sum()
         weighted = columns.pulled(columns.weights * noise)
@@ -358,10 +359,10 @@ def buffered_strategy(
         slopes[1] = scales * (slopes[1] - (scales * slopes[1]).sum())
         return math.log(error * reach), slopes.ravel()
 
-    # Users who come back soon want short memories.
+    # The sooner users return, the shorter the best memory.
     spans = sorted({min(separation, steps), min(10 * separation, steps)})
     starts = [_start(buffers, steps, span) for span in spans]
-    if workload != PREFIX_SUMS:  # and from the best of prefix sums, so that it is never worse
+    if workload != PREFIX_SUMS:  # start at the optimum for prefix sums, too, to be never worse
         decays, scales = map(np.array, buffered_strategy(buffers, steps, separation))
         decays, scales = np.clip(decays, 1e-6, 1 - 1e-9), np.maximum(scales, 1e-6)
         starts.append(_searched(decays, scales, 0.999))
@@ -375,7 +376,7 @@ def buffered_strategy(
 
 
 def best_buffered(steps: int, separation: int, *, buffers: int = 2) -> StrategyMatrix:
-    """The K of B buffers that is best for prefix sums over these steps.
+    """Returns the K of B buffers that is best for prefix sums over ``steps`` steps.
 
     Examples:
       >>> from dpfl_jax.matrices import best_buffered
@@ -399,24 +400,24 @@ def _start(buffers: int, steps: int, span: int) -> np.ndarray:
 
 
 def _searched(decays: np.ndarray, scales: np.ndarray, most: float) -> np.ndarray:
-    """What is searched over: logits of decays, and logarithms of scales over what they leave.
+    """The variables of the search: logits of decays, and log(scale / (1 - sum of scales)).
 
-    Scales that add up to more than ``most`` are shrunk to it.
+    Scales whose sum is above ``most`` are shrunk to it.
     """
     scales = scales * min(1.0, most / scales.sum())
     return np.r_[special.logit(decays), np.log(scales / (1 - scales.sum()))]
 
 
 def _delayed(decay: float, rows: np.ndarray) -> np.ndarray:
-    """What a buffer holds before each row."""
+    """The content of a buffer before each row."""
     return np.asarray(signal.lfilter([0.0, 1.0], [1.0, -decay], rows))
 
 
 def _divided(decays: np.ndarray, scales: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """K^-1 times rows, one factor (1 - d_i x) / (1 - e_i x) of 1 / K after the other.
+    """K^-1 times rows, by one factor (1 - d_i x) / (1 - e_i x) of 1 / K after the other.
 
-    The poles e are eigenvalues of a symmetric matrix, and lie between the d: which is why no factor
-    grows, where polynomials of all of them would lose their digits.
+    The poles e are eigenvalues of a symmetric matrix and lie between the d, so that no factor
+    grows. Multiplied out, the polynomials would lose all their digits.
     """
     order, root = np.argsort(decays), np.sqrt(scales)
     poles = np.linalg.eigvalsh(np.diag(decays) - np.outer(root, root))

@@ -1,10 +1,10 @@
-"""ChaCha12 (Bernstein 2008; laid out as RFC 8439): random words from 256-bit keys, by place.
+"""ChaCha12 (Bernstein 2008; laid out as RFC 8439): random words from a 256-bit key and a counter.
 
-Twelve rounds, not RFC 8439's twenty: noise costs a third less, and the best attack known reaches
-seven (Aumasson 2019, "Too Much Crypto"). Keys of keys are few, and take twenty.
+It has twelve rounds instead of RFC 8439's twenty: noise costs a third less, and the best known
+attack reaches seven (Aumasson 2019, "Too Much Crypto"). Subkeys, which are few, take twenty.
 
-One block of 16 words belongs to every place, and is computed from the key and the place alone: each
-device computes those of its own part, and the numbers are the same for every layout.
+Every place (a counter's value) has a block of 16 words, which depends on the key and the place
+alone. So each device computes the blocks of its shard, and the numbers do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _QUARTERS = (
     *((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)),
     *((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)),
 )
-# Written out, a block is one loop over the places, in registers; a loop over the rounds would go
-# through memory, but compiles sooner.
+# From so many numbers on, rounds are unrolled: a block is then one loop over the places in
+# registers. A loop over the rounds goes through memory, but compiles faster.
 _WRITTEN_OUT = 1 << 12
 
 
 def block(key: jax.Array, place: Sequence[jax.Array]) -> list[jax.Array]:
-    """The 16 words of each place.
+    """Returns the 16 words of each place.
 
     Args:
       key: uint32 [8].
-      place: 4 arrays uint32 of one shape (RFC 8439: the counter, and the nonce's three words). Two
-        equal places under one key have the same words.
+      place: 4 uint32 arrays of one shape (in RFC 8439 the counter and the nonce's three words).
+        Equal places under one key have equal words.
 
     Returns:
       16 arrays uint32 of that shape.
@@ -42,13 +42,13 @@ def block(key: jax.Array, place: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def uniform(key: jax.Array, count: int) -> jax.Array:
-    """float32 [count], uniform multiples of 2^-23 from 0 to below 1.
+    """Returns uniform multiples of 2^-23 in [0, 1), float32 [count].
 
-    Each is the first word of a place that ``block`` has for nothing else.
+    Each is made from the first word of a place that nothing else uses.
 
     Args:
       key: uint32 [8].
-      count: how many.
+      count: number of draws.
     """
     place, zeros = jnp.arange(count, dtype=jnp.uint32), jnp.zeros(count, jnp.uint32)
     words = block(key, [place, zeros, zeros, zeros + 1])[0]
@@ -56,11 +56,11 @@ def uniform(key: jax.Array, count: int) -> jax.Array:
 
 
 def subkey(key: jax.Array, words: jax.Array) -> jax.Array:
-    """HChaCha20 (Arciszewski, draft-irtf-cfrg-xchacha): another key for each use of a key.
+    """Returns a separate key for each use, by HChaCha20 (Arciszewski, draft-irtf-cfrg-xchacha).
 
     Args:
-      key: uint32 [8], used for nothing but subkeys.
-      words: uint32 [4], the use.
+      key: uint32 [8], used for subkeys only.
+      words: uint32 [4], which name the use.
 
     Returns:
       uint32 [8].
@@ -70,7 +70,7 @@ def subkey(key: jax.Array, words: jax.Array) -> jax.Array:
 
 
 def _start(key: jax.Array, place: Sequence[jax.Array]) -> list[jax.Array]:
-    # All words vary over a mesh as the key does: a loop's state may not change in that.
+    # Let all words vary over the mesh as the key does, because a loop's state must not change that.
     words = [jnp.uint32(c) + 0 * key[0] for c in _CONSTANTS] + [key[i] for i in range(8)]
     return [jnp.broadcast_to(x, place[0].shape) for x in [*words, *(p + 0 * key[0] for p in place)]]
 

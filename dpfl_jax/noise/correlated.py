@@ -1,13 +1,12 @@
 """Noise that is correlated over steps: K^-1 Z for a lower-triangular Toeplitz matrix K.
 
-With G the clipped sums, row by row, what is noised is K G. So noise is drawn, and added, as if it
-were independent: exactly (``exact``). To add K^-1 Z itself would round numbers of the size of the
-noise next to people's data. What is released of a row, the row of G + K^-1 Z, is computed from
-noised rows alone.
+Let G be the clipped sums, one row per step. Independent noise Z is added to K G, exactly
+(``exact``). Adding K^-1 Z itself would round numbers of the size of the noise together with private
+data. The release, a row of G + K^-1 Z, is then computed from noised rows alone.
 
-``banded``: K has b bands. ``buffered``: K has as many as there are steps, made of a few decays.
-``banded_inverse``: K^-1 has b bands. Where rows of K G are sums of all steps before, they are pairs
-of float32 numbers, of 48 bits: in 24, what a unit adds would be rounded with the sum of all units
+``banded``: K has b bands. ``buffered``: K is full, made of a few decays. ``banded_inverse``: K^-1
+has b bands. In the last two, rows of K G are sums over all earlier steps and are kept as pairs of
+float32 numbers with 48 bits: in 24 bits, a unit's part would be rounded with the sum of all units
 of all earlier steps, and would not decay as K says.
 """
 
@@ -46,19 +45,20 @@ def correlated(
     """Adds K^-1 Z over the steps, where ``noise`` draws Z, and divides.
 
     Args:
-      noise: of each row of K G.
+      noise: the noise on each row of K G.
       divisor: expected number of units, a constant.
-      lengths: of what is kept for each parameter, of earlier sums and of what was released.
-      encode: (sum, kept float32 [length, ...], step) -> the row of K G, and the remainder of it
-        that float32 has no room for, or None.
+      lengths: numbers of rows kept for each parameter: of earlier sums, and of releases.
+      encode: (sum, kept float32 [length, ...], step) -> the row of K G, and its remainder that
+        float32 has no room for, or None.
       decode: (noised row, kept, step) -> the row of G + K^-1 Z.
-      keep: (kept, new row, step) -> kept.
+      keep: (kept, new row, step) -> the rows to keep.
 
     Returns:
-      As ``transformation``. The state's memory is {"sums", "released"}, trees like the parameters
-      of float32 [length, ...], and {"run"}. ``noise_key`` is uint32 [11]: behind the key its step
-      and run. If the state's are others, a step was left out, the state lost or the plan changed,
-      and what would be released could show sums without noise: it is NaN.
+      A transformation like ``transformation``'s. The state's memory has "sums" and "released",
+      trees like the parameters of float32 [length, ...], and "run". ``noise_key`` is uint32 [11]:
+      the key, its step and its run. If the state has another step or run, a step was skipped, the
+      state was lost or the plan changed. The release could then show sums without noise, so it is
+      NaN.
     """
 
     def init(params: PyTree) -> NoiseState:
@@ -79,7 +79,7 @@ def correlated(
     ) -> tuple[PyTree, NoiseState]:
         step, sums, released = state.step, state.memory["sums"], state.memory["released"]
         same_run, run = continues_same_run(step, state.memory["run"], noise_key[8:])
-        # What is kept begins at zero, so that rows before the first step add nothing.
+        # Kept rows start at zero, so that rows before the first step add nothing.
         both = jax.tree.map(lambda g, kept: encode(g, kept, step), total, sums)
         encoded = jax.tree.map(lambda _, pair: pair[0], total, both)
         rest = jax.tree.map(lambda _, pair: pair[1], total, both)
@@ -101,7 +101,7 @@ def correlated(
 def banded(
     noise: Noise, column: tuple[float, ...], divisor: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Noise of a K of b bands.
+    """Returns a transformation that adds the noise of a K of b bands.
 
     Source: Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization" (arXiv
     2306.08153), Algorithm 9. With c the first column of K and g_t the clipped sum of step t:
@@ -109,17 +109,17 @@ def banded(
         y_t = c_0 g_t + c_1 g_{t-1} + ... + c_{b-1} g_{t-b+1} + z_t       # independent noise
         x_t = (y_t - c_1 x_{t-1} - ... - c_{b-1} x_{t-b+1}) / c_0         # = g_t + (K^-1 Z)_t
 
-    Past noise could be drawn again from its keys instead of keeping these rows, but K^-1 has no
-    bands: step t would draw that of all steps before it.
+    Past noise cannot be drawn again from its keys instead of keeping these rows, because K^-1 has
+    no bands: step t would draw the noise of all steps before it.
 
     Args:
-      noise: of each row of K G; its ``rows`` must be the number of bands, and its standard
-        deviation and the clip norm the same at every step, as rows mix several.
+      noise: the noise on each row of K G; its ``rows`` must be the number of bands. Its standard
+        deviation and the clip norm must be constant, because rows mix several steps.
       column: c; (1.0,) is independent noise.
       divisor: expected number of units, a constant.
 
     Returns:
-      As ``correlated``, with arrays [b - 1, ...], in which step t stands at t modulo b - 1.
+      A transformation as of ``correlated``, with arrays [b - 1, ...]; step t is at t modulo b - 1.
 
     Raises:
       BadInputError: ``rows`` of the noise is not the number of bands.
@@ -143,7 +143,7 @@ def banded(
     first = np.float32(column[0])
 
     def past(kept: jax.Array, step: jax.Array) -> jax.Array:
-        """c_1 kept_{t-1} + ... + c_{b-1} kept_{t-b+1}, in this order on every device."""
+        """c_1 kept_{t-1} + ... + c_{b-1} kept_{t-b+1}, added in this order on every device."""
 
         def more(i: jax.Array, total: jax.Array) -> jax.Array:
             row = jax.lax.dynamic_index_in_dim(kept, (step - 1 - i) % window, keepdims=False)
@@ -166,7 +166,7 @@ def banded(
 def buffered(
     noise: Noise, buffers: Buffers, divisor: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Noise of a buffered K (a buffered linear Toeplitz matrix, BLT).
+    """Returns a transformation that adds the noise of a buffered linear Toeplitz matrix K (BLT).
 
     Source: Dvijotham et al. 2024, "Efficient and near-optimal noise generation for streaming
     differential privacy" (arXiv 2404.16706); McMahan, Xu and Xu 2024, "A hassle-free algorithm for
@@ -180,13 +180,13 @@ def buffered(
     So 3 B numbers are kept for each parameter (the a are pairs), whatever the number of steps.
 
     Args:
-      noise: of each row of K G; its ``rows`` are four times the steps of the run, all of which a
-        unit may move, and its standard deviation and the clip norm are the same at every step.
+      noise: the noise on each row of K G; its ``rows`` must be four times the steps of the run, all
+        of which a unit may move. Its standard deviation and the clip norm must be constant.
       buffers: decays and scales.
       divisor: expected number of units, a constant.
 
     Returns:
-      As ``correlated``, with arrays [2 B, ...] of sums, and [B, ...] of what was released.
+      A transformation as of ``correlated``: [2 B, ...] in ``sums``, and [B, ...] in ``released``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -205,7 +205,7 @@ def buffered(
         return y - sum(scale * row for scale, row in zip(scales, kept, strict=True))
 
     def keep(kept: jax.Array, new: jax.Array, step: jax.Array) -> jax.Array:
-        if len(kept) == number:  # of what was released
+        if len(kept) == number:  # the buffers of releases
             return jnp.stack([d * row + new for d, row in zip(decays, kept, strict=True)])
         large, small = [], []
         for i, decay in enumerate(decays):
@@ -222,12 +222,12 @@ def buffered(
 def banded_inverse(
     noise: Noise, coefficients: tuple[float, ...], divisor: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Noise of a K whose inverse has b bands.
+    """Returns a transformation that adds the noise of a K whose inverse has b bands.
 
     Source: Kalinin, McKenna, Upadhyay and Lampert 2025, "Back to square roots" (arXiv 2505.12128),
-    whose bands are those of a square root (BISR); here they are the best for a run. With f_1, ...,
-    f_{b-1} of 0 or more, K^-1 has the first column 1, -f_1, ..., -f_{b-1}: these parts of a step's
-    noise are subtracted from the noise of the steps that follow.
+    whose bands are those of a square root (BISR); here they are optimised for the run. The first
+    column of K^-1 is 1, -f_1, ..., -f_{b-1} with all f >= 0: these shares of a step's noise are
+    subtracted from the noise of the steps after it.
 
         h_t = g_t + f_1 h_{t-1} + ... + f_{b-1} h_{t-b+1}                  # = (K G)_t
         y_t = h_t + z_t                                                    # independent noise
@@ -236,13 +236,13 @@ def banded_inverse(
     So 3 (b - 1) numbers are kept for each parameter (the h are pairs), as for b - 1 buffers.
 
     Args:
-      noise: of each row of K G; as for ``buffered``.
+      noise: the noise on each row of K G, as for ``buffered``.
       coefficients: f.
       divisor: expected number of units, a constant.
 
     Returns:
-      As ``correlated``, with arrays [2 (b - 1), ...] of rows without noise, the newest first, in
-      ``sums``, and [b - 1, ...] of noised rows in ``released``.
+      A transformation as of ``correlated``, with rows without noise, [2 (b - 1), ...], the newest
+      first, in ``sums``, and noised rows, [b - 1, ...], in ``released``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -264,7 +264,7 @@ def banded_inverse(
         return y - past(kept)
 
     def keep(kept: jax.Array, new: jax.Array, step: jax.Array) -> jax.Array:
-        if len(kept) == window:  # what was released, of which the noised row is made again
+        if len(kept) == window:  # noised rows: recompute the new one from the release
             return jnp.concatenate([(new + past(kept))[None], kept[:-1]])
         row, rest = encode(new, kept, step)
         large, small = kept[: window - 1], kept[window:-1]
@@ -276,22 +276,23 @@ def banded_inverse(
 def redrawn(
     noise: Noise, coefficients: tuple[float, ...], divisor: float
 ) -> optax.GradientTransformationExtraArgs:
-    """As ``banded_inverse``, but past noise is drawn again from its keys, and nothing is kept.
+    """Returns a transformation like ``banded_inverse``'s that draws past noise again from its keys.
 
         x_t = g_t + (z_t - floor(f_1 z_{t-1} + ... + f_{b-1} z_{t-b+1}))   # all of it in integers
 
-    Past noise meets people's data only as integers; docs/theory/banded_inverse.md says why what is
-    rounded down tells nothing.
+    No rows are kept. Past noise is added to private data as integers only, and
+    docs/theory/banded_inverse.md says why rounding it down reveals nothing.
 
     Args:
-      noise: of each row of K G; its ``rows`` are ``redrawn_rows``.
+      noise: the noise on each row of K G; its ``rows`` must be ``redrawn_rows``.
       coefficients: f, multiples of 2^-16.
       divisor: expected number of units, a constant.
 
     Returns:
-      As ``transformation``. ``noise_key`` is uint32 [8 b + 3]: the keys of the step and of the
-      b - 1 steps before it, the latest first, its step and its run, which alone is in the state's
-      memory. If the state's are others, what is released is NaN (``correlated``).
+      A transformation like ``transformation``'s. ``noise_key`` is uint32 [8 b + 3]: the keys of the
+      step and of the b - 1 steps before it, the latest first, the step, and the run. Only the run
+      is in the state's memory. If the state has another step or run, the release is NaN
+      (``correlated``).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -312,7 +313,7 @@ def redrawn(
     ) -> tuple[Any, NoiseState]:
         keys, key_tail = noise_key[:-3].reshape(-1, 8), noise_key[-3:]
         same_run, run = continues_same_run(state.step, state.memory["run"], key_tail)
-        exists = jnp.arange(1, len(keys), dtype=jnp.uint32) <= key_tail[0]  # not before the first
+        exists = jnp.arange(1, len(keys), dtype=jnp.uint32) <= key_tail[0]  # no step is below 0
         # proof: redrawn-noise-1
         noised = noise.add(keys[0], total, earlier=(keys[1:], jnp.where(exists, whole, 0)))
         noised = jax.tree.map(lambda x: jnp.where(same_run, x, jnp.nan), noised)
@@ -322,10 +323,10 @@ def redrawn(
 
 
 def redrawn_rows(column: np.ndarray) -> int:
-    """Rows of noise for rounding that K passes on: 2 at every step, and K is no more than its sum.
+    """Returns ``Noise.rows`` for ``redrawn``: K carries the rounding of two rows a step onwards.
 
     Args:
-      column: first of K, [T], numbers of 0 or more.
+      column: first column of K, float [T], all >= 0; the norm of K is at most its sum.
 
     Examples:
       >>> import numpy as np
@@ -338,17 +339,17 @@ def redrawn_rows(column: np.ndarray) -> int:
 
 
 def _plus(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum in float32, and exactly what that leaves out (Knuth's TwoSum)."""
+    """The sum in float32, and its exact rounding error (Knuth's TwoSum)."""
     total = a + b
     back = total - a
     return total, (a - (total - back)) + (b - back)
 
 
 def _times(number: Any, large: jax.Array, small: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``number`` times (large + small) in float32, and what that leaves out, to 48 bits.
+    """``number`` times (large + small) in float32, and the remainder, to 48 bits.
 
-    Products of halves are exact. What their sum leaves out is kept: rounded, it would add up over
-    the steps that long memory has, and neighbours' rows would round apart.
+    Products of halves are exact, and the rounding error of their sum is kept: otherwise it would
+    accumulate over the steps of a long memory, and neighbours' rows would drift apart.
     """
     top, half = _first_half(number), _first_half(large)
     product, first = _plus(top * half, top * (large - half))
@@ -360,13 +361,13 @@ def _times(number: Any, large: jax.Array, small: jax.Array) -> tuple[jax.Array, 
 def _plus_products(
     total: jax.Array, numbers: Iterable[Any], large: jax.Array, small: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``total`` and each number times its pair in float32, and what that leaves out.
+    """``total`` plus each number times its pair, in float32, and the remainder.
 
     Args:
       total: float32 array.
-      numbers: few, as they are added one after the other, in this order on every device.
+      numbers: only a few, as they are added one after the other, in this order on every device.
       large: float32 [numbers, ...].
-      small: likewise.
+      small: float32 [numbers, ...].
     """
     row, rest = total, jnp.zeros_like(total)
     for number, first, second in zip(numbers, large, small, strict=True):
@@ -377,6 +378,6 @@ def _plus_products(
 
 
 def _first_half(x: Any) -> jax.Array:
-    """The first 12 of 24 bits: a product of two such numbers is exact in float32."""
+    """The first 12 of 24 bits: products of two such numbers are exact in float32."""
     bits = jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.uint32)
     return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFF000), jnp.float32)

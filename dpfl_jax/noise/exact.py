@@ -1,8 +1,8 @@
-"""Gaussian noise on an integer grid: nothing in the low bits of what is released tells of the sum.
+"""Exact Gaussian noise, on an integer grid: the low bits of a release reveal nothing of the sum.
 
-The sum is clamped, scaled and cut off to integers of 64 bits (two words), and the noise is an
-integer that is distributed as a Gaussian rounded down. Rounding down after adding real noise would
-give the same: what is accounted is what is drawn. docs/internals/noise.md has the proof.
+The sum is clamped, scaled and truncated to 64-bit integers (two words), and the noise is an integer
+distributed as a Gaussian rounded down. Adding real noise and then rounding down would give the same
+distribution, so what is accounted is what is drawn. docs/internals/noise.md has the proof.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from dpfl_jax.noise import chacha
 # ---- the distribution: a table of 2,048 columns, computed in exact arithmetic --------------------
 # Noise is Z = V 2^32 + U - 11 (2^31 - 1/2) - 1/2, where U is the sum of eleven uniform words of 32
 # bits, and V, one of +-1/2, +-3/2, ..., is drawn from the table: a spline of degree 10 with 2^32
-# integers between its knots. The weights of V are those with which that spline is Gaussian;
-# docs/internals/noise.md says how far from it. All of it is Python's integers and decimals, so that
-# it is the same on every machine.
+# integers between its knots. The weights of V make that spline Gaussian, up to a distance that
+# docs/internals/noise.md bounds. Python's integers and decimals make the table equal on every
+# machine.
 
 COLUMNS = 1 << 11
 WORDS = 11  # uniform words in a number: the order of the spline
 STDDEV = 157.5 * 2.0**32  # of Z
-THRESHOLD_BITS = 148  # of one column; what the table's weights are multiples of is 2^-159
+THRESHOLD_BITS = 148  # of a column; with 2^11 columns, weights are multiples of 2^-159
 _BERNOULLI = ("1/6", "1/30", "1/42", "1/30", "5/66", "691/2730", "7/6", "3617/510")
 
 
 def table_weights(count: int = COLUMNS) -> list[decimal.Decimal]:
-    """P(V = i + 1/2 | V > 0) of the spline that is Gaussian, for i = 0, 1, ..., count - 1.
+    """Returns P(V = i + 1/2 | V > 0) for i = 0, 1, ..., count - 1, to at least 60 digits.
 
-    Their Fourier transform is the Gaussian's over the spline's, exp(-v t^2 / 2 + c_2 t^4 + ...):
-    a Gaussian density times a series in Hermite polynomials. 60 digits and more are right.
+    The weights' Fourier transform is that of the Gaussian divided by that of the spline,
+    exp(-v t^2 / 2 + c_2 t^4 + ...): a Gaussian density times a series in Hermite polynomials.
     """
     with decimal.localcontext(decimal.Context(prec=90)) as context:
         # c_k = 11 |B_2k| / (2k (2k)!), from log(sin(x) / x); then the exponential of that series.
@@ -70,14 +70,14 @@ def table_weights(count: int = COLUMNS) -> list[decimal.Decimal]:
                     total += series[(n + 1) // 2] * now
             return total * (-square / 2).exp()
 
-        # Over all half-integers they add up to sqrt(2 pi v), to far more digits than are kept.
+        # Over all half-integers the densities sum to sqrt(2 pi v), to more digits than are kept.
         densities = [one(i) for i in range(max(count, COLUMNS + 200))]
         whole = sum(densities, decimal.Decimal(0))
         return [w / whole for w in densities[:count]]
 
 
 def table_counts() -> list[int]:
-    """The weights that are drawn, times 2^159: rounded, and adding up to 2^159."""
+    """Returns the weights times 2^159, rounded to integers whose sum is 2^159."""
     with decimal.localcontext(decimal.Context(prec=90)):
         drawn = table_weights()
         scale = 2 ** (THRESHOLD_BITS + 11) / sum(drawn, decimal.Decimal(0))
@@ -88,10 +88,10 @@ def table_counts() -> list[int]:
 
 @functools.cache
 def alias_table() -> np.ndarray:
-    """uint32 [6, 2048]: of each column its threshold (148 bits in five words), and its alias.
+    """Returns each column's threshold (148 bits in five words) and alias, uint32 [6, 2048].
 
-    Walker 1977, Vose 1991, in integers: a column is itself below its threshold, and its alias from
-    there on; no weight is changed.
+    Walker's alias method (1977, Vose 1991) in integers, which keeps the weights exactly: a draw
+    below the threshold is the column itself, any other draw is its alias.
     """
     left, full = table_counts(), 1 << THRESHOLD_BITS
     threshold, alias = [full] * COLUMNS, list(range(COLUMNS))
@@ -110,18 +110,18 @@ def alias_table() -> np.ndarray:
 # ---- noise and sum on one grid -------------------------------------------------------------------
 
 PyTree = Any
-# The grid is made this much finer than asked for, in float32, so that rounding never makes noise
-# smaller: 16 units in the last place, of which less than four are needed.
+# Relative margin, in float32, so that rounding never makes noise smaller: 16 units in the last
+# place, of which fewer than four are needed.
 _ROUNDING = 2.0**-20
 _CLAMP = 2.0**61
 _SMALL = 1 << 17
 
 
 def compiler_options(mesh: Mesh) -> dict[str, int] | None:
-    """For ``jax.jit`` of a program that draws noise on the devices of a mesh.
+    """Returns the ``compiler_options`` of ``jax.jit`` for programs that draw noise on a mesh.
 
-    Vectors of 512 bits, where a CPU has them: noise takes two thirds of the time. (Of 256 bits is
-    LLVM's choice; the rest of a round took as long with either.)
+    With vectors of 512 bits, on CPUs that have them, noise takes two thirds of the time that it
+    takes with LLVM's default of 256 bits; the rest of a step takes as long as before.
 
     Examples:
       >>> import jax
@@ -144,51 +144,50 @@ def add_exact(
     rest: PyTree | None = None,
     earlier: tuple[jax.Array, jax.Array] | None = None,
 ) -> PyTree:
-    """``tree`` plus Gaussian noise, both on one integer grid, as float32.
+    """Returns ``tree`` plus Gaussian noise, both on one integer grid, as float32.
 
-    The grid has 157.5 * 2^32 steps in the noise's standard deviation, which is ``stddev`` and a
-    hair more: it hides ``sensitivity`` and the root of the number of coordinates in steps of the
-    grid, by which cutting off can move two sums further apart. A coordinate is clamped at 3.4
-    million standard deviations; one that is not a number counts as 0.
+    The noise's standard deviation is 157.5 * 2^32 steps of the grid, and slightly more than
+    ``stddev``: truncation can move two sums apart by the root of the number of coordinates, in
+    steps of the grid, which the noise must hide in addition to ``sensitivity``. A coordinate is
+    clamped at 3.4 million standard deviations; NaN counts as 0.
 
     Args:
-      key: uint32 [8], of this sum alone.
+      key: uint32 [8], used for this sum only.
       tree: pytree of float32 arrays.
-      stddev: of the noise, above 0; a number or a scalar array.
-      sensitivity: by which norm two neighbours' sums may differ; likewise.
-      rows: sums, noised one after the other, that ``sensitivity`` is about: each is cut off. The
-        standard deviation is at most 10^6 / sqrt(rows) times the sensitivity.
-      rest: to be added to the tree, likewise; where there is one, every sum counts as four rows, as
-        it is cut off twice.
-      earlier: noise that is subtracted: keys, uint32 [n, 8], and the part of each one's noise in
-        units of 2^-16, uint32 [n], which add up to 1 at most. Their sum is rounded down to the
-        grid.
+      stddev: standard deviation of the noise, above 0; a number or a scalar array.
+      sensitivity: norm by which two neighbours' sums may differ; a number or a scalar array.
+      rows: number of sums, noised one after the other, over which ``sensitivity`` extends, as each
+        is truncated. The standard deviation is at most 10^6 / sqrt(rows) times the sensitivity.
+      rest: pytree of float32 arrays that is added to the tree. With it every sum counts as four
+        rows, because it is truncated twice.
+      earlier: noise to be subtracted: keys, uint32 [n, 8], and the share of each key's noise in
+        units of 2^-16, uint32 [n], at most 1 in all. Their sum is rounded down to the grid.
 
     Raises:
-      BadInputError: more coordinates than are accounted for.
+      BadInputError: there are more coordinates than are accounted for.
     """
     leaves, treedef = jax.tree.flatten(tree)
     coordinates = sum(math.prod(leaf.shape) for leaf in leaves)
     if coordinates > MOST_COORDINATES:
         raise BadInputError(
-            f"a sum of {coordinates:,} coordinates is noised, but exact noise is accounted for up "
-            f"to {MOST_COORDINATES:,}: train fewer parameters, or set mechanism.arithmetic=float"
+            f"the sum has {coordinates:,} coordinates, but exact noise is accounted for up to "
+            f"{MOST_COORDINATES:,}: train fewer parameters, or set mechanism.arithmetic=float"
         )
     scale = grid(stddev, sensitivity, rows * coordinates)
     remainders = [None] * len(leaves) if rest is None else jax.tree.leaves(rest)
     if longest := max((n for leaf in leaves for n in leaf.shape if n > 1 << 32), default=0):
         raise BadInputError(
-            f"an array of the sum has an axis of {longest:,}, but places of exact noise are "
-            "counted up to 2^32 along an axis: give the parameter two axes"
+            f"a parameter has an axis of {longest:,} entries, but exact noise needs at most "
+            "2^32: split that axis into two"
         )
-    # Compiling is per shape: small arrays are drawn as one, and large ones of one shape together.
-    # Numbers depend on the tree's shapes alone: a place is an array's number and an index in it.
+    # To compile few shapes, small arrays are drawn as one, and large ones of one shape together. A
+    # place is an array's number and an index in it: draws depend on the tree's shapes alone.
     shapes: dict[tuple[int, ...], list[int]] = {}
     for number, leaf in enumerate(leaves):
         shapes.setdefault(leaf.shape if leaf.size >= _SMALL else (), []).append(number)
     for shape, numbers in shapes.items():
         parts = [leaves[n] for n in numbers]
-        # Not as one constant: that of a loop differs over devices as soon as the loop is mapped.
+        # Not one constant, because a constant in a loop would vary over devices under shard_map.
         each = [jnp.full((1,), n, jnp.uint32) for n in (numbers if shape else [2**32 - 1])]
         names = jnp.concatenate(each)
         small = None if rest is None else _joined([remainders[n] for n in numbers], shape)
@@ -205,14 +204,14 @@ def _joined(parts: list[Any], shape: tuple[int, ...]) -> jax.Array:
 
 
 def grid(stddev: Any, sensitivity: Any, coordinates: int) -> jax.Array:
-    """Steps of the grid in 1, float32.
+    """Returns the number of grid steps per unit, float32.
 
-    Noise with a standard deviation of ``STDDEV`` steps hides the sensitivity, and what cutting off
-    adds to it.
+    Noise with a standard deviation of ``STDDEV`` steps then hides the sensitivity and what
+    truncation adds to it.
     """
     stddev = jnp.asarray(stddev, jnp.float32)
     cut_off = math.sqrt(coordinates) / STDDEV * (stddev / sensitivity)
-    # Noise multipliers are at most a million (``transform``): then half of it is left.
+    # As noise multipliers are at most a million (``transform``), at least half is left.
     return STDDEV / stddev * jnp.maximum(1.0 - (_ROUNDING + cut_off), 2.0**-10)
 
 
@@ -228,11 +227,11 @@ def _noised(
 
     def body(_: jax.Array, before: jax.Array) -> jax.Array:
         high, low = noised_integers(key, x, places, scale, rest, earlier)
-        # From here on everything is a function of the noised integers.
+        # From here on everything is computed from the noised integers alone.
         value = high.astype(jnp.int32).astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)
         return value / scale
 
-    # A loop of one turn, of which no compiler can know that it is one: it would draw the same noise
+    # A loop whose single iteration the compiler cannot know: otherwise XLA would draw the noise
     # again for each of its uses (moments of an optimiser, parts of an array).
     times = 1 + (key == 0).all().astype(jnp.int32)
     return jax.lax.fori_loop(0, times, body, x + 0 * key[0].astype(jnp.float32))
@@ -246,7 +245,7 @@ def noised_integers(
     rest: jax.Array | None = None,
     earlier: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum and noise, on the grid: 64-bit integers, as (high, low) uint32; see ``add_exact``."""
+    """Returns sum plus noise on the grid as 64-bit integers (high, low), uint32: ``add_exact``."""
     words = chacha.block(key, places)
     high, low = integers(x, scale)
     if rest is not None:
@@ -258,16 +257,16 @@ def noised_integers(
         return high, low
     other_high, other_low = _weighted_noise(*earlier, places)
     high, low = _plus(high + ~other_high, low, ~other_low)
-    return _plus(high, low, jnp.uint32(1))  # to subtract is to add the complement, and 1
+    return _plus(high, low, jnp.uint32(1))  # subtraction adds the complement and 1
 
 
 def _weighted_noise(
     keys: jax.Array, parts: jax.Array, places: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum of parts of the noise of some keys, rounded down, as (high, low)."""
+    """The sum of shares of the noise of several keys, rounded down, as (high, low)."""
 
     def more(i: jax.Array, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        # Noise has 44 bits and parts 16: nothing overflows. Of the product 64 bits are kept.
+        # Noise has 44 bits and shares have 16, so the 64-bit product does not overflow.
         high, low = draw(chacha.block(keys[i], places))
         part = jnp.where(i < len(keys), parts[i], 0)
         middle = (low >> 16) * part
@@ -275,7 +274,7 @@ def _weighted_noise(
         return _plus(total[0] + top, total[1], bottom)
 
     nothing = jnp.zeros_like(places[0]) + 0 * keys[0, 0]
-    # Of one key the loop has one turn: hidden from the compiler as in ``_noised``.
+    # With one key the loop has one iteration, which is hidden from the compiler as in ``_noised``.
     turns = len(keys) + (keys == 0).all().astype(jnp.int32)
     high, low = jax.lax.fori_loop(0, turns, more, (nothing, nothing))
     below = (low >> 16) | (high << 16)
@@ -283,20 +282,20 @@ def _weighted_noise(
 
 
 def _within(x: jax.Array, rest: jax.Array, most: jax.Array) -> jax.Array:
-    """``rest`` (at most half a unit in the last place of x), as far as x + rest is not clamped.
+    """``rest`` (at most half a unit in the last place of x) where x + rest is not clamped, else 0.
 
-    At the edge itself that is a rest that points inwards: else two sums that differ by nearly
-    nothing would be half a unit apart.
+    At the clamp itself a rest that points inwards is kept: otherwise two sums that hardly differ
+    would end up half a unit apart.
     """
     inwards = jnp.where(x > 0, jnp.minimum(rest, 0.0), jnp.maximum(rest, 0.0))
     return jnp.where(jnp.abs(x) < most, rest, jnp.where(jnp.abs(x) == most, inwards, 0.0))
 
 
 def draw_integer(key: np.ndarray) -> int:
-    """One draw of the noise: an integer, of standard deviation ``STDDEV``.
+    """Returns one draw of the noise, an integer with standard deviation ``STDDEV``.
 
     Args:
-      key: uint32 [8], of this number alone.
+      key: uint32 [8], used for this number only.
     """
     high, low = _one(jnp.asarray(key))
     number = (int(high) << 32) | int(low)
@@ -309,7 +308,7 @@ def _one(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def draw(words: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The noise of 16 random words: 64-bit integers, as (high, low) uint32; see ``alias_table``."""
+    """Returns noise made of 16 random words: 64-bit integers (high, low), uint32 arrays."""
     table = jnp.asarray(alias_table())
     column, least = (words[0] >> 20) & 2047, words[0] & 0xFFFFF
     row = [jnp.take(part, column, mode="clip") for part in table]
@@ -319,7 +318,7 @@ def draw(words: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     below = (least < row[0]) | ((least == row[0]) & below)
     size = jnp.where(below, column, row[5])
     negative = jnp.uint32(0) - (words[0] >> 31)
-    # (size + 1/2) 2^32, or minus that, minus 11 (2^31 - 1/2) + 1/2: high words and 5 remain.
+    # +-(size + 1/2) 2^32 - 11 (2^31 - 1/2) - 1/2 leaves changes to the high words, and 5.
     high, low = (size ^ negative) - jnp.uint32(5), jnp.full_like(size, 5)
     for word in words[5:]:
         high, low = _plus(high, low, word)
@@ -327,7 +326,7 @@ def draw(words: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 def integers(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x * scale without its fraction, exactly: 64-bit integers, as (high, low) uint32.
+    """Returns x * scale truncated exactly to 64-bit integers (high, low), uint32 arrays.
 
     Args:
       x: float32 array.
@@ -336,7 +335,7 @@ def integers(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     most = _CLAMP / scale
     x = jnp.clip(jnp.where(jnp.isnan(x), 0.0, x), -most, most)
     (m, e), (n, f) = _parts(x), _parts(scale)
-    # The product of two 24-bit mantissas, by halves of 12 bits.
+    # The product of two 24-bit mantissas, computed by halves of 12 bits.
     middle = (m >> 12) * (n & 0xFFF) + (m & 0xFFF) * (n >> 12)
     bottom = (m & 0xFFF) * (n & 0xFFF) + ((middle & 0xFFF) << 12)
     top = (m >> 12) * (n >> 12) + (middle >> 12) + (bottom >> 24)
@@ -358,7 +357,7 @@ def integers(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """|x| = mantissa * 2^(exponent - 150): uint32 below 2^24, and int32."""
+    """Mantissa, uint32 below 2^24, and exponent, int32, of |x| = mantissa * 2^(exponent - 150)."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     exponent = (bits >> 23) & 0xFF
     mantissa = (bits & 0x7FFFFF) | jnp.where(exponent > 0, jnp.uint32(1 << 23), jnp.uint32(0))
@@ -371,16 +370,15 @@ def _plus(high: jax.Array, low: jax.Array, word: jax.Array) -> tuple[jax.Array, 
 
 
 def _places(shape: tuple[int, ...], numbers: jax.Array) -> list[jax.Array]:
-    """For every entry of [arrays, ...]: its index in its array (two words), the array, 0.
+    """For every entry of [arrays, ...]: its index in its array (two words), its array's number, 0.
 
-    A zero that XLA does not recognise is added to words that are the same everywhere. Otherwise XLA
-    computes what follows from them alone as scalars, and shares the rotation counts between these
-    and the rest: they become variables, LLVM sees no rotations, and a number takes a third more
-    time.
+    A zero that XLA does not recognise is added to constant words. Otherwise XLA computes what
+    follows from them as scalars and shares the rotation counts between scalars and arrays. The
+    counts then become variables, LLVM sees no rotations, and a draw takes a third more time.
     """
     words, strides = [jnp.zeros(shape, jnp.uint32)] * 2, [1, 1]
     for axis in range(len(shape) - 1, 0, -1):
-        which = int(strides[0] * shape[axis] > 1 << 32)  # what the first word has no room for
+        which = int(strides[0] * shape[axis] > 1 << 32)  # the second word once the first is full
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         words[which] = words[which] + index * jnp.uint32(strides[which] % (1 << 32))
         strides[which] *= shape[axis]

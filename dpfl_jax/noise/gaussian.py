@@ -1,10 +1,10 @@
 """Gaussian noise in float32: the same numbers for every sharding and device count.
 
-It is what mechanism.arithmetic=float adds, and what simulations draw; the noise of ``exact``
-withstands attacks on the grid of float32 values, too. Noise is drawn under ``jit`` and outside
-``shard_map``: each device then draws its slice of one global array, by the places in it. Inside
-``shard_map`` with one key every device would draw the same numbers, which after a reduction is one
-noise vector with a wrong standard deviation.
+It is what mechanism.arithmetic=float adds, and what simulations draw; only the noise of ``exact``
+withstands attacks on the grid of float32 values. Noise is drawn under ``jit`` and outside
+``shard_map``, so that each device draws its slice of one global array. Inside ``shard_map`` with
+one key every device would draw the same numbers: after a reduction, a noise vector with a wrong
+standard deviation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PyTree = Any
 # jax.random.normal in float32 is built from 23 random bits and never exceeds about 5.2 standard
 # deviations: a worst-case observer of one coordinate sees the edge with probability 1e-7 a step,
 # more than the delta of most runs. The scaled sum of two draws reaches 7.3 standard deviations
-# (the edge has probability 1e-14). It is for the tails alone: what is released still lies on a
-# float32 grid that tells of the clean sum (Mironov 2012; Haney et al. 2022, arXiv 2207.13793, whose
-# attacks several draws do not stop). Guarantees say so: IDEALISED_FLOAT.
+# (the edge has probability 1e-14). That mends the tails only: the release still lies on a float32
+# grid that reveals something of the clean sum (Mironov 2012; Haney et al. 2022, arXiv 2207.13793,
+# whose attacks several draws do not stop). Guarantees say so: IDEALISED_FLOAT.
 
-# The words are JAX's, but its loop over the rounds goes through memory on a CPU, which takes four
-# times as long; it compiles sooner, which counts where there are few numbers.
+# JAX's own threefry draws these words as well, but on a CPU its loop over the rounds goes through
+# memory and takes four times as long. It compiles faster, so small arrays use it.
 _WRITTEN_OUT = 1 << 17
 
 
@@ -53,7 +53,7 @@ class GaussianNoise:
         require(good, "the noise standard deviation", self.stddev, "finite and >= 0")
 
     def sample(self, key: jax.Array, like: PyTree) -> PyTree:
-        """Draws noise of the shapes of ``like``.
+        """Draws noise with the shapes of ``like``.
 
         Args:
           key: this step's key; never use it for anything else.
@@ -72,14 +72,14 @@ class GaussianNoise:
 
 
 def _of_variance_half(words: jax.Array) -> jax.Array:
-    """Float32 draws of N(0, 1/2), made of 23 bits of each word."""
+    """Float32 draws of N(0, 1/2), from 23 bits of each word."""
     uniform = (words >> 9).astype(jnp.float32) * 2.0**-22 - (1 - 2.0**-23)
     return jax.lax.erf_inv(uniform)
 
 
 def threefry(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Two random words of each place (Threefry-2x32-20, Salmon et al. 2011); key: uint32 [2]."""
-    # The index along the last axis, and among the rest: each has room in a word.
+    """Returns two uint32 arrays of random words (Threefry-2x32-20, 2011); ``key`` is uint32 [2]."""
+    # The counter is the index along the last axis and the index over the other axes, one word each.
     y = jax.lax.broadcasted_iota(jnp.uint32, shape or (1,), max(len(shape) - 1, 0)).reshape(shape)
     x, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in range(len(shape) - 2, -1, -1):

@@ -1,12 +1,12 @@
-"""Noise as Optax transformations: adds it to a clipped sum, and divides by the expected size.
+"""Noise as Optax transformations, which add it to a clipped sum and divide by the expected size.
 
     noise = transformation(Noise(stddev, sensitivity), divisor)
     state = noise.init(params)
     gradient, state = noise.update(total, state, params, noise_key=key)
 
-The key of a step is an argument, used once: so it is in no state that could be kept, and no
-constant of a compiled program. Independent noise counts its steps and keeps nothing else; noise
-that is correlated over steps keeps what it needs in ``memory``.
+The key of a step is an argument, used once, so that no state and no constant of a compiled program
+holds it. Independent noise only counts its steps; noise that is correlated over steps keeps what it
+needs in ``memory``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from dpfl_jax.noise.exact import add_exact
 from dpfl_jax.noise.gaussian import GaussianNoise
 
 PyTree = Any
-MOST_NOISE = 1e6  # over the sensitivity; more, and exact noise could not hide its own grid
-_LEAST_NOISE = 1e-5  # likewise; less, and a few hundred units would reach where exact noise clamps
+# Bounds on noise over sensitivity: above the first, exact noise could not hide its own grid; below
+# the second, a few hundred units would reach its clamp.
+MOST_NOISE = 1e6
+_LEAST_NOISE = 1e-5
 
 
 class NoiseState(NamedTuple):
-    """What noise knows between steps.
+    """The state of noise between steps.
 
     Attributes:
       step: int32 scalar, steps noised so far.
-      memory: pytree of arrays, in checkpoints. What is secret in it is as secret as the root key,
-        from which past noise can be drawn again: the guarantee must say so
+      memory: pytree of arrays, saved in checkpoints. Secrets in it must be kept like the root key,
+        from which past noise can be drawn again; the guarantee must say so
         (``mechanisms/noise_strategies.py``).
 
     Examples:
@@ -55,15 +57,15 @@ class NoiseState(NamedTuple):
 def continues_same_run(
     step: jax.Array, saved_run: jax.Array, key_tail: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Whether a noise key is that of the state's next step, in the run that the state began with.
+    """Returns whether a noise key is for the state's next step, in the run that began the state.
 
-    Another run (of the same code on another machine, even) draws users and noise anew, so that
-    what correlated noise assumes of both does not hold.
+    Another run, even of the same code, draws other users and other noise, which breaks what
+    correlated noise assumes of both.
 
     Args:
-      step: int32, steps that the state has seen.
+      step: int32 scalar, steps that the state has seen.
       saved_run: uint32 [2], the run of the state; any value before its first step.
-      key_tail: uint32 [3], the end of the noise key: its step, and two words of its run.
+      key_tail: uint32 [3], the end of the noise key: its step, and two words that name its run.
 
     Returns:
       A bool scalar, and the run, uint32 [2].
@@ -77,12 +79,12 @@ class Noise:
     """Independent Gaussian noise on every coordinate of a clipped sum: central, silo and ISRL.
 
     Attributes:
-      stddev: of the noise on the sum (noise multiplier x sensitivity); a number, or an array known
-        on the device alone. Where it is 0 there is no noise.
-      sensitivity: largest norm of what one privacy unit adds to the sum; likewise.
-      law: ``"exact"``: on an integer grid, with 256-bit keys; ``"float"``: float32 numbers, added
-        in float32.
-      rows: sums over which the ``sensitivity`` of one unit's part is spread (correlated noise).
+      stddev: standard deviation of the noise on the sum (noise multiplier x sensitivity); a number,
+        or a scalar array whose value only the device knows. 0 means no noise.
+      sensitivity: largest norm of what one privacy unit adds to the sum; a number or scalar array.
+      law: ``"exact"``: on an integer grid, with 256-bit keys; ``"float"``: drawn and added in
+        float32.
+      rows: number of sums over which one unit's ``sensitivity`` extends (correlated noise).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -106,13 +108,13 @@ class Noise:
         rest: PyTree | None = None,
         earlier: tuple[jax.Array, jax.Array] | None = None,
     ) -> PyTree:
-        """``tree`` plus noise: the same numbers for every layout.
+        """Returns ``tree`` plus noise; the numbers do not depend on how arrays are sharded.
 
         Args:
-          key: uint32 [8] (``RootKey.words``), of this sum alone.
+          key: uint32 [8] (``RootKey.words``), used for this sum only.
           tree: pytree of float32 arrays.
-          rest: the part of the sum that float32 has no room for; likewise.
-          earlier: keys of noise that is drawn again, and the part of each that is subtracted
+          rest: pytree of float32 arrays, the part of the sum that float32 has no room for.
+          earlier: keys of noise to be drawn again, and the share of each that is subtracted
             (``add_exact``).
         """
         # In lower precision noise would be rounded away with the sum.
@@ -121,7 +123,7 @@ class Noise:
         chex.assert_type(key, jnp.uint32)  # another key would be another distribution
         known = isinstance(self.stddev, float | int | np.floating)
         if not known:
-            return jax.lax.cond(  # where there is none, none is drawn
+            return jax.lax.cond(  # do not draw noise that is not added
                 self.stddev == 0,
                 lambda tree: tree if rest is None else jax.tree.map(jnp.add, tree, rest),
                 lambda tree: self._added(key, tree, rest, earlier),
@@ -134,14 +136,14 @@ class Noise:
         if over and not self.stddev <= most * self.sensitivity * (1 + 1e-6):
             raise BadInputError(
                 f"the noise is {self.stddev / max(self.sensitivity, 1e-300):.3g} times the "
-                f"sensitivity, but at most {most:g} times is hidden by exact noise in very "
-                "large models: ask for a larger epsilon"
+                f"sensitivity, but exact noise supports at most {most:g} times (in very large "
+                "models): set a larger epsilon"
             )
         if over and self.stddev < _LEAST_NOISE * self.sensitivity:
             raise BadInputError(
                 f"the noise is {self.stddev / self.sensitivity:.3g} times the sensitivity, but "
-                f"exact noise needs {_LEAST_NOISE:g} times: its grid ends at 3.4 million standard "
-                "deviations; set mechanism.arithmetic=float"
+                f"exact noise needs at least {_LEAST_NOISE:g} times, as its grid ends at 3.4 "
+                "million standard deviations: set mechanism.arithmetic=float"
             )
         return self._added(key, tree, rest, earlier)
 
@@ -165,15 +167,15 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
     """Adds independent noise to the sum of each step, and divides by the expected number of units.
 
     Args:
-      noise: on the sum.
+      noise: the noise on the sum.
       divisor: expected number of units, a constant.
 
     Returns:
       ``init(params) -> NoiseState`` and ``update(sum, state, params=None, *, noise_key) ->
       (gradient, state)``, to be chained with any optimiser, and compiled with it or alone. The sum
       is float32; the gradient has the dtypes of ``params`` if they are given; noise_key is uint32
-      [8] or more, for this step alone (``Plan.noise_key``). Where ``refused``, a bool scalar, the
-      gradient is NaN (``refuse_key_reuse``).
+      [8] or longer, for this step only (``Plan.noise_key``). If ``refused``, a bool scalar, is
+      True, the gradient is NaN (``refuse_key_reuse``).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -208,16 +210,16 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
 
 
 def divided(noised: PyTree, divisor: float, params: PyTree | None) -> PyTree:
-    """A noised sum over the expected size, in the dtypes of ``params`` if they are given."""
+    """Returns a noised sum over the expected size, in the dtypes of ``params`` if given."""
     return jax.tree.map(
         lambda g, p: None if g is None else (g / divisor).astype(p.dtype),
         noised,
         noised if params is None else params,
-        is_leaf=lambda x: x is None,  # parameters that are not trained have no sum
+        is_leaf=lambda x: x is None,  # frozen parameters have no sum
     )
 
 
-# The difference of two releases under one noise key has no noise: it is that of their clipped sums.
+# Two releases under one noise key have one noise: their difference is that of the clipped sums.
 ONE_RELEASE = (
     "it is for one release, and the difference of two would show the sums without noise: add the "
     "losses up to one, or make a plan of a step for each release and take a batch for each"
@@ -225,11 +227,11 @@ ONE_RELEASE = (
 
 
 class KeyReuseState(NamedTuple):
-    """What ``refuse_key_reuse`` knows between steps.
+    """The state of ``refuse_key_reuse`` between steps.
 
     Attributes:
       noise: the state of the noise itself.
-      next: uint32 scalar, the step after the last one that was released.
+      next: uint32 scalar, the step after the last released step.
       run: uint32 [2], the run of that step.
     """
 
@@ -238,31 +240,30 @@ class KeyReuseState(NamedTuple):
     run: jax.Array | np.ndarray
 
 
-# Keys that were used for a release, by identity: tracers have no value to compare, and one array
-# may be given to two transformations.
+# Keys that were used for a release, by identity, because tracers have no value to compare, and one
+# array may be given to two transformations.
 _used: dict[int, weakref.ref[Any]] = {}
 
 
 def refuse_key_reuse(
     noise: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds noise as ``noise`` does, and refuses a noise key that it is given again.
+    """Adds noise as ``noise`` does, and refuses a noise key that was used before.
 
-    In a run of ``fit`` each step has one release. A training loop of one's own may have two losses
-    (a GAN) or take a second gradient at another point (SAM), and then use the key of its batch
-    twice.
+    In ``fit`` each step has one release. A custom training loop may have two losses (a GAN) or take
+    a second gradient at another point (SAM), and then use the key of its batch twice.
 
     Args:
-      noise: whose ``noise_key`` ends with its step and two words of its run (``Plan.noise_key``),
-        and whose gradient is NaN where ``refused``.
+      noise: a transformation whose ``noise_key`` ends with its step and two words that name its run
+        (``Plan.noise_key``), and whose gradient is NaN where ``refused``.
 
     Returns:
-      As ``noise``, with ``KeyReuseState``. If the state has released this step, or a later one, of
-      the same run, the gradient is NaN under ``jit``, and BadInputError is raised outside. It is
-      raised if one array is given twice, also one of a function that is traced, and outside ``jit``
-      if two arrays hold the same words. With a state from before the first release, a key is not
-      seen that is given twice to a compiled function, by ``vmap``, ``scan`` or ``lax.map``, or as
-      copies that a compiled function makes.
+      A transformation like ``noise``, with ``KeyReuseState``. If the state has released this step,
+      or a later step, of the same run, the gradient is NaN under ``jit``, and BadInputError is
+      raised outside ``jit``. BadInputError is also raised if one array (or one tracer) is given
+      twice, and, outside ``jit``, if two arrays hold equal words. With a state from before the
+      first release, reuse goes unnoticed if a key is given twice to a compiled function, by
+      ``vmap``, ``scan`` or ``lax.map``, or as copies that a compiled function makes.
 
     Examples:
       >>> from dpfl_jax.noise import Noise, refuse_key_reuse, transformation
@@ -270,7 +271,7 @@ def refuse_key_reuse(
       >>> sorted(noise._fields)
       ['init', 'update']
     """
-    words: set[int] = set()  # of this transformation: under a public seed a loop may run again
+    words: set[int] = set()  # per transformation, as a loop with a public seed may run again
 
     def init(params: PyTree) -> KeyReuseState:
         return KeyReuseState(noise.init(params), np.zeros((), np.uint32), np.zeros(2, np.uint32))

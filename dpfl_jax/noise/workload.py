@@ -1,4 +1,4 @@
-"""The workload of an optimiser: how it turns gradients into updates, measured by running it."""
+"""``workload_of``: how an optimiser turns gradients into updates, measured by running it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dpfl_jax.matrices import PREFIX_SUMS, Workload
 
 
 def workload_of(optimizer: optax.GradientTransformation | None, steps: int) -> Workload:
-    """The linear map from gradients to updates of an optimiser, measured on one parameter.
+    """Returns an optimiser's linear map from gradients to updates, measured on one parameter.
 
     Args:
-      optimizer: any of Optax; None: prefix sums.
-      steps: T, of its schedule.
+      optimizer: any Optax optimiser; None: prefix sums.
+      steps: T, the steps of its schedule.
 
     Returns:
-      Its workload if it is SGD with any schedule and any momentum; prefix sums if it is not linear
-      in gradients (Adam), or if its momentum is not the same at all steps.
+      The workload of SGD with any schedule and constant momentum; prefix sums for optimisers that
+      are not linear in gradients (Adam), or whose momentum changes.
 
     Raises:
-      BadInputError: it cannot be tried on one number.
+      BadInputError: the optimiser does not run on a single number.
 
     Examples:
       >>> import optax
@@ -40,10 +40,10 @@ def workload_of(optimizer: optax.GradientTransformation | None, steps: int) -> W
     try:
         zero = jnp.zeros(1, jnp.float32)
         state = optimizer.init(zero)
-        told = optax.with_extra_args_support(optimizer)
+        extended = optax.with_extra_args_support(optimizer)
 
         def move(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
-            update, state = told.update(gradient[None], state, zero, noise_stddev=0.0)
+            update, state = extended.update(gradient[None], state, zero, noise_stddev=0.0)
             return state, -update[0]
 
         def after_zeros(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
@@ -58,10 +58,10 @@ def workload_of(optimizer: optax.GradientTransformation | None, steps: int) -> W
         first = int(np.flatnonzero(rates)[0])
         impulse = run(move, np.eye(1, steps, first, np.float32)[0])[first:]
         trials = [(size * some, run(move, np.float32(size) * some)) for size in (1e-3, 1.0, 1e3)]
-    except Exception as error:  # whatever it wants of parameters
+    except Exception as error:  # an optimiser may expect anything of its parameters
         raise BadInputError(
-            f"the optimizer cannot be tried on one number ({error}), so that nothing is known of "
-            "what it makes of noise: leave it out of plan(..., optimizer=...)"
+            f"the optimizer does not run on a single number ({error}), so its effect on noise "
+            "cannot be measured: leave it out of plan(..., optimizer=...)"
         ) from error
     memory = np.zeros(steps)
     np.divide(impulse, rates[first:], out=memory[: steps - first], where=rates[first:] != 0)
@@ -69,7 +69,7 @@ def workload_of(optimizer: optax.GradientTransformation | None, steps: int) -> W
         wanted = rates * np.convolve(memory, gradients)[:steps]
         if not np.abs(moved - wanted).max() <= 1e-3 * np.abs(wanted).max():
             return PREFIX_SUMS
-    # Six digits: those behind depend on the machine, and zeros cost nothing.
+    # Keep six digits, as later ones depend on the machine, and drop trailing zeros.
     memory, rates = (np.array([float(f"{x:.6g}") for x in y]) for y in (memory, rates))
     last = np.flatnonzero(np.abs(memory) > 1e-9)[-1]
     alike = np.abs(rates - rates[0]).max() <= 1e-5 * abs(rates[0])

@@ -1,6 +1,6 @@
-"""Which units take part in each step: host-side, seeded by counter, random access.
+"""Sampling: which units take part in each step, on the host, with random access to any step.
 
-Everything here is NumPy. What a sampler draws is what the mechanism that owns it accounts for.
+Everything here is NumPy. A mechanism accounts for exactly what its sampler draws.
 """
 
 from dpfl_jax.sampling.samplers import (

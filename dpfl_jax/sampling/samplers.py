@@ -1,9 +1,8 @@
 """Samplers: a random-access sequence of draws, one per step, and how hosts share a draw.
 
-A draw is host-side and made of positions into a store, so that only what was drawn is read. Every
-sampler derives the draw of step t from the root key and t alone: every host computes the same draw
-and reads only its part. How many examples of one user are used is bounded once for a run (ELS) or
-per step (ULS).
+A draw holds positions into a store, so that only drawn examples are read. A sampler derives the
+draw of step t from the root key and t alone, so every host computes the same draw and reads only
+its part. The number of examples of one user is bounded once for a run (ELS) or in each step (ULS).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from dpfl_jax.sampling.schemes import SamplingScheme, Scheme, binomial_bound, ch
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """The units taking part in one step.
+    """The units that take part in one step.
 
     Attributes:
       units: int64 [n], the index of each unit drawn (an example of the limited set, a user).
-      positions: int64 [n] or [n, group_size], store positions of the examples of each unit; -1
-        where a unit has fewer examples than group_size.
+      positions: int64 [n] or [n, group_size], store positions of each unit's examples; -1 where a
+        unit has fewer than group_size examples.
 
     Examples:
       >>> import numpy as np
@@ -42,7 +41,7 @@ class Draw:
 
     @property
     def size(self) -> int:
-        """Number of units drawn (may be 0: a step without units is still a step)."""
+        """Number of units drawn; it may be 0, as a step without units is still a step."""
         return len(self.units)
 
     @property
@@ -52,7 +51,7 @@ class Draw:
 
 
 class Sampler(Protocol):
-    """Random access to the draws of a run: any step's, without drawing earlier ones.
+    """Random access to the draws of a run: any step's draw, without drawing earlier steps.
 
     Examples:
       >>> import numpy as np
@@ -70,17 +69,17 @@ class Sampler(Protocol):
 
     @property
     def group_size(self) -> int | None:
-        """Examples a unit may hold in a draw, or None if the unit is one example."""
+        """Most examples of a unit in a draw, or None if a unit is one example."""
 
     def size_bound(self, tail: float = 1e-15) -> int:
-        """A number of units that a draw exceeds with probability at most ``tail``."""
+        """Returns a number of units that a draw exceeds with probability at most ``tail``."""
 
     def draw(self, step: int) -> Draw:
         """Returns the draw of ``step`` (0-based), without replaying earlier steps."""
 
 
 class _OfScheme(abc.ABC):
-    """A sampler of the units that a scheme draws."""
+    """A sampler whose units are drawn by a scheme."""
 
     scheme: Scheme
 
@@ -95,7 +94,7 @@ class _OfScheme(abc.ABC):
         return self.scheme.expected_size(self.population)
 
     def size_bound(self, tail: float = 1e-15) -> int:
-        """A number of units that a draw exceeds with probability at most ``tail``."""
+        """Returns a number of units that a draw exceeds with probability at most ``tail``."""
         return self.scheme.size_bound(self.population, tail)
 
 
@@ -104,7 +103,7 @@ class ExampleSampler(_OfScheme):
     """Draws examples from a list of positions.
 
     Attributes:
-      scheme: which of them.
+      scheme: how examples are drawn.
       positions: int64 [n], store positions that may be drawn.
       key: root key of the run.
 
@@ -140,7 +139,7 @@ class UserSampler(_OfScheme):
     """Draws users, and up to ``group_size`` examples of each, uniformly.
 
     Attributes:
-      scheme: which users.
+      scheme: how users are drawn.
       user_offsets: int64 [num_users + 1]; user u owns positions offsets[u]:offsets[u+1].
       group_size: most examples of one user in a step.
       key: root key of the run.
@@ -170,11 +169,11 @@ class UserSampler(_OfScheme):
         return len(self.user_offsets) - 1
 
     def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
-        """Bounds on the users of each bucket, for users sorted by their examples in a draw.
+        """Returns bounds on the number of a draw's users in each bucket of sizes.
 
         Args:
-          sizes: increasing, up to the group size; a user goes to the first that holds all examples
-            it may bring.
+          sizes: increasing bucket sizes, up to the group size; a user goes to the first bucket that
+            holds all the examples the user may have in a draw.
           tail: probability with which each bound may be exceeded.
 
         Returns:
@@ -182,7 +181,7 @@ class UserSampler(_OfScheme):
         """
         most, offsets = self.size_bound(tail), self.user_offsets
         held = np.minimum(np.diff(offsets), sizes[-1])
-        held = held[held > 0]  # a user without examples fits anywhere: count it with the smallest
+        held = held[held > 0]  # users without examples go to the smallest bucket
         counts = np.bincount(np.searchsorted(np.asarray(sizes), held), minlength=len(sizes))
         counts[0] += self.population - len(held)
         if not isinstance(self.scheme, SamplingScheme):  # users are not drawn independently
@@ -202,12 +201,13 @@ class UserSampler(_OfScheme):
 class Share:
     """The part of a draw that one host reads.
 
-    A step's units fill rows of a global buffer [rows, row]: unit i lies in row i // row, column
-    i % row. Each host reads the columns of its own devices.
+    A step's units fill rows of a global buffer [rows, row]: unit i is in row i // row, column
+    i % row. Each host reads the columns of its devices.
 
     Attributes:
-      slots: int64 [rows, columns], index into the draw's units; -1 where there is padding.
-      positions: int64 [rows, columns] or [rows, columns, group_size], store positions; -1 for none.
+      slots: int64 [rows, columns], index into the draw's units; -1 for padding.
+      positions: int64 [rows, columns] or [rows, columns, group_size], store positions; -1 for
+        padding.
 
     Examples:
       >>> import numpy as np
@@ -224,16 +224,16 @@ class Share:
 def share_of(
     draw: Draw, row: int, columns: Sequence[int] | np.ndarray, rows: int | None = None
 ) -> Share:
-    """Returns the units of some columns of the global buffer.
+    """Returns the units in some columns of the global buffer.
 
     Args:
-      draw: the whole draw (every host has it: it costs no reading).
+      draw: the whole draw, which every host has without reading data.
       row: units per row over all hosts.
       columns: the columns of this host, increasing.
-      rows: rows of the buffer; default as many as the draw fills.
+      rows: rows of the buffer; default: as many as the draw fills.
 
     Raises:
-      ValueError: if the columns lie outside the row or the draw does not fit.
+      ValueError: the columns are outside the row or do not increase, or the draw does not fit.
 
     Examples:
       >>> import numpy as np
@@ -259,7 +259,7 @@ def share_of(
 
 # ---- how many examples of one user are used ------------------------------------------------------
 # All choices are uniform without replacement, and a user with fewer examples than the limit
-# contributes them all: nothing is repeated. Where examples have several owners, it is greedy.
+# contributes all of them. Where examples have several owners, the choice is greedy.
 
 
 def check_group_size(group_size: int) -> int:
@@ -269,7 +269,7 @@ def check_group_size(group_size: int) -> int:
 
 
 def places_in_runs(values: np.ndarray) -> np.ndarray:
-    """int64 [n]: of each value the number of equal ones before it; equal ones lie together."""
+    """Returns how many equal values precede each value, int64 [n]; equal values are adjacent."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     lengths = np.diff(np.append(starts, len(values)))
     return np.arange(len(values)) - np.repeat(starts, lengths)
@@ -316,18 +316,18 @@ def limit_shared(
     owners: Sequence[tuple[int, ...]],
     limit: int,
 ) -> np.ndarray:
-    """Keeps units such that no one owns more than ``limit`` of those kept, greedily.
+    """Keeps units greedily so that no owner has more than ``limit`` of them.
 
-    Units are sorted by how far their owners are beyond the limit, added up, and ties are broken at
-    random. In this order each is kept unless one of its owners has ``limit`` already. Nothing can
-    be added to what is kept, so that it is at least 1 / (most owners of a unit) of the most that is
-    possible; on graphs like those of e-mails it is about 0.99. Source: Ganesh et al. 2025 (arXiv
+    Units are sorted by the sum of their owners' excesses over the limit, with ties broken at
+    random, and kept in this order unless an owner already has ``limit`` units. The result is
+    maximal, so it has at least 1 / (most owners of a unit) of the largest possible number of units;
+    on graphs like those of e-mails it has about 0.99 of it. Source: Ganesh et al. 2025 (arXiv
     2503.03622), section 4, without its choices with duplicates.
 
     Args:
       rng: generator for the order.
-      set_of_unit: int64 [n], which set of owners each unit has.
-      owners: for each set, its members, from 0 on, each once.
+      set_of_unit: int64 [n], each unit's set of owners, an index into ``owners``.
+      owners: the members of each set, numbered from 0, without repeats.
       limit: most units of one owner.
 
     Returns:
@@ -351,13 +351,13 @@ def limit_shared(
             kept.append(unit)
             for user in members:
                 left[user] -= 1
-        else:  # an owner who has reached the limit stays there
+        else:  # owners never get below the limit again: skip this set from now on
             usable[some] = ()
     return np.sort(np.array(kept, np.int64))
 
 
 def limited_size(user_offsets: np.ndarray, group_size: int) -> int:
-    """Number of examples that ``limit_contributions`` keeps (no randomness in it).
+    """Returns the number of examples that ``limit_contributions`` keeps, which is not random.
 
     Examples:
       >>> import numpy as np
@@ -374,8 +374,8 @@ def choose_within_users(
 ) -> np.ndarray:
     """Chooses up to ``group_size`` examples of each user, uniformly without replacement.
 
-    Floyd's subset algorithm, run for all users at once: its cost does not grow with how many
-    examples a user owns.
+    It runs Floyd's subset algorithm for all users at once, whose cost does not grow with the number
+    of examples that a user owns.
 
     Args:
       rng: generator for the choice.

@@ -1,9 +1,8 @@
 """Sampling schemes: which of n units take part in each step, for units of any kind.
 
-A scheme is numbers alone: it draws indices from a root key, a step and the number of units.
-``samplers`` turns indices into store positions. Amplification differs from scheme to scheme, and so
-does the adjacency it is proved for: the class says which; a mechanism accounts for the scheme it
-runs.
+A scheme holds only numbers: it draws indices from a root key, a step and the number of units.
+``samplers`` turns indices into store positions. Schemes differ in amplification and in the
+adjacency it is proved for, which each class names; a mechanism accounts for the scheme it runs.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ class Scheme(Protocol):
     """
 
     def expected_size(self, population: int) -> float:
-        """Expected number of indices in a draw."""
+        """Returns the expected number of indices in a draw."""
 
     def size_bound(self, population: int, tail: float = 1e-15) -> int:
-        """A size that a draw exceeds with probability at most ``tail``."""
+        """Returns a size that a draw exceeds with probability at most ``tail``."""
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         """Returns the distinct indices of ``step``, sorted, int64 [n]."""
 
 
 def check_population(population: int) -> None:
-    """Raises BadInputError if there is nothing to sample from."""
+    """Raises BadInputError if there are no units to sample from."""
     if population < 1:
         raise BadInputError("there is nothing to sample from: the data hold no units")
 
@@ -65,14 +64,14 @@ def _rate(size: float, population: int, what: str) -> float:
 def _known(number: T | None, scheme: SamplingScheme) -> T:
     if number is None:
         raise BadInputError(
-            f"this {type(scheme).__name__} has no rate yet: give it, or call of_size(...), which "
-            "makes it from the expected number of units in a draw"
+            f"this {type(scheme).__name__} has no rate yet: set it, or call of_size(...), which "
+            "derives it from the expected number of units in a draw"
         )
     return number
 
 
 def binomial_bound(population: int, prob: float, tail: float) -> int:
-    """Smallest k with P(Binomial(population, prob) > k) <= tail."""
+    """Returns the smallest k with P(Binomial(population, prob) > k) <= tail."""
     if population == 0:
         return 0
     return int(stats.binom.isf(tail, population, prob))
@@ -81,8 +80,8 @@ def binomial_bound(population: int, prob: float, tail: float) -> int:
 def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> np.ndarray:
     """Draws each of ``population`` units independently with probability ``prob``.
 
-    The size is drawn from Binomial(population, prob), then a uniform subset of that size: the same
-    distribution as independent coins, at a cost that follows the draw and not the population.
+    It draws the size from Binomial(population, prob) and then a uniform subset of that size. That
+    has the distribution of independent coins, but its cost grows with the draw, not the population.
 
     Returns:
       Sorted int64 [n], the units drawn.
@@ -102,66 +101,66 @@ def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> n
 
 
 class SamplingScheme(abc.ABC):
-    """A scheme whose draws are no larger, in distribution, than those of coins of one rate.
+    """A scheme whose draws are no larger, in distribution, than Poisson draws at its rate.
 
-    A scheme without its rate (``Poisson()``) says how units are drawn; ``of_size`` gives the rate.
+    A scheme without a rate (``Poisson()``) says how units are drawn; ``of_size`` sets the rate.
     """
 
-    kind: ClassVar[str]  # its name in configurations
+    kind: ClassVar[str]  # name in configurations
 
     @property
     def separation(self) -> int | None:
-        """Steps from one participation of a unit to its next, at least; None: no bound."""
+        """Least number of steps between two participations of a unit; None: no bound."""
         return None
 
     @property
     def is_stateful(self) -> bool:
-        """Whether a step's draw depends on those of earlier steps."""
+        """Whether a step's draw depends on the draws of earlier steps."""
         return False
 
     @property
     @abc.abstractmethod
     def rate(self) -> float:
-        """Probability that a unit of which nothing else is known takes part in a step.
+        """Probability that a unit takes part in a given step, over all draws of the run.
 
         Raises:
-          BadInputError: of a scheme without its rate.
+          BadInputError: the scheme has no rate yet.
         """
 
     @property
     def draw_prob(self) -> float:
-        """Probability that a unit takes part in a step in which it may."""
+        """Probability that a unit takes part in a step in which its group has its turn."""
         return self.rate
 
     @abc.abstractmethod
     def of_size(self: Self, size: float, population: int, what: str) -> Self:
-        """The scheme that draws so many units a step, in expectation; itself if it has its rate.
+        """Returns the scheme with the rate that draws ``size`` units; itself if it has a rate.
 
         Args:
           size: expected number of units in a draw.
-          population: units that may be drawn.
-          what: the option that ``size`` comes from.
+          population: number of units that may be drawn.
+          what: name of the option that ``size`` comes from, for messages.
 
         Raises:
-          BadInputError: there are fewer units.
+          BadInputError: there are fewer units than ``size``.
         """
 
     def expected_size(self, population: int) -> float:
-        """Expected number of indices in a draw."""
+        """Returns the expected number of indices in a draw."""
         return population * self.rate
 
     def size_bound(self, population: int, tail: float = 1e-15) -> int:
-        """A size that a draw exceeds with probability at most ``tail``."""
+        """Returns a size that a draw exceeds with probability at most ``tail``."""
         return binomial_bound(population, self.rate, tail)
 
     @abc.abstractmethod
     def describe(self, counted: str, unit: str, contribution: str = "") -> str:
-        """The sampling in words, for a guarantee.
+        """Returns the sampling in words, for a guarantee.
 
         Args:
-          counted: what is drawn from, as "90 users".
-          unit: one of these.
-          contribution: what a unit that is drawn contributes; "": all it has.
+          counted: the units that may be drawn, e.g. "90 users".
+          unit: the noun for one of them, e.g. "user".
+          contribution: what a drawn unit contributes; "": all that it has.
         """
 
     @abc.abstractmethod
@@ -171,7 +170,7 @@ class SamplingScheme(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class _Poisson(SamplingScheme, abc.ABC):
-    """Schemes that toss a coin for each unit."""
+    """Schemes that draw each unit independently."""
 
     sampling_prob: float | None = None
 
@@ -203,10 +202,10 @@ class _Poisson(SamplingScheme, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Poisson(_Poisson):
-    """Each unit independently with the same probability (add-or-remove adjacency).
+    """Draws each unit independently with one probability (add-or-remove adjacency).
 
     Attributes:
-      sampling_prob: of each unit; None: not given yet (``of_size``).
+      sampling_prob: probability of each unit; None: not set yet (``of_size``).
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -225,11 +224,11 @@ class Poisson(_Poisson):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PoissonWithDropout(_Poisson):
-    """Poisson, of those alone who have not left yet.
+    """Poisson sampling of the units that have not left yet.
 
     Attributes:
-      sampling_prob: of each unit.
-      until: int64 [population], the first step that each takes no part in.
+      sampling_prob: probability of each unit.
+      until: int64 [population], the first step in which each unit no longer takes part.
 
     Examples:
       >>> import numpy as np
@@ -245,7 +244,7 @@ class PoissonWithDropout(_Poisson):
     is_stateful = True
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        # Coins are tossed for everybody, so that no one's depend on who has left.
+        # Draw from all units, so that no unit's draw depends on which units have left.
         drawn = self._drawn(key, step, population)
         # proof: individual-sampling-2
         return drawn[step < self.until[drawn]]
@@ -253,11 +252,11 @@ class PoissonWithDropout(_Poisson):
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedPoisson(_Poisson):
-    """Poisson, of whose draws no more than ``cap`` units are kept, at random (add-or-remove).
+    """Poisson sampling that keeps at most ``cap`` units of a draw, at random (add-or-remove).
 
     Attributes:
-      sampling_prob: of each unit; None: not given yet.
-      cap: most units of a draw; None: 4 standard deviations above the expected size (``of_size``).
+      sampling_prob: probability of each unit; None: not set yet.
+      cap: most units in a draw; None: 4 standard deviations above the expected size (``of_size``).
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -279,8 +278,8 @@ class TruncatedPoisson(_Poisson):
         cap = math.ceil(size + 4.0 * math.sqrt(size)) if self.cap is None else self.cap
         if cap < size:
             raise BadInputError(
-                f"the cap of a draw is {cap}, less than the expected {size:g} ({what}): set it 4 "
-                f"standard deviations above, or lower {what}"
+                f"the cap of a draw is {cap}, less than the expected {size:g} ({what}): raise the "
+                f"cap to 4 standard deviations above that, or lower {what}"
             )
         return dataclasses.replace(super().of_size(size, population, what), cap=cap)
 
@@ -309,15 +308,14 @@ def _groups(key: RootKey, population: int, groups: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CyclicPoisson(_Poisson):
-    """Poisson within one of several groups of units, which take turns (add-or-remove).
+    """Poisson sampling within groups of units that take turns (add-or-remove).
 
-    The group of a unit is a uniform draw of its own, for the whole run, and depends on no other
-    unit; groups are of unequal size, which need not be known. In step t group t modulo ``period``
-    has its turn.
+    Each unit's group is drawn uniformly once for the run, independently of other units. Groups
+    differ in size, which need not be known. Step t is the turn of group t modulo ``period``.
 
     Attributes:
-      sampling_prob: of each unit of the group whose turn it is; None: not given yet.
-      period: b, number of groups. One group is ``Poisson``, draw by draw.
+      sampling_prob: probability of each unit in the group whose turn it is; None: not set yet.
+      period: b, number of groups. With one group the draws are those of ``Poisson``.
 
     Examples:
       >>> from dpfl_jax.sampling import CyclicPoisson
@@ -335,10 +333,10 @@ class CyclicPoisson(_Poisson):
 
     @property
     def rate(self) -> float:
-        return self.draw_prob / self.period  # the group of the unit is not known
+        return self.draw_prob / self.period  # over the random group of the unit
 
     def of_size(self, size: float, population: int, what: str) -> CyclicPoisson:
-        # A draw is from the group whose turn it is.
+        # Only the group whose turn it is can be drawn.
         what = what if self.period == 1 else f"{self.period} (the period) times {what}"
         return super().of_size(self.period * size, population, what)
 
@@ -348,7 +346,7 @@ class CyclicPoisson(_Poisson):
 
     @property
     def is_stateful(self) -> bool:
-        return self.period > 1  # groups are drawn once
+        return self.period > 1  # groups are drawn once for the run
 
     def describe(self, counted: str, unit: str, contribution: str = "") -> str:
         of_a_group = super().describe(counted, unit, contribution)
@@ -358,7 +356,7 @@ class CyclicPoisson(_Poisson):
         return f"{groups}; of a group: {of_a_group}"
 
     def group_of(self, key: RootKey, population: int) -> np.ndarray:
-        """int64 [population], the group of each unit under the key of a run."""
+        """Returns the group of each unit under the root key of a run, int64 [population]."""
         return _groups(key, population, self.period)
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
@@ -379,7 +377,7 @@ def _check_period(period: int | None) -> None:
 def _stretch(
     key: RootKey, stretch: int, population: int, period: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Units in the order of the step that each draws, and these steps."""
+    """Units sorted by the steps that they drew within the period, and these steps, sorted."""
     # proof: allocation-1
     drawn = key.numpy("allocation", stretch).integers(period, size=population)
     order = np.argsort(drawn, kind="stable")
@@ -389,7 +387,7 @@ def _stretch(
 
 @dataclasses.dataclass(frozen=True)
 class _OncePerPeriod(SamplingScheme, abc.ABC):
-    """A scheme in which each unit takes part in one of every ``period`` steps."""
+    """Schemes in which each unit takes part in one of every ``period`` steps."""
 
     period: int | None = None
     is_stateful = True
@@ -402,7 +400,7 @@ class _OncePerPeriod(SamplingScheme, abc.ABC):
         """The period.
 
         Raises:
-          BadInputError: it is not given yet.
+          BadInputError: it is not set yet.
         """
         return int(_known(self.period, self))
 
@@ -413,20 +411,20 @@ class _OncePerPeriod(SamplingScheme, abc.ABC):
     def of_size(self: SelfPeriodic, size: float, population: int, what: str) -> SelfPeriodic:
         if self.period is not None:
             return self
-        # The nearest whole number to the number of units over ``size``.
+        # The integer nearest to the number of units over ``size``.
         rate = max(_rate(size, population, what), _LEAST_RATE)
         return dataclasses.replace(self, period=max(1, round(1.0 / rate)))
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomAllocation(_OncePerPeriod):
-    """Each unit in exactly one of every ``period`` steps (add-or-remove adjacency).
+    """Draws each unit in exactly one of every ``period`` steps (add-or-remove adjacency).
 
-    Which step that is is a uniform draw of the unit's own, afresh for each stretch of ``period``
-    steps, and depends on no other unit.
+    Each unit's step is drawn uniformly and independently of other units, anew for each stretch of
+    ``period`` steps.
 
     Attributes:
-      period: t; None: not given yet.
+      period: t; None: not set yet.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -455,13 +453,13 @@ class RandomAllocation(_OncePerPeriod):
 
 @dataclasses.dataclass(frozen=True)
 class Cyclic(_OncePerPeriod):
-    """Each unit in every ``period``-th step, from one of the first ``period`` on.
+    """Draws each unit in every ``period``-th step, from a random one of the first ``period`` on.
 
-    Which of these that is is a uniform draw of the unit's own, once for the run. So two steps of a
-    unit are ``period`` apart, and it has no more of them than fit (add-or-remove).
+    Each unit's first step is drawn uniformly and independently, once for the run, so that a unit's
+    steps are exactly ``period`` apart (add-or-remove adjacency).
 
     Attributes:
-      period: s; None: not given yet.
+      period: s; None: not set yet.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -488,14 +486,14 @@ class Cyclic(_OncePerPeriod):
         return f"{text}, {contribution} of a {unit} who takes part" if contribution else text
 
     def turn_of(self, key: RootKey, population: int) -> np.ndarray:
-        """int64 [population], the first step of each unit under the key of a run."""
+        """Returns the first step of each unit under the root key of a run, int64 [population]."""
         units, steps = _stretch(key, 0, population, self.known_period)
         turns = np.empty_like(steps)
         turns[units] = steps
         return turns
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        # The first stretch of random allocation, again and again.
+        # Repeat the first stretch of random allocation.
         # proof: turns-1
         return RandomAllocation(self.known_period).indices(
             key, step % self.known_period, population
@@ -504,7 +502,7 @@ class Cyclic(_OncePerPeriod):
 
 @dataclasses.dataclass(frozen=True)
 class FixedSize:
-    """A uniform subset of exactly ``size`` units, afresh in each step (replace-one adjacency).
+    """Draws a uniform subset of exactly ``size`` units in each step (replace-one adjacency).
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -516,21 +514,21 @@ class FixedSize:
     size: int
 
     def expected_size(self, population: int) -> float:
-        """``size``, which every draw has."""
+        """Returns ``size``, the size of every draw."""
         return float(self.size_bound(population))
 
     def size_bound(self, population: int, tail: float = 1e-15) -> int:
-        """The size.
+        """Returns ``size``, the size of every draw.
 
         Raises:
-          BadInputError: there are fewer units.
+          BadInputError: there are fewer units than that.
         """
         wanted = f"at least 1 and at most the {population} units there are"
         require(1 <= self.size <= population, "the batch size", self.size, wanted)
         return self.size
 
     def describe(self, counted: str, unit: str, contribution: str = "") -> str:
-        """As ``SamplingScheme.describe``."""
+        """Returns the sampling in words, as ``SamplingScheme.describe`` does."""
         return f"exactly {self.size} of {counted} per step, without replacement"
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
@@ -542,10 +540,10 @@ class FixedSize:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PersonalizedPoisson:
-    """Each unit independently with its own probability (personalised budgets; Liu et al. 2024).
+    """Draws each unit independently with a personal probability (Liu et al. 2024).
 
     Attributes:
-      probs: float64 [population], in [0, 1]; 0 leaves a unit out.
+      probs: float64 [population], in [0, 1]; units with 0 are never drawn.
 
     Examples:
       >>> import numpy as np
@@ -566,11 +564,11 @@ class PersonalizedPoisson:
         object.__setattr__(self, "probs", probs)
 
     def expected_size(self, population: int) -> float:
-        """The sum of the probabilities."""
+        """Returns the sum of the probabilities."""
         return float(self.probs.sum())
 
     def size_bound(self, population: int, tail: float = 1e-15) -> int:
-        """A size that a draw exceeds with probability at most ``tail``, by Bernstein's bound."""
+        """Returns a size that a draw exceeds with probability at most ``tail`` (Bernstein)."""
         log = -np.log(tail)
         variance = float((self.probs * (1 - self.probs)).sum())
         slack = log / 3 + np.sqrt(log * log / 9 + 2 * variance * log)
@@ -581,15 +579,16 @@ class PersonalizedPoisson:
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         """Returns the distinct indices of ``step``, sorted, int64 [n].
 
-        By thinning: coins of the largest probability for all, then a second coin for those drawn.
-        That has the distribution of one coin each, at a cost that follows the draw.
+        All units are drawn with the largest probability, and each is then kept with the ratio of
+        its probability to that (thinning): the cost grows with the draw, not the population.
 
         Raises:
-          BadInputError: there are more or fewer units than probabilities.
+          BadInputError: the number of units is not the number of probabilities.
         """
         if population != len(self.probs):
             raise BadInputError(
-                f"there are {len(self.probs)} sampling probabilities, but {population} units"
+                f"there are {len(self.probs)} sampling probabilities, but {population} units: give "
+                "one probability per unit"
             )
         rng = key.numpy("sampling", step)
         most = float(self.probs.max())

@@ -125,7 +125,7 @@ def test_a_curve_of_deltas_is_that_of_single_ones(event):
 
 
 def test_no_guarantee_and_odd_questions_are_one_sentence():
-    with pytest.raises(BadInputError, match="no guarantee at all"):
+    with pytest.raises(BadInputError, match="no guarantee at this delta"):
         accounting.meaning(events.gaussian(0.0, 1), 1e-6)
     found = accounting.meaning(events.gaussian(3.0, 1), 1e-6)
     with pytest.raises(BadInputError, match="at least 2"):

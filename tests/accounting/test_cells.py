@@ -163,5 +163,5 @@ def test_a_unit_that_is_in_one_step_at_most_pays_once():
 def test_two_stages_are_accounted_in_whole_rounds():
     setting = TwoStage(2.0, 5, 4, 0.5, 1e-4)
     assert setting.event(0.1, 3) == events.two_stage(2.0, 0.1, 0.5, 5, 3)
-    with pytest.raises(BadInputError, match="13 local steps are no whole number of rounds of 5"):
+    with pytest.raises(BadInputError, match="13 local steps are not a whole number of rounds of 5"):
         NoisedSums(setting.scheme(0.1), 2.0, 13, 1).event()

@@ -82,7 +82,7 @@ def test_batches_of_fixed_size():
         ours = epsilon(events.fixed_size(sigma, 1000, 20, 30), DELTA, relation=REPLACE)
         theirs = epsilon(SelfComposedDpEvent(again, 30), DELTA, relation=REPLACE)
         assert theirs == pytest.approx(ours, rel=1e-9)
-        with pytest.raises(BadInputError, match="accounted of Gaussian sums under replace-one"):
+        with pytest.raises(BadInputError, match="accounted for Gaussian sums under replace-one"):
             epsilon(brought, DELTA)
     none = dp_event.SampledWithoutReplacementDpEvent(1000, 0, GaussianDpEvent(2.0))
     assert epsilon(none, DELTA, relation=REPLACE) == 0
@@ -128,15 +128,15 @@ def test_the_best_of_several_runs_by_renyi(shape):
         (
             dp_event.SampledWithReplacementDpEvent(100, 5, GaussianDpEvent(1.0)),
             REPLACE,
-            "draw without replacement",
+            "sample without replacement",
         ),
-        (PoissonSampledDpEvent(0.1, LaplaceDpEvent(1.0)), ADD_OR_REMOVE, "of Gaussian sums"),
+        (PoissonSampledDpEvent(0.1, LaplaceDpEvent(1.0)), ADD_OR_REMOVE, "for Gaussian sums"),
         (PoissonSampledDpEvent(0.1, THREE), REPLACE, "under add-or-remove"),
-        (dp_event.UnsupportedDpEvent(), ADD_OR_REMOVE, "the mechanism's own event"),
+        (dp_event.UnsupportedDpEvent(), ADD_OR_REMOVE, "event of the mechanism itself"),
         (LaplaceDpEvent(1.0), ADD_OR_REMOVE, r"ApproximateDpEvent\(epsilon, delta\)"),
-        (dp_event.DiscreteLaplaceDpEvent(1.0, 1), ADD_OR_REMOVE, "what it guarantees"),
-        (dp_event.RandomizedResponseDpEvent(0.5, 2), REPLACE, "what it guarantees"),
-        (dp_event.ZCDpEvent(0.1), ADD_OR_REMOVE, "what it guarantees"),
+        (dp_event.DiscreteLaplaceDpEvent(1.0, 1), ADD_OR_REMOVE, "use its guarantee"),
+        (dp_event.RandomizedResponseDpEvent(0.5, 2), REPLACE, "use its guarantee"),
+        (dp_event.ZCDpEvent(0.1), ADD_OR_REMOVE, "use its guarantee"),
         (
             dp_event.SingleEpochTreeAggregationDpEvent(5.0, 8),
             NeighboringRelation.REPLACE_SPECIAL,

@@ -80,7 +80,9 @@ def test_tiny_and_infinite_and_unreachable_budgets():
     assert found.rates[1] == 0.0 == found.epsilons[1]  # 0 is "not me", whatever delta covers
     assert found.rates[2] == 1.0
     strict = TwoStage(6.0, 20, 10, 1.0, 1e-12)
-    with pytest.raises(BadInputError, match=r"row 2 asks for epsilon 1e-12.* smallest that can"):
+    with pytest.raises(
+        BadInputError, match=r"row 2 asks for epsilon 1e-12.* smallest sampling rate"
+    ):
         certified_rates(np.array([1.0, 2.0, 1e-12]), strict)
     excluded = certified_rates(np.array([1.0, 2.0, 1e-12]), strict, "exclude")
     assert excluded.rates[2] == 0.0 == excluded.epsilons[2]

@@ -51,5 +51,5 @@ def test_an_entry_is_one_of_the_registry(name):
 
 
 def test_what_has_no_guarantee_has_no_entry():
-    with pytest.raises(BadInputError, match="it has no guarantee"):
+    with pytest.raises(BadInputError, match="the model has no guarantee"):
         registry_record(SOUND["none"](), "a model", datetime.date(2026, 11, 27))

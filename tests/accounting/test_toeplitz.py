@@ -89,7 +89,7 @@ def test_the_identity_is_as_many_gaussians_as_turns():
         ([0.0, 0.0], "the first above 0"),
         ([1.0, math.nan], "finite"),
         ([1.0, 0.5, -0.1], "0 or more"),
-        ([1.0, 0.5, 0.6], "none above the one before"),
+        ([1.0, 0.5, 0.6], "do not increase"),
         ([[1.0]], "finite"),
     ],
 )

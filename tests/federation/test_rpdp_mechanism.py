@@ -288,7 +288,9 @@ def test_nearly_zero_infinite_and_unreachable_budgets():
     )
     assert np.sum(drawn == free) == 12  # all steps of its silo
     assert np.sum(drawn == tiny) <= 1
-    with pytest.raises(BadInputError, match=r"record 'patient 0004': row \d+ asks.* smallest that"):
+    with pytest.raises(
+        BadInputError, match=r"record 'patient 0004': row \d+ asks.* smallest sampling rate"
+    ):
         build(budgets, sigma=8.0, delta=1e-13)
     _, _, personal = build(budgets, sigma=8.0, delta=1e-13, unreachable="exclude")
     assert personal.assignment.rates[place["patient 0004"]] == 0.0

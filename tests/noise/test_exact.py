@@ -292,7 +292,7 @@ def test_what_is_left_of_a_sum_is_added_in_integers():
 
 def test_noise_of_more_rows_is_at_most_so_large():
     """The grid hides sums that are cut off in every row: with a million rows, 1,000 times C."""
-    with pytest.raises(BadInputError, match="at most 1000 times is hidden"):
+    with pytest.raises(BadInputError, match="supports at most 1000 times"):
         Noise(1001.0, 1.0, rows=10**6).add(KEY.words("noise", 0), {"w": jnp.zeros(3)})
     Noise(999.0, 1.0, rows=10**6).add(KEY.words("noise", 0), {"w": jnp.zeros(3)})
 

@@ -114,7 +114,7 @@ def test_others_are_taken_for_prefix_sums(optimizer):
 
 def test_what_cannot_be_tried_is_one_sentence():
     picky = optax.multi_transform({"a": optax.sgd(0.1)}, {"w": "a"})
-    with pytest.raises(BadInputError, match="cannot be tried on one number"):
+    with pytest.raises(BadInputError, match="does not run on a single number"):
         workload_of(picky, 5)
     with pytest.raises(BadInputError, match="rates of 5 steps, but the plan has 6"):
         banded_strategy(2, 6, workload_of(sgd("linear", 5), 5))

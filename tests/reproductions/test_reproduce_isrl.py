@@ -39,7 +39,7 @@ def test_noise_golden():
     published = silo_noise(Budget(18, delta), 1238, 443, 35, arm="as_published")
     assert published.noise_multiplier == pytest.approx(1.255, rel=1e-3)
     assert published.epsilon == pytest.approx(20.27, rel=2e-3)  # were its batches Poisson
-    with pytest.raises(BadInputError, match="formula holds only for"):
+    with pytest.raises(BadInputError, match="formula holds only if"):
         silo_noise(Budget(100.0, 1e-5), 10, 5, 5, arm="paper_closed_form")
 
 

@@ -1,7 +1,7 @@
 """The tap engine: clipped sums by book-keeping, for any loss, through its jaxpr.
 
-``views``: what is done to a parameter before it meets data. ``trace``: finds in the jaxpr of the
-one-unit loss every place (site) where a parameter meets data. ``evaluate``: runs that jaxpr with a
+``views``: operations on a parameter before it meets data. ``trace``: finds every equation (site) in
+the jaxpr of the one-unit loss in which a parameter meets data. ``evaluate``: runs that jaxpr with a
 tap at each site. ``factors``: the gradient of one use of a parameter as a product of two labelled
 arrays. ``leaves``: the norm and the weighted sum of one parameter over all its uses. ``engine``:
 the strategy itself. The derivation is in docs/internals/clipping.md.

@@ -1,8 +1,8 @@
-"""The strategy ``ghost``: one forward and one backward pass, no per-unit gradients.
+"""The strategy ``ghost``: one forward and one backward pass without per-unit gradients.
 
-The forward pass records the operands of every site. The backward pass goes to the taps alone: it
-gives the gradients of the sites' outputs, and forms no gradient of a parameter. From both come the
-norms; then the weighted sum, one ordinary product for each use.
+The forward pass records the operands of every site. The backward pass goes only to the taps: it
+gives the gradients of the sites' outputs, but no gradient of a parameter. Both together give the
+norms, and then the weighted sum, by one ordinary product for each use.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class LeafReport:
     """How the norm of one parameter's gradients is computed.
 
     Attributes:
-      name: of the parameter.
-      shape: of the parameter.
+      name: name of the parameter.
+      shape: shape of the parameter.
       method: ``gram``, ``direct``, ``keep`` (see ``leaves``) or ``per-unit copies``.
       uses: number of equations in which the parameter meets data; 0 for copies.
-      reason: why this method.
-      seconds: estimated for one unit, beyond the time of training without privacy.
+      reason: why this method was chosen.
+      seconds: estimated extra time for one unit over training without privacy.
       recorded: bytes held for one unit: factors, and per-unit gradients that are kept.
     """
 
@@ -54,8 +54,8 @@ class LeafReport:
 
 
 def trace_loss(problem: ClippingProblem) -> tuple[Any, Any]:
-    """The closed jaxpr of the one-unit loss, and the tree of its outputs."""
-    # A real unit, not its shape: the jaxpr must know over which mesh axes it varies.
+    """Returns the closed jaxpr of the one-unit loss, and the tree of its outputs."""
+    # Trace with a concrete unit instead of its shape, to know over which mesh axes it varies.
     unit = jax.tree.map(lambda x: x[0], problem.units)
     tree: list[Any] = []
 
@@ -68,16 +68,16 @@ def trace_loss(problem: ClippingProblem) -> tuple[Any, Any]:
 
 
 def mixed_by_convolutions(problem: ClippingProblem, ghost: bool) -> bool:
-    """Whether microbatches must be of one unit, as one that is not finite would spoil others.
+    """Returns whether microbatches must be single units, to keep NaNs from spreading to others.
 
     Where the kernel of a convolution differs from unit to unit (it, or its gradient, is computed),
-    ``vmap`` makes one convolution with a group for each unit. XLA computes some of these on a CPU
-    as every group with every other, times zero, and zero times NaN is NaN: one unit would then
-    remove all others from the sum.
+    ``vmap`` makes one convolution with a group for each unit. On a CPU, XLA computes some of these
+    for every pair of groups, times zero, and zero times NaN is NaN: one unit would then remove all
+    others from the sum.
 
     Args:
       problem: the call.
-      ghost: whether gradients of kernels that are parameters are formed by book-keeping.
+      ghost: whether book-keeping forms the gradients of kernels that are parameters.
     """
     jaxpr = trace_loss(problem)[0].jaxpr
     name = jax.lax.conv_general_dilated_p.name
@@ -98,13 +98,13 @@ def solve_ghost(
     force: str | None = None,
     report: Callable[[LeafReport], None] | None = None,
 ) -> ClippedSums:
-    """Clipped sums by book-keeping.
+    """Returns clipped sums by book-keeping.
 
     Args:
       problem: the call.
-      machine: whose speeds methods are chosen by.
+      machine: the device's speeds, by which methods are chosen.
       force: a method to use for every leaf that allows it.
-      report: called for each leaf with the method that is used, while tracing.
+      report: called for each leaf, while tracing, with the method that is used.
     """
     closed, out_tree = trace_loss(problem)
     analysis = analyse(closed.jaxpr, len(problem.leaves))
@@ -151,7 +151,7 @@ def solve_ghost(
         entries[i] = entry
 
     per_part = n // problem.shards
-    size = per_part  # split over devices, sums are added over them once
+    size = per_part  # with units split over devices, sums are added over devices only once
     if problem.parts == 1:
         size = microbatch_size(list(formed.values()), n, machine)
     if report is not None:
@@ -167,11 +167,7 @@ def solve_ghost(
 def _passes(
     problem: ClippingProblem, closed: Any, out_tree: Any, analysis: Analysis
 ) -> tuple[jax.Array, Any, dict[int, jax.Array], dict[Any, jax.Array], Tokens]:
-    """Runs the forward and the backward pass.
-
-    Returns:
-      Losses, auxiliary outputs, gradients of copied leaves, records, gradients at the taps.
-    """
+    """Losses, auxiliary outputs, gradients of copied leaves, records, gradients at the taps."""
     n, plan = problem.num_units, analysis.plan
     tokens: Tokens = {}
     depth_of: dict[int, int] = {}
@@ -217,10 +213,10 @@ def _passes(
 def _pairs(
     sites: list[Site], records: dict[Any, jax.Array], gradients: Tokens, lazy: bool
 ) -> list[Pair]:
-    """The factors of all uses of one leaf; uses of the same form are merged.
+    """The factors of all uses of one leaf; uses of equal form are merged.
 
-    Unless ``lazy``, windows are formed for all units: where XLA splits units over devices, it
-    counts some gradients of grouped convolutions several times (and on one device is slow at them).
+    Unless ``lazy``, windows are formed for all units: if XLA splits units over devices, it counts
+    some gradients of grouped convolutions several times (and on one device it is slow at them).
     """
     alike: list[list[Site]] = []
     for site in sites:
@@ -240,24 +236,24 @@ def _pairs(
 
 
 # ---- the method ``keep``: gradients are formed, clipped and added up a few units at a time -------
-# The gradient of a unit that is formed for its norm is kept for the sum, so that no product is
-# computed twice. Only a few units' gradients exist at a time: they take little memory, and stay in
-# the cache between their norm and the sum.
+# A unit's gradient that was formed for its norm is kept for the sum, so that no product is computed
+# twice. Only a few units' gradients exist at a time, so they take little memory, and stay in the
+# cache between norm and sum.
 
 
 def microbatch_size(uses: Sequence[Sequence[Pair]], units: int, machine: Machine) -> int:
-    """How many units' gradients exist at a time, a divisor of ``units``.
+    """Returns how many units' gradients exist at a time, a divisor of ``units``.
 
     Args:
       uses: the uses of each parameter whose gradients are formed.
-      units: of one part of the unit axis.
-      machine: whose cache should hold what is formed.
+      units: number of units in one part of the unit axis.
+      machine: the device, whose cache should hold the gradients.
     """
     if machine.cache is None or not uses:
         return units
     gradients = sum(leaves.formed_bytes(pairs) for pairs in uses)
     most = machine.cache / max(1.0, *(leaves.formed_bytes(p, windows=True) for p in uses))
-    if gradients > machine.cache:  # they leave it anyway: then add to the sums rarely
+    if gradients > machine.cache:  # they do not fit in any case: add to the sums less often
         most = max(most, (machine.working_set or gradients) / gradients)
     return max(k for k in range(1, units + 1) if units % k == 0 and k <= max(1.0, most))
 
@@ -269,17 +265,17 @@ def clip_and_sum(
     formed: Mapping[int, Sequence[Pair]],
     size: int,
 ) -> tuple[UnitWeights, dict[int, jax.Array]]:
-    """Computes the weights of all units, and sums the weighted gradients that are formed.
+    """Computes the weights of all units, and sums the weighted gradients of formed leaves.
 
     Args:
-      problem: its units are those of ``formed``.
-      squared: for each leaf whose gradients are not formed, their squared norms [n].
+      problem: the call, with the units of ``formed``.
+      squared: squared norms [n] for each leaf whose gradients are not formed.
       rounded: as ``ClippingProblem.unit_weights`` takes it.
-      formed: the uses of the other leaves.
-      size: units of each part of the unit axis at a time.
+      formed: the uses of the leaves whose gradients are formed.
+      size: number of units of each part of the unit axis at a time.
 
     Returns:
-      The weights, and for each leaf of ``formed`` the sum, float32 of the leaf's shape.
+      The weights, and the sum for each leaf of ``formed``, float32 with the leaf's shape.
     """
     n, shards = problem.num_units, problem.shards
     steps = n // (shards * size)
@@ -291,7 +287,7 @@ def clip_and_sum(
 
         gradients, squares = {}, {k: pick(x) for k, x in squared.items()}
         for k, pairs in formed.items():
-            if i is not None:  # on a CPU alone
+            if i is not None:  # only on a CPU
                 pairs = [leaves.units_of(p, i, shards, size, bits=True) for p in pairs]
             gradients[k], squares[k] = leaves.formed_gradients(pairs, shapes[k], problem.parts)
         every = (problem.real, problem.weight, problem.bound)
@@ -327,7 +323,7 @@ def clip_and_sum(
 
 
 def _in_order(parts: jax.Array, shards: int) -> jax.Array:
-    """[steps, shards * size, ...] as [n, ...]."""
+    """Reorders [steps, shards * size, ...] to [n, ...]."""
     steps, count = parts.shape[:2]
     split = parts.reshape(steps, shards, count // shards, *parts.shape[2:]).swapaxes(0, 1)
     return split.reshape(steps * count, *parts.shape[2:])

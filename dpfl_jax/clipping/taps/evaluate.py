@@ -1,7 +1,7 @@
-"""Runs the jaxpr of a one-unit loss with a tap at every site.
+"""The interpreter that runs the jaxpr of a one-unit loss with a tap at every site.
 
-The interpreter works on one unit. It is mapped over units with ``jax.vmap``, parameters unmapped,
-so that every equation is batched by JAX's own rules.
+It works on one unit. ``jax.vmap`` maps it over units, but not over parameters, so that JAX's own
+rules batch every equation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from dpfl_jax.clipping.taps.trace import REMAT, TapPlan, inner_jaxpr, scan_counts
 
 Tokens = dict[int, jax.Array]
-# By the number of scans around them: the unit axis comes after the axes of these.
+# Number of enclosing scans -> records by key; the unit axis comes after the axes of the scans.
 Recorded = dict[int, dict[Hashable, jax.Array]]
 
 
@@ -24,7 +24,7 @@ Recorded = dict[int, dict[Hashable, jax.Array]]
 def tap(y: jax.Array, token: jax.Array) -> jax.Array:
     """Returns ``y``; its gradient also reaches ``token``, whose value is never read.
 
-    Adding an array of zeros would do the same, but inside loops it would be stored and read.
+    Adding an array of zeros has this effect, too, but loops would store and read the array.
     """
     return _batched_like(y, token)
 
@@ -35,11 +35,11 @@ def _tap_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _batched_like(y: jax.Array, token: jax.Array) -> jax.Array:
-    """``y``, with the batch axes of ``token``.
+    """``y`` with the batch axes of ``token``.
 
-    Values that follow from parameters alone have no unit axis, but their gradients have one: for a
-    ``custom_jvp`` whose output has none, JAX adds up the tangents of all units in scans and
-    checkpoints. The select is never taken, and compilers remove it.
+    Values that depend on parameters alone have no unit axis, but their gradients need one: if the
+    output of a ``custom_jvp`` has no unit axis, JAX sums the tangents of all units in scans and
+    checkpoints. The select never takes ``token``, and compilers remove it.
     """
     return jax.lax.select(jax.numpy.zeros((), bool), token, y)
 
@@ -57,7 +57,7 @@ def evaluate(
       tokens: for each site of the plan, an array [lengths of scans from here on..., *output].
 
     Returns:
-      The outputs, and the records, each with one leading axis per scan entered from here.
+      The outputs; and the records, each with one leading axis per scan entered from here.
     """
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
     records: Recorded = {}
@@ -75,11 +75,11 @@ def evaluate(
                 for depth, values_there in below.items():
                     records.setdefault(depth, {}).update(values_there)
             else:
-                # JAX up to 0.10.1 returns the functions to call apart from the parameters.
+                # JAX up to 0.10.1 returns the functions to call separately from the parameters.
                 params = eqn.primitive.get_bind_params(eqn.params)
                 functions, params = params if isinstance(params, tuple) else ((), params)
                 run = functools.partial(eqn.primitive.bind, *functions, **params)
-                default = params.get("accuracy") is None  # JAX has another rule for the highest
+                default = params.get("accuracy") is None  # other accuracies have another gradient
                 if plan.depth and eqn.primitive in _BY_VALUE and default:
                     run = _by_value(run, _BY_VALUE[eqn.primitive])
                 outs = run(*args)
@@ -93,8 +93,8 @@ def evaluate(
     return [read(v) for v in jaxpr.outvars], records
 
 
-# Gradients as functions of the output ``y``, in JAX's own order of operations (that of tanh before
-# 0.11 lost digits where y is near -1).
+# Gradients as functions of the output ``y``, in JAX's order of operations (before 0.11, JAX's order
+# for tanh lost digits where y is near -1).
 _BY_VALUE = {
     jax.lax.tanh_p: lambda y, g: g * ((1 + y) * (1 - y)),
     jax.lax.logistic_p: lambda y, g: g * (y * (1 - y)),
@@ -102,7 +102,7 @@ _BY_VALUE = {
 
 
 def _by_value(function: Any, gradient: Any) -> Any:
-    """The same function, for which loops store ``y`` alone and not ``1 - y`` beside it."""
+    """The function with a gradient for which loops store only ``y``, and not ``1 - y`` as well."""
     value = jax.custom_vjp(function)
     value.defvjp(lambda x: (function(x),) * 2, lambda y, g: (gradient(y, g),))
     return value

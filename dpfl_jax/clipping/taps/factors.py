@@ -1,11 +1,11 @@
 """The gradient of one use of a parameter, as a sum over positions of products of two factors.
 
-Where a parameter W meets data, its gradient for one unit is ``g[a, b] = sum_k L[k, a] R[k, b]``:
-positions k (tokens, pixels, time steps), a left factor L from the data that came in, and a right
-factor R from the gradient d that came back. A dense layer has L = x and R = d; a lookup has L =
-one-hot(index); a convolution has L = windows (patches) of x. Axes have labels, so that any layout,
-stacked layers and weight sharing over time are one case, and so that two uses of one parameter can
-be compared.
+Where a parameter W meets data, its gradient for one unit is ``g[a, b] = sum_k L[k, a] R[k, b]``,
+with positions k (tokens, pixels, time steps), a left factor L from the forward pass, and a right
+factor R from the gradient d of the output. A dense layer has L = x and R = d; a lookup has L =
+one-hot(index); a convolution has L = windows (patches) of x. Axes have labels, so that all layouts,
+stacked layers and weight sharing over time are handled alike, and two uses of one parameter can be
+compared.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ class Dense:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length of each axis."""
+        """Shape of the array."""
         return self.array.shape
 
     @property
     def bits(self) -> int:
-        """Bits of an entry, by which memory is estimated."""
+        """Bits of an entry, for estimates of memory."""
         return 8 * self.array.dtype.itemsize
 
     def squares(self) -> jax.Array:
-        """The entries' squares in float32."""
+        """Returns the squares of the entries, float32."""
         return jnp.square(self.array.astype(jnp.float32))
 
     def keep(self, units: jax.Array) -> Dense:
-        """Sets the units outside ``units`` (bool [n]) to zero."""
+        """Returns the array with units outside ``units`` (bool [n]) set to zero."""
         return Dense(unit_where(units, self.array, self.labels.index(UNIT)), self.labels)
 
     def scaled(self, weights: jax.Array, units: jax.Array) -> Dense:
-        """Multiplies each unit by its weight (float32 [n]); zero outside ``units``."""
+        """Returns the array times each unit's weight (float32 [n]); zero outside ``units``."""
         axis = self.labels.index(UNIT)
         shape = [1] * self.array.ndim
         shape[axis] = -1
         product = self.array * weights.reshape(shape)
-        # bfloat16 has the range of float32 and is rounded back (`leaves.rounding` allows for it);
-        # float16 and less would underflow or overflow, so they stay float32.
+        # bfloat16 has the range of float32, so products are rounded back to it (`leaves.rounding`
+        # accounts for that). float16 would underflow or overflow, so its products stay float32.
         if self.array.dtype == jnp.bfloat16:
             product = product.astype(jnp.bfloat16)
         if len(weights) == 1:
-            # Changes no value. But LLVM unrolls the outer product of one unit's factors along an
-            # axis of 32 unless there is a comparison: 6 us instead of 1 at 784 x 32.
+            # This changes no value, but without a comparison LLVM unrolls the outer product of one
+            # unit's factors along an axis of 32, which takes 6 us instead of 1 at 784 x 32.
             product = jnp.where(self.array == 0, jnp.zeros((), product.dtype), product)
         return Dense(unit_where(units, product, axis), self.labels)
 
@@ -70,7 +70,7 @@ class Dense:
 class OneHot:
     """Rows that are 1 at ``indices`` along the axis ``hot`` of length ``size``, else 0.
 
-    An index of ``size`` makes a row of zeros.
+    An index equal to ``size`` means a row of zeros.
     """
 
     indices: jax.Array
@@ -81,11 +81,11 @@ class OneHot:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of the data that a kernel sees, not formed: they are many times the data.
+    """The windows of the data that a kernel sees, not formed, because they are many times as large.
 
     Attributes:
       array: the data [*lead, *lhs].
-      labels: of the axes of the windows, as ``dense`` has them.
+      labels: labels of the axes of the windows that ``dense`` forms.
       site: the convolution.
       lead: number of leading axes of loops and units.
     """
@@ -97,7 +97,7 @@ class Windows:
 
     @property
     def bits(self) -> int:
-        """Bits of an entry, by which memory is estimated."""
+        """Bits of an entry, for estimates of memory."""
         return 8 * self.array.dtype.itemsize
 
     @functools.cached_property
@@ -106,19 +106,19 @@ class Windows:
         return tuple(jax.eval_shape(lambda x: self.on(x).dense().array, self.array).shape)
 
     def on(self, array: jax.Array) -> Windows:
-        """The same windows of other data."""
+        """Returns these windows of another array."""
         return Windows(array, self.labels, self.site, self.lead)
 
     def keep(self, units: jax.Array) -> Windows:
-        """Sets the units outside ``units`` (bool [n]) to zero."""
+        """Returns the windows with units outside ``units`` (bool [n]) set to zero."""
         return self.on(unit_where(units, self.array, self.labels.index(UNIT)))
 
     def dense(self, positions_last: bool = False) -> Dense:
-        """The windows, formed.
+        """Forms the windows.
 
         Args:
-          positions_last: whether positions are the last axes: a product over them then reads
-            memory in order, which on a CPU takes two thirds of the time. Else the data's order.
+          positions_last: whether positions are the last axes, so that a product over them reads
+            memory in order, which on a CPU takes two thirds of the time. False: the data's order.
         """
         array, labels, feature = self.array, list(self.labels), self.feature
         places = list(self.site.params["dimension_numbers"].lhs_spec[2:])
@@ -132,7 +132,7 @@ class Windows:
             places = [p + 1 if p < feature else p for p in places]
             feature = 0
         windows = _windows(self.site, array, [self.lead + p for p in places], self.lead + feature)
-        # Channels come in groups: a group's outputs see the inputs of that group only.
+        # Channels are in groups: the outputs of a group see only its inputs.
         at = self.lead + feature + len(places)
         groups, shape = self.site.params["feature_group_count"], windows.shape
         split = (groups, shape[at] // groups)
@@ -140,11 +140,11 @@ class Windows:
 
     @property
     def feature(self) -> int:
-        """The data's axis of channels, after the leading ones."""
+        """Index of the data's axis of channels, without the leading axes."""
         return self.site.params["dimension_numbers"].lhs_spec[1]
 
     def squares(self) -> jax.Array:
-        """The windows' squares in float32, each group's channels added up."""
+        """Returns the squares of the windows, float32, summed over the channels of each group."""
         at, shape = self.lead + self.feature, self.array.shape
         groups = self.site.params["feature_group_count"]
         split = self.array.reshape(*shape[:at], groups, shape[at] // groups, *shape[at + 1 :])
@@ -156,13 +156,14 @@ class Pair:
     """The two factors of one use's gradient.
 
     Attributes:
-      left: from the data.
-      right: from the output's gradient; without labels of positions, it is the same at all of them.
-      positions: labels summed over.
-      coordinates: labels of the view's gradient, in the order of its axes (stacked ones first).
+      left: the factor from the data.
+      right: the factor from the output's gradient; if it has no labels of positions, it is equal at
+        all positions.
+      positions: labels that are summed over.
+      coordinates: labels of the view's gradient, in the order of its axes (stacked axes first).
       shape: shape of the view's gradient (its axes may split into several coordinates).
-      scale: what the leaf's gradient is multiplied by.
-      site: where it comes from.
+      scale: factor of the leaf's gradient.
+      site: the use.
     """
 
     left: Dense | OneHot | Windows
@@ -175,7 +176,7 @@ class Pair:
 
 
 def precision_of(site: Site) -> jax.lax.Precision | None:
-    """The precision that the loss asks for in this product; None: JAX's default."""
+    """Returns the precision that the loss sets for this product; None: JAX's default."""
     asked = site.params.get("precision")
     if isinstance(asked, tuple):
         asked = asked[0]
@@ -185,7 +186,7 @@ def precision_of(site: Site) -> jax.lax.Precision | None:
 def einsum(
     operands: Sequence[Dense], out: Sequence[Label], precision: jax.lax.Precision | None
 ) -> jax.Array:
-    """Einsum over labelled arrays, accumulated in float32."""
+    """Returns an einsum over labelled arrays, accumulated in float32."""
     number: dict[Label, int] = {}
     axes = [[number.setdefault(label, len(number)) for label in x.labels] for x in operands]
     wanted = [number[label] for label in out]
@@ -203,19 +204,19 @@ def einsum(
     narrow = functools.partial(product, dtype=dtype)
     if dtype.itemsize >= 4:
         return narrow(*arrays)
-    # XLA's products on a CPU do not all take narrow operands for a float32 result. Casting first is
-    # exact. The device is known only when the program is lowered.
+    # On a CPU, not all of XLA's products take narrow operands for a float32 result. Casting first
+    # is exact. The device is known only when the program is lowered.
     cast = functools.partial(product, dtype=jnp.dtype(jnp.float32))
     return jax.lax.platform_dependent(*arrays, cpu=cast, default=narrow)
 
 
 def factorise(site: Site, operands: Sequence[jax.Array], gradient: jax.Array) -> Pair:
-    """The factors of a site's gradient.
+    """Returns the factors of a site's gradient.
 
     Args:
       site: one use of a parameter.
       operands: its other operands, each [lengths of loops..., n, *shape].
-      gradient: the gradient of its output, likewise.
+      gradient: the gradient of its output, [lengths of loops..., n, *shape].
     """
     view = site.view
     stacked = iter(view.stacked)
@@ -284,9 +285,9 @@ def _lookup(
         indices = operands[0][..., numbers.start_index_map.index(axis)]
         slices, collapsed = numbers.offset_dims, numbers.collapsed_slice_dims
         mode = str(site.params["mode"])
-    if site.summed:  # one gradient for all positions: only the axes of slices are left
+    if site.summed:  # one gradient for all positions: only the axes of slices remain
         slices = range(len(slices))
-    if not collapsed:  # an axis of one is left where slices were taken
+    if not collapsed:  # the looked-up axis remains with length one
         d = d.squeeze(len(lead) + slices[axis])
         slices = [i - (i > slices[axis]) for i in slices if i != slices[axis]]
     if jnp.iinfo(indices.dtype).bits < 32:  # too narrow to be compared with the size
@@ -298,7 +299,7 @@ def _lookup(
     hot = jnp.clip(indices, 0, size - 1)
     if "CLIP" not in mode and site.summed:
         hot = jnp.where(inside, hot, size)
-    elif "CLIP" not in mode:  # out of range there is no gradient, whatever was read
+    elif "CLIP" not in mode:  # an index out of range has no gradient, whatever was read
         shape = iter(indices.shape[len(lead) :])
         spread = [1 if i in slices else next(shape) for i in range(d.ndim - len(lead))]
         inside = inside.reshape(*indices.shape[: len(lead)], *spread)
@@ -341,15 +342,15 @@ def _convolution(
 
 
 def _windows(site: Site, x: jax.Array, places: Sequence[int], feature: int) -> jax.Array:
-    """What each entry of the kernel sees, at the places of the output.
+    """What each entry of the kernel sees at each position of the output.
 
-    The kernel's places come before the features, so that values that are copied lie together.
+    The kernel's spatial axes come before the channels, so that contiguous values are copied.
 
     Args:
       site: the convolution.
       x: its data, with leading axes.
-      places: its spatial axes.
-      feature: its axis of channels.
+      places: the spatial axes of ``x``.
+      feature: the axis of channels of ``x``.
     """
     params, numbers = site.params, site.params["dimension_numbers"]
     kernel = [site.inputs[1].shape[i] for i in numbers.rhs_spec[2:]]
@@ -361,14 +362,14 @@ def _windows(site: Site, x: jax.Array, places: Sequence[int], feature: int) -> j
     ways = list(zip(places, kernel, params["rhs_dilation"], params["window_strides"], outputs))
     if len(ways) == 2 and max(kernel) <= _FUSED:
         return _in_one_pass(x, ways, feature)
-    # One axis after the other: data that two places of the kernel share are copied once.
+    # Form windows axis by axis: data that two entries of the kernel share are copied once.
     for done, (place, *way) in enumerate(reversed(ways)):
         axis = place + done if place > feature else place
         x = jnp.stack(_shifted(x, axis, *way), axis=feature)
     return x
 
 
-# Most arrays in a stack that XLA fuses on a CPU.
+# The most arrays in a stack that XLA fuses on a CPU.
 _FUSED = 8
 _Way = tuple[int, int, int, int, int]  # a spatial axis, and the arguments of ``_shifted``
 
@@ -384,14 +385,14 @@ def _in_one_pass(x: jax.Array, ways: Sequence[_Way], feature: int) -> jax.Array:
 def _shifted(
     x: jax.Array, axis: int, size: int, dilation: int, stride: int, count: int
 ) -> list[jax.Array]:
-    """What each of the ``size`` entries of a kernel sees along an axis, at ``count`` places."""
+    """What each of the ``size`` entries of a kernel sees along an axis, at ``count`` positions."""
     starts = [k * dilation if count else 0 for k in range(size)]
     length = (count - 1) * stride + 1 if count else 0
     return [jax.lax.slice_in_dim(x, a, a + length, stride, axis=axis) for a in starts]
 
 
 def formed(left: Dense | OneHot | Windows) -> Dense | OneHot:
-    """``left``, with its windows formed."""
+    """Returns ``left``, with windows formed."""
     return left.dense() if isinstance(left, Windows) else left
 
 
@@ -419,7 +420,7 @@ def merge(pairs: Sequence[Pair]) -> Pair:
 
 
 def same_form(a: Site, b: Site) -> bool:
-    """Whether ``merge`` may join two uses of one leaf."""
+    """Returns whether ``merge`` may join two uses of one leaf."""
 
     def form(site: Site) -> tuple[object, ...]:
         view, inputs = site.view, [(v.shape, v.dtype) for v in site.inputs]

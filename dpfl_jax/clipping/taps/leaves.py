@@ -1,16 +1,16 @@
 """Squared norms and weighted sums of one parameter's gradients, over all its uses.
 
 A unit's gradient is g = sum_k L_k R_k^T over K positions, with factors of widths a and b (module
-``factors``), so that |g|^2 = sum_{k,m} <L_k, L_m> <R_k, R_m>. Three methods, by cost:
+``factors``), so that |g|^2 = sum_{k,m} <L_k, L_m> <R_k, R_m>. The cheapest of three methods wins:
 
-* ``gram``: that sum, from the K x K Gram matrices of both factors: 2 K^2 (a + b) operations;
-* ``direct``: form each unit's gradient in turn, keep its norm, drop it: 2 K a b operations;
-* ``keep``: form each unit's gradient and keep it for the sum (``engine``): no operation more
-  than training without privacy, a b floats of memory for each unit of a microbatch.
+* ``gram``: that sum, from the K x K Gram matrices of both factors, in 2 K^2 (a + b) operations;
+* ``direct``: form each unit's gradient in turn and keep only its norm, in 2 K a b operations;
+* ``keep``: form each unit's gradient and keep it for the sum (``engine``), with no more operations
+  than training without privacy, but a b floats of memory for each unit of a microbatch.
 
-Rounding must never make a norm smaller than that of what is summed. What is added to norms for
-that (``_bounds``, ``_order``, ``_absorbed``, ``rounding``) is measured in sum_k |L_k| |R_k|, which
-is at least |g|, and equal to it where positions do not cancel.
+Rounding must never make a norm smaller than the norm of what is summed. The allowances that are
+added to norms for that (``_bounds``, ``_order``, ``_absorbed``, ``rounding``) are proportional to
+sum_k |L_k| |R_k|, which is at least |g|, and equal to it where positions do not cancel.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from dpfl_jax.clipping.taps.factors import (
 Method = Literal["gram", "direct", "keep"]
 
 # A squared norm from Gram matrices is a sum of terms of both signs. Its rounding error is at most
-# a few float32 epsilons of (sum_k |L_k| |R_k|)^2; where the sum has cancelled down to that size it
-# is unknown, and is taken as large as it may be: too much clipping, never too little.
+# a few float32 epsilons of (sum_k |L_k| |R_k|)^2. A sum that has cancelled down to that size is
+# unknown, and its largest possible value is taken: too much clipping, never too little.
 _FLOOR = 32 * float(jnp.finfo(jnp.float32).eps)
 # The weighted sum over K positions is accumulated in another order than the norm. The difference
 # is random, of about eps/2 sqrt(K) sum_k |L_k| |R_k|; 128 times that, added in squares, leaves less
 # than 1e-4 of the norm uncovered where positions cancel, and changes nothing where they do not.
 _ORDER = 64 * float(jnp.finfo(jnp.float32).eps)
-# Contributions of uses of different form are summed over all units separately, and only then added.
-# If those of one unit cancel, its weight may be large, and each alone hides what others add in
-# float32: with n units and K positions at most n K eps/2 of its size. The norm is therefore taken
-# as no smaller than the size at which that is a 32nd of the bound.
+# Contributions of uses of different form are summed over all units separately, and then added. If
+# the uses of one unit cancel, its weight may be large, and each use alone absorbs what others add
+# in float32: with n units and K positions at most n K eps/2 of its size. So the norm is taken to be
+# at least the size at which that is a 32nd of the bound.
 _ABSORBED = 16 * float(jnp.finfo(jnp.float32).eps)
-# Vectors whose entries are smaller than this lose their squares to underflow, while their product
-# with the other factor may be of any size: such positions are counted by a bound.
+# The squares of vectors with smaller entries underflow, while their product with the other factor
+# may be of any size: such positions are counted with a bound.
 _UNDERFLOW = 1e-15
 # The square of a smaller number may underflow.
 _LOST = 2.0**-63
 # Gram matrices are symmetric: from so many positions on they are cut into four parts, each of which
-# is multiplied by itself and those behind it alone, ten of sixteen products. Narrower products
+# is multiplied only by itself and the parts after it, ten of sixteen products. Narrower products
 # would take as long on a TPU.
 _LONG, _PARTS = 512, 4
-# Where a leaf's sum waits for no other norm, its gradients are freed before those of the next leaf
-# are formed: this many times more may be kept, as the records of the other leaves take that much.
+# If a leaf's sum waits for no other norm, its gradients are freed before the gradients of the next
+# leaf are formed. So they may be this many times larger, about as large as other leaves' records.
 _FREED_EARLY = 4.0
 
 
@@ -74,9 +74,9 @@ class MethodChoice:
     """How one leaf's norm is computed, and what each method would cost.
 
     Attributes:
-      method: the method chosen.
-      reason: why, in words.
-      costs: by possible method, estimated seconds over those of the weighted sum.
+      method: the chosen method.
+      reason: the reason in words.
+      costs: for each possible method, estimated seconds in addition to the weighted sum.
       recorded: bytes of one unit's factors.
     """
 
@@ -108,7 +108,7 @@ def _shared(pair: Pair) -> frozenset[Label]:
 
 
 def _form(pair: Pair) -> tuple[frozenset[Label], frozenset[Label], frozenset[Label]]:
-    """Coordinates of the left factor alone, of the right alone (without axes of 1), and of both."""
+    """Coordinates of only the left factor, only the right one (both without length 1), and both."""
     sizes, shared = _sizes(pair), _shared(pair)
 
     def unshared(labels: Sequence[Label]) -> frozenset[Label]:
@@ -118,7 +118,7 @@ def _form(pair: Pair) -> tuple[frozenset[Label], frozenset[Label], frozenset[Lab
 
 
 def gram_possible(pairs: Sequence[Pair]) -> bool:
-    """Whether the norm over all uses, cross terms included, can come from Gram matrices."""
+    """Returns whether Gram matrices can give the norm over all uses, including cross terms."""
     if not all(p.site.view.faithful for p in pairs):
         return False
     if len(pairs) == 1:
@@ -127,7 +127,7 @@ def gram_possible(pairs: Sequence[Pair]) -> bool:
 
 
 def _comparable(p: Pair, q: Pair) -> bool:
-    """Whether the inner product of two uses' gradients is known: zero, or from Gram matrices."""
+    """Whether the inner product of two uses' gradients is zero, or Gram matrices can give it."""
     if p.site.view.apart_from(q.site.view):
         return True
     (a, b, shared), (c, d, other) = _form(p), _form(q)
@@ -143,12 +143,12 @@ def _comparable(p: Pair, q: Pair) -> bool:
 def choose(
     pairs: Sequence[Pair], size: int, machine: Machine, force: str | None, is_per_leaf: bool = False
 ) -> MethodChoice:
-    """Picks the cheapest method for the norm of one leaf.
+    """Returns the cheapest method for the norm of one leaf.
 
     Args:
-      pairs: its uses.
-      size: entries of the leaf.
-      machine: its speeds.
+      pairs: the leaf's uses.
+      size: number of entries of the leaf.
+      machine: the device's speeds.
       force: a method to take if it is possible.
       is_per_leaf: whether the leaf's sum waits for no other leaf's norm.
     """
@@ -159,7 +159,7 @@ def choose(
         positions = math.prod(sizes[x] for x in p.positions)
         if isinstance(p.left, OneHot):
             left = 0
-        of_all = set(p.positions).isdisjoint(p.right.labels)  # one vector for all positions
+        of_all = set(p.positions).isdisjoint(p.right.labels)  # one gradient for all positions
         counted.append((positions, left, right, right / positions if of_all else right, shared))
     costs: dict[str, float] = {}
     if gram_possible(pairs):
@@ -172,7 +172,7 @@ def choose(
             costs["gram"] += machine.seconds(0.0, 16.0 * s * met)
     flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, b, _, s in counted)
     costs["direct"] = machine.seconds(flops, 8.0 * size)
-    # Unlike the others this also makes the weighted sum; only the memory traffic is extra.
+    # This method also gives the weighted sum, so only memory traffic is extra.
     kept = 4.0 * size
     recorded = unformed = 0.0
     for p, (k, a, _, b, s) in zip(pairs, counted):
@@ -180,7 +180,7 @@ def choose(
         data = 0.0 if isinstance(p.left, OneHot) else s * k * a * p.left.bits / 8.0
         recorded += data + back
         if isinstance(p.left, Windows) and machine.cache is not None:
-            data = p.left.array.nbytes / _sizes(p)[UNIT]  # formed for a few units at a time
+            data = p.left.array.nbytes / _sizes(p)[UNIT]  # windows exist for a few units at a time
         unformed += data + back
     if kept <= machine.keep_factor * recorded * (_FREED_EARLY if is_per_leaf else 1.0):
         costs["keep"] = machine.seconds(0.0, 3.0 * kept)
@@ -197,14 +197,14 @@ def choose(
 
 
 def _gram_rate(pair: Pair, side: Dense | OneHot | Windows, machine: Machine) -> float:
-    """Operations a second for a factor's Gram matrix."""
-    narrow = isinstance(side, OneHot) or side.bits <= 16  # no product rounds these
+    """FLOPs per second for a factor's Gram matrix."""
+    narrow = isinstance(side, OneHot) or side.bits <= 16  # products do not round these
     exact = machine.rounding > 0.0 and not narrow and _reduced(pair)
     return machine.exact if exact else machine.gram
 
 
 def product(pair: Pair, per_unit: bool) -> jax.Array:
-    """The view's gradient: [n, *shape] per unit, or [*shape] summed over units; float32."""
+    """Returns the view's gradient, float32: [n, *shape] per unit, or [*shape] summed over units."""
     lead: tuple[Label, ...] = (UNIT,) if per_unit else ()
     if isinstance(pair.left, OneHot):
         out = _scatter(pair, pair.left, lead)
@@ -218,12 +218,12 @@ def product(pair: Pair, per_unit: bool) -> jax.Array:
 def _contracted(pair: Pair, lead: tuple[Label, ...]) -> jax.Array:
     left = formed(pair.left)
     assert isinstance(left, Dense)
-    # Of two, einsum puts the last one first.
+    # Of two operands, einsum puts the last one first.
     return einsum([pair.right, left], (*lead, *pair.coordinates), precision_of(pair.site))
 
 
 def _convolved(pair: Pair, left: Windows) -> jax.Array:
-    """The sum over units by the convolution's own gradient, which forms no windows."""
+    """The sum over units by JAX's gradient of the convolution, which forms no windows."""
     site, lead = pair.site, left.lead
     stacked = [i for i, sliced in enumerate(site.view.loops) if sliced]
     params = site.params | {"preferred_element_type": jnp.float32}
@@ -246,7 +246,7 @@ def _convolved(pair: Pair, left: Windows) -> jax.Array:
     d = d.reshape(*d.shape[:lead], *site.out.shape)
     x, d = (vary(y.astype(jnp.float32), axes_of(jax.typeof(z))) for y, z in ((x, d), (d, x)))
 
-    # The libraries of other devices choose algorithms whose rounding is not that of a sum.
+    # Libraries of other devices choose algorithms with more rounding than a plain sum has.
     def contracted(x: jax.Array, d: jax.Array) -> jax.Array:
         right = dataclasses.replace(pair.right, array=d.reshape(pair.right.shape))
         out = _contracted(dataclasses.replace(pair, left=left.on(x), right=right), ())
@@ -277,7 +277,7 @@ def _scatter(pair: Pair, left: OneHot, lead: tuple[Label, ...]) -> jax.Array:
 
 
 def _aligned(array: jax.Array, labels: Sequence[Label], wanted: Sequence[Label]) -> jax.Array:
-    """Transposes to the order of ``wanted``, with axes of one where a label is missing."""
+    """Transposes to the order of ``wanted``, with axes of length 1 for missing labels."""
     present = [x for x in wanted if x in labels]
     array = array.transpose([tuple(labels).index(x) for x in present])
     at = iter(array.shape)
@@ -285,7 +285,7 @@ def _aligned(array: jax.Array, labels: Sequence[Label], wanted: Sequence[Label])
 
 
 def unit_gradients(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> jax.Array:
-    """Per-unit gradients of the leaf, float32 [n, *leaf_shape]."""
+    """Returns per-unit gradients of the leaf, float32 [n, *leaf_shape]."""
     parts = _gradients_of_uses(pairs, leaf_shape)
     return sum(parts[1:], start=parts[0])
 
@@ -300,12 +300,12 @@ def _gradients_of_uses(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> li
 def summed_gradient(
     pairs: Sequence[Pair], leaf_shape: tuple[int, ...], weights: jax.Array, keep: jax.Array
 ) -> jax.Array:
-    """Sum over units of weight times gradient, float32 [*leaf_shape]: one product a use."""
+    """Returns the sum over units of weight times gradient, float32 [*leaf_shape]."""
     total = []
     for p in pairs:
         left, right = p.left, p.right
         if isinstance(left, OneHot):
-            # No product follows, so float32 costs nothing and nothing is rounded.
+            # No matrix product follows, so float32 costs nothing and nothing is rounded.
             right = Dense(right.array.astype(jnp.float32), right.labels).scaled(weights, keep)
         elif isinstance(left, Dense) and left.array.size < right.array.size:
             left, right = left.scaled(weights, keep), right.keep(keep)
@@ -324,9 +324,9 @@ def squared_norm(
     machine: Machine,
     shards: int = 1,
 ) -> jax.Array:
-    """Squared norm of each unit's gradient of the leaf by ``gram`` or ``direct``; float32 [n].
+    """Returns squared norms of each unit's gradient by ``gram`` or ``direct``, float32 [n].
 
-    ``direct`` takes one unit at a time of each of the ``shards`` parts of the unit axis.
+    ``direct`` takes one unit at a time from each of the ``shards`` parts of the unit axis.
     """
     if method == "gram":
         return _gram(pairs, machine)
@@ -349,12 +349,12 @@ def squared_norm(
 
 
 def _spread(pair: Pair) -> float:
-    """Most by which ``View.to_leaf`` may lengthen a gradient."""
+    """The largest factor by which ``View.to_leaf`` may lengthen a gradient."""
     return 1.0 if pair.site.view.faithful else math.sqrt(math.prod(pair.shape))
 
 
 def _order(pairs: Sequence[Pair]) -> jax.Array:
-    """A generous bound on how far the order of summation moves the gradient of a unit; [n]."""
+    """A generous bound [n] on how far the order of summation moves the gradient of a unit."""
     parts = []
     for p in pairs:
         sizes = _sizes(p)
@@ -364,23 +364,23 @@ def _order(pairs: Sequence[Pair]) -> jax.Array:
 
 
 def _absorbed(pairs: Sequence[Pair], num_units: int) -> float:
-    """Share of the sum of the uses' norms that the norm is not below; see ``_ABSORBED``."""
+    """The share of the sum of the uses' norms that the norm is taken to reach (``_ABSORBED``)."""
     positions = max(math.prod(_sizes(p)[x] for x in p.positions) for p in pairs)
     return min(1.0, _ABSORBED * num_units * positions)
 
 
 def _absolute(pair: Pair) -> jax.Array:
-    """At least the sum over positions of |L| |R|, in terms of the parameter; [n]."""
+    """An upper bound [n] on the sum over positions of |L| |R|, in units of the leaf's gradient."""
     absolute, hidden = _bounds(pair)
     return _spread(pair) * (absolute + hidden)
 
 
 def rounding(pairs: Sequence[Pair], machine: Machine) -> jax.Array | None:
-    """Upper bound on the error of ``summed_gradient`` by unit, divided by its weight; [n].
+    """Returns a bound on each unit's error in ``summed_gradient``, divided by its weight; [n].
 
-    Weighted factors are rounded again where products take less than float32. Where positions
-    cancel, that is not small beside the norm of their sum, so the bound must allow for it. None
-    where nothing is rounded.
+    Products in less than float32 round the weighted factors again. Where positions cancel, that is
+    not small compared to the norm of their sum, so the norm must allow for it. None if nothing is
+    rounded.
     """
     parts = [
         relative * _absolute(p) for p in pairs if (relative := _weights_rounding(p, machine)) > 0.0
@@ -390,14 +390,14 @@ def rounding(pairs: Sequence[Pair], machine: Machine) -> jax.Array | None:
 
 def _weights_rounding(pair: Pair, machine: Machine) -> float:
     if isinstance(pair.left, OneHot):
-        return 0.0  # no product follows
+        return 0.0  # no matrix product follows
     scaled, other = pair.left, pair.right
     if isinstance(scaled, Windows) or scaled.array.size >= other.array.size:
         scaled, other = other, scaled
     weighted = 2.0**-8 if scaled.array.dtype == jnp.bfloat16 else 0.0
     if not _reduced(pair) or other.array.dtype == scaled.array.dtype == jnp.bfloat16:
         return weighted
-    # Both the factor whose norm was taken and the weighted one are rounded.
+    # Both the unweighted factor, whose norm was taken, and the weighted factor are rounded.
     return weighted + 2.0 * machine.rounding
 
 
@@ -409,17 +409,17 @@ def _reduced(pair: Pair) -> bool:
 def formed_gradients(
     pairs: Sequence[Pair], leaf_shape: tuple[int, ...], parts: int = 1
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Per-unit gradients, for ``as_leaf`` to put in order, and their squared norms; float32.
+    """Returns per-unit gradients, which ``as_leaf`` puts in order, and squared norms; float32.
 
     Uses of different entries stay separate, each with its axes in the order in which a product
-    forms them fastest, unless units are split into ``parts``: a leaf in another order would be sent
-    over devices once more.
+    forms them fastest. If units are split into ``parts``, the leaf's order is kept, because another
+    order would be sent over devices once more.
     """
     if _as_formed(pairs, parts):
         gradients = [_fastest(p) for p in pairs]
     else:
         gradients = [unit_gradients(pairs, leaf_shape)]
-    if parts > 1:  # other axes may be split, too, and must stay so
+    if parts > 1:  # keep the sharding of other axes, which flattening would undo
         return gradients, squared_norms(gradients)[0]
     squares = []
     for k, gradient in enumerate(gradients):
@@ -436,7 +436,7 @@ def as_leaf(
     summed: Sequence[jax.Array],
     parts: int = 1,
 ) -> jax.Array:
-    """Turns sums of what ``formed_gradients`` returns into the leaf's gradient; float32."""
+    """Returns the leaf's gradient, float32, made of sums of ``formed_gradients``."""
     if not _as_formed(pairs, parts):
         return summed[0]
     leaves = []
@@ -447,7 +447,7 @@ def as_leaf(
 
 
 def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
-    """Bytes of one unit's gradient, float32; with ``windows``, also of the windows it needs."""
+    """Returns the bytes of one unit's float32 gradient, with ``windows`` also of its windows."""
     total = 0.0
     for p in pairs:
         total += 4.0 * math.prod(p.shape)
@@ -457,7 +457,7 @@ def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
 
 
 def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
-    """Whether each entry of the leaf is in one view at most, so that views need not be added up."""
+    """Whether each entry of the leaf is in at most one view, so that views need not be added up."""
     views = [p.site.view for p in pairs]
     return (
         parts == 1
@@ -468,12 +468,12 @@ def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
 
 
 def _fast_order(pair: Pair) -> tuple[Label, ...]:
-    """Coordinates of a use's gradient, in the order in which forming and adding it up is fastest.
+    """Coordinates of a use's gradient, in the order in which it is fastest to form and to sum.
 
-    The factor that comes first is transposed before the matrix product, at all positions: so it
-    should be windows, which are formed that way, or else the narrower factor. But in another order
-    than the leaf's the sum is transposed as it is added up, which takes longer per number: with few
-    positions that outweighs it.
+    The first factor is transposed before the matrix product, at all positions. So it should be
+    windows, which are formed that way, or else the narrower factor. But if the order is not the
+    leaf's, the sum is transposed as well, which takes longer per number and outweighs the gain if
+    there are few positions.
     """
     shared, sizes = _shared(pair), _sizes(pair)
     sides = [
@@ -494,21 +494,21 @@ def _fastest(pair: Pair) -> jax.Array:
     order, left = _fast_order(pair), pair.left
     left = left.dense(positions_last=True) if isinstance(left, Windows) else left
     assert isinstance(left, Dense)
-    sides = [left, pair.right]  # of two, einsum puts the last one first
+    sides = [left, pair.right]  # of two operands, einsum puts the last one first
     if order[-1:] and order[-1] in pair.right.labels:
         sides.reverse()
     return einsum(sides, (UNIT, *order), precision_of(pair.site))
 
 
 def units_of(pair: Pair, i: jax.Array, shards: int, count: int, bits: bool) -> Pair:
-    """The ``count`` units from ``i * count`` of each of the ``shards`` parts of the unit axis.
+    """Returns ``count`` units, from ``i * count`` on, of each of the parts of the unit axis.
 
     Args:
-      pair: of all units.
-      i: number of the microbatch.
-      shards: parts of the unit axis.
-      count: units of each part.
-      bits: as ``pick`` takes it.
+      pair: the factors of all units.
+      i: index of the microbatch.
+      shards: number of parts of the unit axis.
+      count: number of units of each part.
+      bits: as in ``pick``.
     """
 
     def some(x: jax.Array, labels: Sequence[Label]) -> jax.Array:
@@ -531,10 +531,10 @@ def _map_factors(pair: Pair, f: Callable[[jax.Array, Sequence[Label]], jax.Array
 def pick(
     array: jax.Array, axis: int, i: jax.Array, shards: int, count: int, bits: bool
 ) -> jax.Array:
-    """The ``count`` entries from ``i * count`` of each of the ``shards`` equal parts of an axis.
+    """Returns ``count`` entries, from ``i * count`` on, of each of the ``shards`` parts of an axis.
 
-    With ``bits``, bfloat16 is picked as integers: else a CPU picks from a copy of all in float32.
-    (A TPU would not fuse such a pick with a product.)
+    With ``bits``, bfloat16 is picked as integers; otherwise a CPU picks from a float32 copy of the
+    whole array. (A TPU would not fuse such a pick with a product.)
     """
     before, after = array.shape[:axis], array.shape[axis + 1 :]
     rest = array.shape[axis] // (shards * count)
@@ -552,7 +552,7 @@ def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
     if len(pairs) == 1:
         joined = _joined(pairs[0], machine)
         if not _shared(joined) and all(_sizes(joined)[x] == 1 for x in joined.positions):
-            return _of_one_position(joined)  # of one position nothing cancels
+            return _of_one_position(joined)  # nothing cancels within one position
     pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
     total: jax.Array | None = None
     each: list[jax.Array] = []
@@ -577,10 +577,10 @@ def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
 
 
 def _joined(pair: Pair, machine: Machine) -> Pair:
-    """A lookup of which all positions have one gradient, as one position.
+    """Turns a lookup with one gradient for all positions into a use with one position.
 
-    With c_r the number of times that row r is looked up, |g|^2 = |d|^2 sum_r c_r^2 = |d|^2 sum_k
-    c_{r(k)}: the left factor is the root of that sum.
+    If row r is looked up c_r times, |g|^2 = |d|^2 sum_r c_r^2 = |d|^2 sum_k c_{r(k)}: the left
+    factor is the root of that sum.
     """
     left, right = pair.left, pair.right
     of_all = set(pair.positions).isdisjoint(right.labels)
@@ -590,7 +590,7 @@ def _joined(pair: Pair, machine: Machine) -> Pair:
     rows = rows.reshape(len(rows), -1)
     if machine.cache is None:
         met = (rows[:, :, None] == rows[:, None]).sum(1, dtype=jnp.float32)
-    else:  # fastest on a CPU: compare with the row i places on, so that each pair is met once
+    else:  # fastest on a CPU: compare with the row shifted by i, so that each pair is met once
         count = rows.shape[1]
         twice = jnp.concatenate([rows, rows], axis=1)
 
@@ -600,18 +600,18 @@ def _joined(pair: Pair, machine: Machine) -> Pair:
 
         met = jax.lax.fori_loop(1, count // 2 + 1, one, 1.0 + 0.0 * rows, unroll=8)
     times = jnp.sqrt(jnp.where(rows < left.size, met, 0.0).sum(1))
-    # Equal numbers are added up one by one, so that all roundings may go the same way.
+    # Equal numbers are added one by one, so all roundings may have the same direction.
     times *= 1.0 + float(jnp.finfo(jnp.float32).eps) * rows.shape[1]
     return dataclasses.replace(pair, left=Dense(times[:, None], (UNIT, left.hot)), positions=())
 
 
 def _at_least_zero(x: jax.Array) -> jax.Array:
-    """``x``, where negative values (of rounding) are 0 and overflows of either sign infinite."""
+    """``x``, with 0 for negative values (from rounding) and infinity for overflows of any sign."""
     return jnp.where(jnp.isfinite(x), jnp.maximum(x, 0.0), jnp.inf)
 
 
 def _axes(pair: Pair) -> tuple[Label, ...]:
-    """Labels of quantities per position: units, shared coordinates, positions."""
+    """Labels of quantities that exist per position: units, shared coordinates, positions."""
     return (UNIT, *(x for x in pair.coordinates if x in _shared(pair)), *pair.positions)
 
 
@@ -623,14 +623,14 @@ def _over(
 
 
 def _squares(pair: Pair) -> tuple[jax.Array, float, jax.Array, float]:
-    """|L|^2 at each position and the number of squares in it, and the same of R."""
+    """|L|^2 at each position and the number of squares that it sums, then both for R."""
     out = _axes(pair)
 
     def count(side: Dense | Windows) -> float:
         return float(math.prod(n for n, x in zip(side.shape, side.labels) if x not in out))
 
     right, most = _over(pair.right.squares(), pair.right.labels, out, jnp.sum), count(pair.right)
-    if isinstance(pair.left, OneHot):  # the square of 1 is not lost
+    if isinstance(pair.left, OneHot):  # the square of 1 does not underflow
         inside = (pair.left.indices < pair.left.size).astype(jnp.float32)
         return _aligned(inside, pair.left.labels, out), 0.0, right, most
     left = _over(pair.left.squares(), pair.left.labels, out, jnp.sum)
@@ -638,25 +638,25 @@ def _squares(pair: Pair) -> tuple[jax.Array, float, jax.Array, float]:
 
 
 def _is_nonzero(pair: Pair) -> jax.Array:
-    """Where the right factor is not zero: nothing is lost at positions that the loss masks."""
+    """Where the right factor is not zero; at positions that the loss masks nothing underflows."""
     size = jnp.abs(pair.right.array.astype(jnp.float32))
     biggest = functools.partial(jnp.max, initial=0.0)
     return _over(size, pair.right.labels, _axes(pair), biggest) > 0
 
 
 def _of_one_position(pair: Pair) -> jax.Array:
-    """Squared norms of units of one position, with all squares that may have underflown; [n]."""
+    """Squared norms [n] of units with one position, plus all squares that may have underflown."""
     left, lost, right, most = _squares(pair)
     x, d, scale = left + _LOST**2 * lost, right + _LOST**2 * most, abs(pair.scale)
     squared = x * d if scale == 1.0 else jnp.square(scale * jnp.sqrt(x) * jnp.sqrt(d))
-    zero = (right == 0.0) & ~_is_nonzero(pair)  # NaN is not zero: it must show
+    zero = (right == 0.0) & ~_is_nonzero(pair)  # NaN is not zero, so it stays visible
     return jnp.where(zero, 0.0 * left, squared).reshape(len(squared))
 
 
 def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
-    """Sum over positions of |L| |R|, and the part that underflow may hide; [n] each.
+    """The sum over positions of |L| |R|, and the part that underflow may hide; [n] each.
 
-    A left factor of zeros may have lost its squares: up to about 1e-19 times the right one's norm.
+    If all squares of a left factor underflow, it is at most about 1e-19 times the right one's norm.
     """
     left, lost, right, most = _squares(pair)
     left, lost, right, most = jnp.sqrt(left), math.sqrt(lost), jnp.sqrt(right), math.sqrt(most)
@@ -669,7 +669,7 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
 
 
 def _parts(pair: Pair) -> tuple[Label, int]:
-    """The position label along which ``_self_product`` cuts, and into how many parts."""
+    """The label of positions along which ``_self_product`` cuts, and the number of parts."""
     sizes = _sizes(pair)
     along = max(pair.positions, key=lambda x: sizes[x], default=None)
     long = along is not None and sizes[along] >= _LONG and sizes[along] % _PARTS == 0
@@ -677,7 +677,7 @@ def _parts(pair: Pair) -> tuple[Label, int]:
 
 
 def _self_product(pair: Pair, machine: Machine) -> jax.Array:
-    """Inner product of a use's gradient with itself; [n]."""
+    """The inner product [n] of a use's gradient with itself."""
     along, parts = _parts(pair)
     if parts == 1:
         return _inner_product(pair, pair, machine)
@@ -691,7 +691,7 @@ def _self_product(pair: Pair, machine: Machine) -> jax.Array:
 
 
 def _cut(pair: Pair, along: Label, start: int, count: int) -> Pair:
-    """``count`` positions from ``start`` of the axis ``along``."""
+    """``count`` positions of the axis ``along``, from ``start`` on."""
 
     def some(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
         if along not in labels:
@@ -702,10 +702,10 @@ def _cut(pair: Pair, along: Label, start: int, count: int) -> Pair:
 
 
 def _inner_product(p: Pair, q: Pair, machine: Machine) -> jax.Array:
-    """Inner product of two uses' gradients; [n].
+    """The inner product [n] of two uses' gradients.
 
-    The sum over pairs of positions k and m of <L_k, L'_m> <R_k, R'_m>, or, where one use has its
-    factors the other way round (a tied embedding and head), of <L_k, R'_m> <R_k, L'_m>.
+    It is the sum over pairs of positions k and m of <L_k, L'_m> <R_k, R'_m>, or, if the factors of
+    one use are exchanged (a tied embedding and head), of <L_k, R'_m> <R_k, L'_m>.
     """
     shared = tuple(x for x in p.coordinates if x in _shared(p))
     straight = _form(p)[0] == _form(q)[0]
@@ -716,8 +716,8 @@ def _inner_product(p: Pair, q: Pair, machine: Machine) -> jax.Array:
     theirs = tuple(("other", x) for x in q.positions)
     out = (UNIT, *shared, *ours, *theirs)
     rename: dict[Label, Label] = dict(zip(q.positions, theirs))
-    # Terms of both signs cancel: with rounded operands a small norm would be lost. (Products of
-    # bfloat16 operands are exact whatever the precision.)
+    # As terms of both signs cancel, rounded operands would lose a small norm. (Products of bfloat16
+    # operands are exact at any precision.)
     exact = machine.rounding > 0.0 and _reduced(p)
     precision = jax.lax.Precision.HIGHEST if exact else precision_of(p.site)
     terms = _inner(*first, rename, out, precision) * _inner(*second, rename, out, precision)
@@ -744,10 +744,10 @@ def _inner(
         assert isinstance(x, Dense)
         assert isinstance(y, OneHot)
         hot, dense = y, x
-    # <one-hot(i), row> = row[i]: look up, in every row, the entries that the indices name.
+    # <one-hot(i), row> = row[i]: look up the entries at the indices in every row.
     rows = tuple(label for label in dense.labels if label not in (UNIT, hot.hot) and label in out)
     places = tuple(label for label in hot.labels if label != UNIT)
-    # Labels that only one side has are of axes of length 1.
+    # Labels that only one side has belong to axes of length 1.
     one = [i for i, label in enumerate(dense.labels) if label not in (UNIT, hot.hot, *rows)]
     kept = tuple(label for i, label in enumerate(dense.labels) if i not in one)
     table = _aligned(dense.array.squeeze(one), kept, (UNIT, *rows, hot.hot))

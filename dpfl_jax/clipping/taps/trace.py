@@ -1,4 +1,4 @@
-"""Finds the sites in the jaxpr of a one-unit loss: equations in which a parameter meets data."""
+"""The search for sites in the jaxpr of a one-unit loss: equations where a parameter meets data."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Site:
     """One equation in which a parameter meets data, with its tap.
 
     Attributes:
-      index: number of the tap; sites whose outputs are only added to one another have one tap.
+      index: number of the tap; sites whose outputs are only added to each other share a tap.
       view: the parameter, as this equation sees it.
       primitive: the equation's primitive.
-      params: its parameters.
-      position: which operand is the parameter.
+      params: the equation's parameters.
+      position: index of the operand that is the parameter.
       operands: for each other operand, the key of its record.
       inputs: abstract values of all operands, inside the loops.
       out: abstract value of the output, inside the loops.
       lengths: lengths of the enclosing scans, outermost first.
-      summed: whether looked-up rows are summed over their positions before the tap: all positions
-        then have the same gradient.
-      tapped: whether the tap is here; False where it is at another site that shares it.
+      summed: whether looked-up rows are summed over their positions before the tap, so that all
+        positions have one gradient.
+      tapped: whether the tap is at this site; False if it is at another site that shares it.
     """
 
     index: int
@@ -57,12 +57,12 @@ class TapPlan:
 
     Attributes:
       sites: equations to tap, by position.
-      inner: plans for the jaxprs of equations to be entered, by position.
+      inner: plans for the inner jaxprs of equations, by position.
       records: variables whose values are recorded, by key.
       number: identifies the plan.
       depth: number of enclosing scans.
       recomputed: whether this is the inside of a ``jax.checkpoint`` that saves nothing.
-      looked_up: outputs of gathers (when the walk is done: those read once), with the plan and the
+      looked_up: outputs of gathers (after the walk: those read once), with the plan and the
         position of the gather.
     """
 
@@ -75,12 +75,12 @@ class TapPlan:
     looked_up: dict[Any, tuple[TapPlan, int]] = dataclasses.field(default_factory=dict)
 
     def all_sites(self) -> list[Site]:
-        """The sites of this plan and of its inner plans."""
+        """Returns the sites of this plan and its inner plans."""
         nested = [s for plan in self.inner.values() for s in plan.all_sites()]
         return [*self.sites.values(), *nested]
 
     def all_records(self) -> dict[Hashable, int]:
-        """Keys of the records of this plan and its inner plans -> number of scans around them."""
+        """Returns ``{key: number of enclosing scans}`` for records of this and inner plans."""
         out = dict.fromkeys(self.records, self.depth)
         for plan in self.inner.values():
             out |= plan.all_records()
@@ -92,8 +92,8 @@ class Analysis:
     """The plan for a loss, and why some leaves have per-unit copies instead of taps.
 
     Attributes:
-      plan: for the whole jaxpr.
-      copied: leaf index -> reason.
+      plan: the plan for the whole jaxpr.
+      copied: leaf index -> reason for copies.
     """
 
     plan: TapPlan
@@ -113,7 +113,7 @@ def analyse(jaxpr: Any, num_leaves: int, copied: dict[int, str] | None = None) -
 
     Args:
       jaxpr: the loss's jaxpr; its first ``num_leaves`` inputs are the trainable leaves.
-      num_leaves: number of leaves.
+      num_leaves: number of trainable leaves.
       copied: leaves that get per-unit copies whatever their use, with the reason.
     """
     copied = dict(copied or {})
@@ -148,12 +148,12 @@ class _Walker:
         """Plans one jaxpr.
 
         Args:
-          jaxpr: what to walk.
-          inputs: for each input, the parameter view it is, if any.
+          jaxpr: an open jaxpr.
+          inputs: for each input, the view of a parameter that it is, or None.
           lengths: lengths of the enclosing scans.
 
         Returns:
-          The plan, and for each output the view it is, if any.
+          The plan, and for each output the view that it is, or None.
         """
         plan = TapPlan(number=self.num_plans, depth=len(lengths))
         self.num_plans += 1
@@ -170,7 +170,7 @@ class _Walker:
                 _tap_the_sum(plan, position, eqn, reads)
             seen = [view_of(v) for v in eqn.invars]
             used = [(i, view) for i, view in enumerate(seen) if view is not None]
-            # An equation with an effect may hand a parameter on through what it writes to (a Ref).
+            # An equation with an effect may pass a parameter on through a Ref that it writes to.
             inexact = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
             if not used or not (eqn.effects or inexact):
                 continue
@@ -257,7 +257,7 @@ class _Walker:
 
 
 def _tap_the_sum(plan: TapPlan, position: int, eqn: Any, reads: Mapping[Any, int]) -> None:
-    """Moves the tap from a gather to the sum over all its positions, if nothing else reads it."""
+    """Moves the tap from a gather to the sum over all its positions, if that alone reads it."""
     (v,) = eqn.invars
     if isinstance(v, Literal) or v not in plan.looked_up or reads[v] != 1:
         return
@@ -270,9 +270,9 @@ def _tap_the_sum(plan: TapPlan, position: int, eqn: Any, reads: Mapping[Any, int
 
 
 def _share_taps(plan: TapPlan, jaxpr: Any, reads: Mapping[Any, int]) -> None:
-    """Gives products that are only added up (``x @ A + h @ B``) one tap, as they have one gradient.
+    """Gives products that are only added up (``x @ A + h @ B``) one tap: they share a gradient.
 
-    A loop would store it once for each tap; elsewhere compilers see that it is the same.
+    A loop would store the gradient once per tap; elsewhere compilers merge the copies.
     """
     made = {jaxpr.eqns[at].outvars[0]: [at] for at in plan.sites}
     for eqn in jaxpr.eqns:
@@ -290,7 +290,7 @@ def _share_taps(plan: TapPlan, jaxpr: Any, reads: Mapping[Any, int]) -> None:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Number of operands of a scan that are constants, and that are carried."""
+    """Returns how many operands of a scan are constants, and how many are carried."""
     if "ft_in" in params:  # JAX 0.12
         consts, carried, _ = params["ft_in"].elts
         return len(consts), len(carried)
@@ -298,13 +298,13 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def inner_jaxpr(eqn: Any) -> Any:
-    """The open jaxpr of an equation that calls one."""
+    """Returns the open jaxpr that an equation calls."""
     inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
     return getattr(inner, "jaxpr", inner)
 
 
 def has_rule(eqn: Any, where: int) -> bool:
-    """Whether the gradient of operand ``where`` factors (see ``factors``)."""
+    """Returns whether the gradient of operand ``where`` factors (see ``factors``)."""
     name, params = eqn.primitive.name, eqn.params
     floats = [v for i, v in enumerate(eqn.invars) if name not in LOOKUPS or i == 0]
     if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*floats, *eqn.outvars)):
@@ -319,7 +319,7 @@ def has_rule(eqn: Any, where: int) -> bool:
 
 
 def embedding_axis(shape: tuple[int, ...], params: dict[str, Any]) -> int | None:
-    """The axis along which a lookup takes whole slices, or None if it does something else."""
+    """Returns the axis along which a lookup takes whole slices, or None for other lookups."""
     numbers, sizes = params.get("dimension_numbers"), tuple(params["slice_sizes"])
     cut = [i for i, size in enumerate(shape) if size != sizes[i]]
     if numbers is not None:  # a gather

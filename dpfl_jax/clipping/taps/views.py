@@ -1,9 +1,9 @@
 """Views of parameters: a parameter after linear operations on it alone, before it meets data.
 
 A cast, transpose, reshape or slice of a parameter, or one layer's slice of a stacked parameter
-inside a scan, is still that parameter. A ``View`` knows how to turn the gradient of the view into
-the parameter's, and which of its axes is which axis of the parameter, so that uses of one parameter
-in different forms (a tied embedding and head) can be compared.
+inside a scan, is a view of that parameter. A ``View`` turns the gradient of the view into the
+parameter's gradient. It also knows which of its axes is which axis of the parameter, so that uses
+of one parameter in different forms (a tied embedding and head) can be compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 from dpfl_jax.clipping.result import axes_of, vary
 
-# Equations that leave the values as they are (a cast's gradient is a cast).
+# Equations that leave values unchanged (a cast's gradient is a cast).
 TRANSPARENT = frozenset(
     {"convert_element_type", "copy", "copy_p", "name", "pvary", "pcast", "reduce_precision"}
 )
@@ -27,20 +27,21 @@ TRANSPARENT = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A value that is a linear function of one parameter leaf and of nothing else.
+    """A value that is a linear function of one parameter leaf alone.
 
     Attributes:
       leaf: index of the leaf.
-      shape: shape of the value, inside the loops it is seen in.
-      axes: a name for each axis: equal names mean the same coordinate of the leaf.
+      shape: shape of the value, inside the enclosing loops.
+      axes: a name for each axis; equal names mean one coordinate of the leaf.
       stacked: names of the axes that scans have sliced away, outermost first.
       loops: for each enclosing scan, outermost first: True if it slices this view (stacked
-        layers), False if every iteration sees the same (weight sharing over time).
-      ops: from the leaf to the view, as (function, number of stacked axes it is mapped over).
-      cuts: for each slice taken, (name of the axis, start, stop): what part of the leaf this is.
-      scale: factor between the leaf's entries and the view's.
+        layers), False if all iterations see the whole view (weight sharing over time).
+      ops: operations from the leaf to the view, as (function, number of stacked axes it is mapped
+        over).
+      cuts: for each slice taken, (name of the axis, start, stop): which part of the leaf this is.
+      scale: factor from the leaf's entries to the view's.
       faithful: whether the view is ``scale`` times a rearrangement of entries of the leaf; if
-        False, only ``to_leaf`` relates the two.
+        False, only ``to_leaf`` relates them.
     """
 
     leaf: int
@@ -55,7 +56,7 @@ class View:
 
     @classmethod
     def of_leaf(cls, leaf: int, shape: tuple[int, ...]) -> View:
-        """The view that is the leaf itself."""
+        """Returns the view that is the leaf itself."""
         return cls(leaf, shape, tuple(("axis", i) for i in range(len(shape))))
 
     def then(
@@ -67,7 +68,7 @@ class View:
         faithful: bool = True,
         cuts: tuple[tuple[Hashable, int, int], ...] = (),
     ) -> View:
-        """The view after one more operation."""
+        """Returns the view after one more operation."""
         return dataclasses.replace(
             self,
             shape=shape,
@@ -79,13 +80,13 @@ class View:
         )
 
     def apart_from(self, other: View) -> bool:
-        """Whether two views of one leaf are sure to share no entry of it."""
+        """Returns whether two views of one leaf certainly have no entry in common."""
         return any(
             a[0] == b[0] and (a[2] <= b[1] or b[2] <= a[1]) for a in self.cuts for b in other.cuts
         )
 
     def sliced_by_scan(self) -> View:
-        """This view inside the body of a scan over its first axis."""
+        """Returns this view inside the body of a scan over its first axis."""
         return dataclasses.replace(
             self,
             shape=self.shape[1:],
@@ -95,11 +96,11 @@ class View:
         )
 
     def held_by_scan(self) -> View:
-        """This view inside the body of a scan that does not slice it."""
+        """Returns this view inside the body of a scan that does not slice it."""
         return dataclasses.replace(self, loops=(*self.loops, False))
 
     def to_leaf(self, gradient: jax.Array, leaf_shape: tuple[int, ...]) -> jax.Array:
-        """Turns the gradient of the view ([stacked..., *shape], float32) into the leaf's."""
+        """Returns the leaf's gradient, given the view's ([stacked..., *shape], float32)."""
         if not self.ops:
             return gradient
 
@@ -110,7 +111,7 @@ class View:
                 x = function(x)
             return x
 
-        # Everything is float32 here, casts having been left out, so nothing is rounded.
+        # Casts were skipped, so everything is float32 here and nothing is rounded.
         zeros = vary(jnp.zeros(leaf_shape, jnp.float32), axes_of(jax.typeof(gradient)))
         return jax.vjp(forward, zeros)[1](gradient)[0]
 
@@ -118,7 +119,7 @@ class View:
 def _regroup(
     axes: tuple[Hashable, ...], old: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[Hashable, ...]:
-    """Names of the axes after a reshape: axes it leaves alone keep theirs."""
+    """Names of the axes after a reshape; axes that it does not change keep their names."""
     if 0 in old:  # the array is empty
         return tuple(("reshape", (axes, new), k) for k in range(len(new)))
     out: list[Hashable] = []
@@ -151,9 +152,9 @@ def _regroup(
 
 
 def extend_view(view: View, eqn: Any) -> list[View] | None:
-    """The views an equation turns ``view`` into, or None if its outputs are not views.
+    """Returns the views that an equation makes of ``view``, or None if its outputs are not views.
 
-    ``eqn`` has ``view`` as its only parameter-dependent input.
+    ``view`` must be the equation's only input that depends on parameters.
     """
     name, params = eqn.primitive.name, eqn.params
     shapes = [tuple(v.aval.shape) for v in eqn.outvars]
@@ -199,7 +200,7 @@ def _cut(
     strides: Sequence[int],
     shape: tuple[int, ...],
 ) -> View:
-    """A slice of a view; axes that are cut differently get different names."""
+    """A slice of a view; differently cut axes get different names."""
     axes: list[Hashable] = []
     cuts: list[tuple[Hashable, int, int]] = []
     for axis, start, stride, size, kept in zip(view.axes, starts, strides, view.shape, shape):
@@ -212,7 +213,7 @@ def _cut(
 
 
 def _scaled(view: View, eqn: Any, shape: tuple[int, ...]) -> list[View] | None:
-    """Multiplication or division by a number written in the program."""
+    """The view after multiplication or division by a literal."""
     numbers = [v.val for v in eqn.invars if isinstance(v, Literal)]
     divides = eqn.primitive.name == "div"
     if len(numbers) != 1 or (divides and isinstance(eqn.invars[0], Literal)):
