@@ -70,9 +70,8 @@ class LoopConfig:
       keep_best: whether the checkpoint with the lowest held-out loss is kept, too.
       patience: the run stops after so many evaluations in a row without a lower held-out loss.
       profile: number of iterations of the loop to trace (``Profile``).
-      average: average of the iterates: none, ema or tail (``run.average``). The model that is
-        evaluated, chosen, returned and exported is then the average; the last iterate is also
-        evaluated.
+      average: average of the iterates, none, ema or tail (``run.average``), which is then the model
+        that is evaluated, chosen, returned and exported; the last iterate is also evaluated.
       ema_decay: weight of the old average in an ema after a step, once it is warmed up.
 
     Examples:

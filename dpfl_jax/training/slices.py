@@ -142,12 +142,7 @@ class Compiled:
 class Units:
     """Shape of one microbatch: ``parts`` devices with ``microbatch`` units each.
 
-    Attributes:
-      parts: devices that units are split over.
-      microbatch: units of each.
-      group: examples of a unit; None if a unit is one example.
-      length: tokens of an example.
-      bounds: whether each unit has a personal bound.
+    A unit has ``group`` examples (None: it is one) of ``length`` tokens, and a bound if ``bounds``.
     """
 
     parts: int
