@@ -1,4 +1,4 @@
-"""What trials of attacks prove about epsilon, from below; knows no data and no training."""
+"""Lower bounds on epsilon from trials of attacks. It imports no data and no training."""
 
 from dpfl_jax.audit.proof import Audit, audit
 from dpfl_jax.audit.trials import Trials

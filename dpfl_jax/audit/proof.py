@@ -1,15 +1,14 @@
-"""From trials of an attack to the largest epsilon that they refute.
+"""The largest epsilon that trials of an attack refute, with confidence.
 
-A claim is a whole trade-off curve (``accounting.attacks``): at a rate of false alarms a, no attack
-has a rate of right alarms above f(a). Both rates are counted in trials, and for every a the two
-counts have independent p-values, which Fisher's method combines; the largest over all a is the
-p-value of the claim. Thresholds and attacks are chosen on other trials. The result is stated as an
-epsilon: that of the claimed event with the least noise whose curve is still refuted.
+A claim is a whole trade-off curve (``accounting.attacks``): no attack with a rate a of false alarms
+has a rate of right alarms above f(a). Trials count both kinds of alarms. For every a the two counts
+have independent p-values, which Fisher's method combines; the largest over all a is the p-value of
+the claim. Thresholds and attacks are chosen on other trials. The result is stated as an epsilon:
+that of the claimed event with the least noise whose curve is still refuted.
 
-That needs independent trials, which those of the claimed mechanism are: a true claim is refuted
-with at most the stated probability. Beside it stands the bound of Steinke, Nasr and Jagielski
-(2023, theorem 5.2): it needs nothing but fair coins, is about epsilon at delta alone, and far from
-tight.
+This needs independent trials, which the claimed mechanism gives: a true claim is refuted with at
+most the stated probability. There is also the bound of Steinke, Nasr and Jagielski (2023, theorem
+5.2). It needs only fair coins, but holds only for epsilon at delta, and is far from tight.
 """
 
 from __future__ import annotations
@@ -36,36 +35,36 @@ from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.audit.trials import Trials, scaled
 from dpfl_jax.errors import BadInputError, require
 
-# Factors by which noise is divided, 2 % apart: the family of events that proofs are stated in.
+# Factors by which the claimed noise is divided, 2 % apart; an audit refutes one of these events.
 _FACTORS = 1.02 ** np.arange(-125, 71)
 _CLAIM = 125
-# Rates of false alarms at which p-values are computed; between two of them the worse one counts.
+# Rates of false alarms at which p-values are computed; between two rates the worse one counts.
 _RATES = np.concatenate([[0.0], np.geomspace(1e-8, 0.05, 500), np.linspace(0.05, 1, 951)[1:]])
-_FEW = 800  # trials; with fewer, none are spared for choosing an attack
-_PARTS = 8  # of the trials: attacks learn from one, are compared on one, and the others prove
-_BREAKS = 1e-4  # p-value that shows, on trials that choose, that a claim is wrong (of some fifty)
-_GUESSED = (0.5, 0.25, 0.125, 0.0625)  # parts of the texts that are guessed in, and out
-_SEVERAL = 10  # false alarms; rates of fewer are chance, and are not drawn
+_FEW = 800  # with fewer trials, all of them prove, and none choose an attack
+_PARTS = 8  # parts of the trials: one to learn from, one to choose an attack on, the rest to prove
+_BREAKS = 1e-4  # p-value that breaks a claim on the choosing trials (some fifty p-values are tried)
+_GUESSED = (0.5, 0.25, 0.125, 0.0625)  # parts of the units that are guessed in, and as many out
+_SEVERAL = 10  # rates from fewer false alarms are chance, and are not drawn
 _ALARMS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 5e-3, 2e-3, 1e-3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What trials prove.
+    """What trials of an attack prove about a claim.
 
     Attributes:
-      name: of what was audited.
+      name: name of what was audited.
       how: what ran, in words.
       claimed: epsilon of the claim.
-      delta: of the claim.
-      confidence: of what is proved.
-      proved: epsilon of the claimed mechanism at the least noise that is refuted.
-      proved_of_any: epsilon that is refuted for any mechanism, by fair coins alone.
-      p_value: of the claim.
-      attack: that was chosen.
-      alarms: (false alarms, units out, right alarms, units in), at its threshold.
+      delta: delta of the claim.
+      confidence: confidence of what is proved.
+      proved: epsilon of the claimed mechanism with the least noise that is refuted.
+      proved_of_any: epsilon that is refuted for any mechanism, from fair coins only.
+      p_value: p-value of the claim.
+      attack: the attack that was chosen.
+      alarms: (false alarms, units out, right alarms, units in), at the attack's threshold.
       points: float [k, 2], rates of false and right alarms at every threshold.
-      curve: the claim.
+      curve: trade-off curve of the claim.
 
     Examples:
       >>> import numpy as np
@@ -99,7 +98,7 @@ class Audit:
         return refuted or max(self.proved, self.proved_of_any) > self.claimed
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON values, without points and curve."""
+        """Returns the result as JSON values, without points and curve."""
         hidden = ("points", "curve")
         out = {k: v for k, v in vars(self).items() if k not in hidden}
         return out | {"alarms": list(self.alarms), "exceeds": self.exceeds}
@@ -114,14 +113,14 @@ class Audit:
 
 
 def audit(trials: Trials, confidence: float = 0.95) -> Audit:
-    """What trials prove.
+    """Returns what trials prove about their claim.
 
     Args:
-      trials: several hundreds at least.
-      confidence: probability with which a true claim is not refuted.
+      trials: at least several hundred.
+      confidence: probability with which a true claim is not refuted, from 0.5 to below 1.
 
     Raises:
-      BadInputError: too few trials, or an event without a guarantee.
+      BadInputError: there are too few trials, or the event has no guarantee.
 
     Examples:
       >>> import numpy as np
@@ -140,11 +139,13 @@ def audit(trials: Trials, confidence: float = 0.95) -> Audit:
     prove = ~(learn | choose) | few
     sides = [part & side for part in (choose, prove) for side in (trials.inside, ~trials.inside)]
     if min(side.sum() for side in sides[2 if few else 0 :]) < 20:
-        raise BadInputError(f"there are {n} trials, but an audit needs hundreds: add canaries")
+        raise BadInputError(
+            f"there are {n} trials, but an audit needs several hundred: add canaries"
+        )
     family = _Family(trials.event, trials.delta, trials.relation)
     level = 1.0 - confidence
     usual = family.best_rate(int(sides[3].sum()), level)
-    if few:  # all trials prove: the threshold is that of the claimed noise
+    if few:  # all trials prove, so that the threshold comes from the claimed noise
         attack, score = "likelihood ratio", trials.scores(learn)["likelihood ratio"]
         cut = trials.threshold(usual)
     else:
@@ -183,19 +184,20 @@ def guessed(
     name: str,
     how: str,
 ) -> Audit:
-    """What scores of one release prove, whose distribution is unknown, and which may be dependent.
+    """Returns what scores of one release prove, if their distribution is unknown.
 
-    Only by the bound for any mechanism. Units with the largest scores are guessed to be in, those
-    with the smallest to be out; several sizes of these parts are tried, which share the level.
+    Scores may depend on each other: only the bound for any mechanism is used. The units with the
+    largest scores are guessed to be in, and those with the smallest to be out. Several sizes of
+    these two groups are tried, with a Bonferroni correction.
 
     Args:
       score: float [n], a function of what was released.
       inside: bool [n], fair coins.
-      event: what is claimed.
-      delta: of the claim.
-      confidence: of what is proved.
-      relation: what a coin decides: whether a unit is there, or which of two.
-      name: of what is audited.
+      event: the claimed event.
+      delta: delta of the claim.
+      confidence: confidence of what is proved.
+      relation: adjacency: whether a coin decides if a unit takes part, or which of two does.
+      name: name of what is audited.
       how: what ran, in words.
     """
     family = _Family(event, delta, relation)
@@ -230,16 +232,16 @@ def _chosen(
     usual: float,
     level: float,
 ) -> tuple[str, np.ndarray, float]:
-    """An attack, its scores, and its threshold, chosen on trials that are not used to prove.
+    """An attack, its scores and its threshold, chosen on trials that are not used to prove.
 
-    An attack that breaks the claim on these, if there is any; else the best one against the
-    claimed mechanism.
+    Prefers an attack that breaks the claim on these; else takes the best against the claimed
+    mechanism.
     """
     scores = trials.scores(learn)
     sides = [choose & trials.inside, choose & ~trials.inside]
     broken = []
     for attack, score in scores.items():
-        # Also thresholds that units that are out hardly reach, and half of those in do.
+        # And quantiles of the units that are in, which those that are out may hardly reach.
         cuts = {*np.quantile(score[sides[1]], [1 - a for a in _ALARMS])}
         cuts |= {*np.quantile(score[sides[0]], [0.1, 0.5, 0.7, 0.9, 0.97])}
         for cut in sorted(cuts):
@@ -248,7 +250,7 @@ def _chosen(
             if log_p < math.log(_BREAKS):
                 broken.append((-log_p, attack, cut, alarms))
     if broken:
-        # By what they would prove of noise; then by how surely they refute the claim.
+        # Takes the attack that would prove most; among equals, the one with the least p-value.
         best = (-1, 0.0, "", 0.0)
         for surely, attack, cut, alarms in sorted(broken, reverse=True):
             proves = family.refuted(alarms, level, max(best[0] - 1, -1))
@@ -270,7 +272,7 @@ def _counts(score: np.ndarray, cut: float, sides: list[np.ndarray]) -> tuple[int
 
 
 class _Family:
-    """The claimed event at every noise of the family."""
+    """The claimed event at every noise level of ``_FACTORS``; a *place* is an index into these."""
 
     def __init__(
         self, event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation
@@ -280,13 +282,13 @@ class _Family:
 
     @property
     def claim(self) -> Meaning:
-        """The claimed curve."""
+        """The trade-off curve of the claim."""
         claim_curve = self.curve(_CLAIM)
         assert claim_curve is not None
         return claim_curve
 
     def curve(self, place: int) -> Meaning | None:
-        """The trade-off curve at a noise; None where it is too small for any accountant."""
+        """The trade-off curve at a place; None if no accountant bounds so little noise."""
         if place not in self.known:
             event = scaled(self.event, float(_FACTORS[place]))
             try:
@@ -300,33 +302,33 @@ class _Family:
         return None if value is None else value[0]
 
     def epsilon(self, place: int) -> float:
-        """Epsilon of the event at this noise."""
+        """Epsilon of the event at a place."""
         event = scaled(self.event, float(_FACTORS[place]))
         return accounting.epsilon(event, self.delta, relation=self.relation)
 
     def log_p(self, alarms: tuple[int, int, int, int], place: int) -> float:
-        """Logarithm of the p-value; 0 where nothing can be refuted."""
+        """Logarithm of the p-value of the event at a place; 0 if it has no curve to refute."""
         if self.curve(place) is None:
             return 0.0
         false, out, right, inside = alarms
         most = self.known[place][1]
-        # The rate lies between two of the grid: right alarms are least surprising at the upper
-        # end, few false ones at the lower.
+        # The true rate lies between two rates of the grid: the right alarms are least surprising
+        # at the upper one, and so few false alarms at the lower one.
         p_right = special.bdtrc(right - 1, inside, most[1:]) if right else 1.0
         p_false = special.bdtr(false, out, _RATES[:-1])
         joint = math.log(max(float((p_right * p_false).max()), 1e-300))
-        return min(0.0, joint + math.log1p(-joint))  # Fisher: of two p-values of this product
+        return min(0.0, joint + math.log1p(-joint))  # Fisher's method for a product of two
 
     def best_rate(self, units: int, level: float) -> float:
-        """The rate of false alarms at which ``units`` units in, and as many out, prove most."""
-        units = round(1.25 ** round(math.log(units, 1.25)))  # audits of much the same size share it
+        """The rate of false alarms at which ``units`` units in and ``units`` out prove most."""
+        units = round(1.25 ** round(math.log(units, 1.25)))  # audits of similar size share a rate
         if (units, level) in self.known:
             return self.known[units, level]
         rates = np.geomspace(2.0 / units, 0.5, 24)
         right = np.floor(units * self.claim.power(rates)).astype(int)
 
         best, most = 0, -1
-        for i in reversed(range(len(rates))):  # large ones prove most, mostly; the least of equals
+        for i in reversed(range(len(rates))):  # from large rates, which mostly prove most
             alarms = (math.ceil(units * rates[i]), units, int(right[i]), units)
             proves = self.refuted(alarms, level, max(most - 1, -1))
             if proves >= most:
@@ -335,11 +337,11 @@ class _Family:
         return self.known[units, level]
 
     def refuted(self, alarms: tuple[int, int, int, int], level: float, beyond: int = -1) -> int:
-        """The last place in the family that is refuted at this level, at least ``beyond``.
+        """The last place that is refuted at this level, or ``beyond`` if no later one is.
 
-        Every curve costs time: a caller that already has a place asks only for later ones.
+        Curves are slow to compute: a caller that already has a place asks only for later ones.
         """
-        low, high = beyond, len(_FACTORS)  # curves grow: refuted up to a place, and none behind it
+        low, high = beyond, len(_FACTORS)  # places are refuted up to one, as curves only grow
         step = 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -356,20 +358,22 @@ class _Family:
 
 @functools.lru_cache(maxsize=64)
 def _curves(event: str, delta: float, relation: str) -> dict[Any, Any]:
-    """The curves of a family by place, so that 200 audits of one claim compute them once."""
+    """The curves of a claim by place, kept so that many audits of one claim compute them once."""
     return {}
 
 
 def one_run_bound(
     score: np.ndarray, inside: np.ndarray, cuts: tuple[float, float], delta: float, level: float
 ) -> float:
-    """The largest epsilon that is refuted for any (epsilon, delta)-private mechanism.
+    """Returns the largest epsilon that is refuted for any (epsilon, delta)-private mechanism.
+
+    Source: Steinke, Nasr and Jagielski 2023, theorem 5.2.
 
     Args:
       score: float [n].
       inside: bool [n], fair coins.
-      cuts: guesses are "out" up to the first, "in" above the second, none between.
-      delta: of the claim.
+      cuts: guesses are "out" up to the first score, "in" above the second, and none between.
+      delta: delta of the claim.
       level: one minus the confidence.
     """
     low, high = cuts
@@ -381,7 +385,7 @@ def one_run_bound(
         bottom, top = 0.0, 20.0
         while top - bottom > 1e-3:
             middle = (bottom + top) / 2
-            # Half of the level for each of the two ways to guess.
+            # Each of the two ways to guess gets half of the level.
             if _one_run_p(len(score), count, right, middle, delta) < level / 2:
                 bottom = middle
             else:
@@ -391,7 +395,7 @@ def one_run_bound(
 
 
 def _one_run_p(units: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """A bound on the probability of so many right guesses (theorem 5.2)."""
+    """A bound on the probability of ``right`` or more right guesses (theorem 5.2)."""
     chance = 1.0 / (1.0 + math.exp(-epsilon))
     tail = float(stats.binom.sf(right - 1, guesses, chance))
     fewer = np.arange(1, right + 1)
@@ -400,10 +404,10 @@ def _one_run_p(units: int, guesses: int, right: int, epsilon: float, delta: floa
 
 
 def plot_audits(audits: Sequence[Audit]) -> Any:
-    """Draws each claim's trade-off curve, and the attack's rates with what is sure of them.
+    """Draws each claim's trade-off curve, and the attack's rates with a confidence interval.
 
     Returns:
-      A figure of Matplotlib.
+      A Matplotlib figure.
     """
     from matplotlib.figure import Figure
 
@@ -435,8 +439,8 @@ def plot_audits(audits: Sequence[Audit]) -> Any:
 
 
 # ---- the audit of a run, as files in its directory -----------------------------------------------
-# Nothing in them is secret: coins are drawn for the audit alone, and what attacks saw is noised
-# like the model. Which people took part has no influence on either.
+# Nothing in them is secret: coins are drawn only for the audit, and what attacks saw has the same
+# noise as the model. Neither depends on which people took part.
 
 SUMMARY, SEEN, PICTURE = "audit.json", "audit.npz", "audit.png"
 FILES = (SUMMARY, SEEN, PICTURE)
@@ -444,15 +448,15 @@ FILES = (SUMMARY, SEEN, PICTURE)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunAudit:
-    """What attacks on a run saw of its canaries.
+    """What attacks on a run saw of its canaries: made-up users who took part by fair coins.
 
     Attributes:
-      inside: bool [n], whether each canary took part, by fair coins.
-      seen: float32 [n, steps], what was released along each one's direction (``Trials.seen``).
+      inside: bool [n], whether each canary took part.
+      seen: float32 [n, steps], what was released along each canary's direction (``Trials.seen``).
       texts_inside: bool [m], whether each canary that is a text took part.
       gains: float32 [m], by how much training lowered the final model's loss on each text.
-      confidence: of what is to be proved.
-      cost: what canaries cost, as JSON values.
+      confidence: confidence of what is to be proved.
+      cost: what the canaries cost, as JSON values.
     """
 
     inside: np.ndarray
@@ -463,24 +467,27 @@ class RunAudit:
     cost: dict[str, Any]
 
     def audits(self, stated: Statement, confidence: float | None = None) -> list[Audit]:
-        """What each attack that has canaries proves about the run's statement.
+        """Returns what each attack that has canaries proves about the run's statement.
 
         Args:
           stated: the run's guarantee.json; its epsilon is the claim.
-          confidence: default that of the run.
+          confidence: confidence of what is proved; None: the run's.
 
         Raises:
-          BadInputError: it states no guarantee, or one that no audit knows.
+          BadInputError: it states no guarantee, or one that cannot be audited.
         """
         cases = stated.cases
         if len(cases) != 1 or len(cases[0]) != 1:
-            raise BadInputError("the guarantee is not of one event: it cannot be audited")
+            raise BadInputError(
+                "an audit of a run needs a guarantee with a single event, which this one has not: "
+                "audit the configuration with --simulate"
+            )
         event, privacy = cases[0][0], stated.privacy
         steps = int(np.isfinite(self.seen).all(axis=0).sum())
         if len(self.inside) and steps > (privacy.steps or math.inf):
             raise BadInputError(
-                f"canaries saw {steps} steps, but the guarantee is of {privacy.steps}: "
-                "audit.npz or guarantee.json is not as the run left it"
+                f"canaries saw {steps} steps, but the guarantee is for {privacy.steps}: audit.npz "
+                "or guarantee.json was changed since the run: bring the file back"
             )
         level = self.confidence if confidence is None else confidence
         results = []
@@ -501,11 +508,11 @@ class RunAudit:
             how = f"{len(self.gains)} made-up users, {self.texts_inside.sum()} of them in"
             given = (self.gains, self.texts_inside, event, privacy.delta, level)
             results.append(guessed(*given, name="the final model", how=how))
-        # The stated epsilon is the claim, whatever its event costs.
+        # The claim is the stated epsilon, even if the epsilon of its event is lower.
         return [dataclasses.replace(one, claimed=privacy.epsilon) for one in results]
 
     def write(self, directory: pathlib.Path, stated: Statement) -> dict[str, Any]:
-        """Writes ``FILES``; returns what audit.json says."""
+        """Writes ``FILES``, and returns the contents of audit.json."""
         audits = self.audits(stated)
         values = summary(audits) | {"cost": self.cost, "confidence": self.confidence}
         arrays = {"inside": self.inside, "seen": self.seen}
@@ -519,7 +526,7 @@ class RunAudit:
 
 
 def summary(audits: list[Audit]) -> dict[str, Any]:
-    """The verdict of several audits, and what each proves, as JSON values."""
+    """Returns the verdict of several audits, and what each proves, as JSON values."""
     refuted = sum(one.exceeds for one in audits)
     return {
         "holds": refuted == 0,
@@ -537,9 +544,9 @@ def read_run_audit(directory: pathlib.Path) -> RunAudit:
     """
     if not (directory / SUMMARY).exists():
         raise BadInputError(
-            f"the run in {directory} had no canaries, or is not finished: only units that were in "
-            "or out by coins prove anything of a run; train with audit.canaries=500, or audit the "
-            "configuration with --simulate"
+            f"the run in {directory} had no canaries, or is not finished, so that nothing can be "
+            "proved about it: train with audit.canaries=500, or audit the configuration with "
+            "--simulate"
         )
     try:
         values = json.loads((directory / SUMMARY).read_text())
@@ -551,27 +558,27 @@ def read_run_audit(directory: pathlib.Path) -> RunAudit:
         wrong = str(error)
     if wrong is not None:
         raise BadInputError(
-            f"what the audit of the run in {directory} saw ({SUMMARY}, {SEEN}) is not as the run "
-            f"left it: {wrong}"
+            f"the audit files of the run in {directory} ({SUMMARY}, {SEEN}) are damaged or were "
+            f"changed: {wrong}"
         )
     return seen
 
 
 def _wrong(audit: RunAudit) -> str | None:
-    """What is inconsistent in an audit, in words; None if nothing is."""
+    """What is inconsistent in an audit, in words, or None."""
     inside, texts = audit.inside, audit.texts_inside
     if not (inside.dtype == texts.dtype == bool and inside.ndim == texts.ndim == 1):
         return "coins are not true or false"
     kinds = {audit.seen.dtype.kind, audit.gains.dtype.kind}
     if kinds != {"f"} or audit.seen.ndim != 2 or len(audit.seen) != len(inside):
-        return "what was seen is not a row of numbers for each canary"
+        return "it does not hold a row of numbers for each canary"
     if audit.gains.shape != texts.shape or not np.isfinite(audit.gains).all():
         return "gains are not a finite number for each made-up user"
     if not len(inside) + len(texts):
         return "there are no canaries"
     counts = [len(inside), inside.sum(), len(texts), texts.sum()]
     if counts != [audit.cost.get(k) for k in ("canaries", "inside", "texts", "texts_inside")]:
-        return "there are other numbers of canaries than it says"
+        return "the numbers of canaries in the two files differ"
     if len(inside) and not np.isfinite(audit.seen[:, :1]).all():
         return "nothing was seen of the first step"
     if not 0.5 <= audit.confidence < 1:

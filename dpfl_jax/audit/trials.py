@@ -1,9 +1,10 @@
-"""Trials of an attack: what was released about units, each of which is in by a fair coin.
+"""Trials of an attack: what was released about units, each of which takes part by a fair coin.
 
-What is released is white noise plus, for a unit that is in, a shift. The worst case is a gradient
-of the largest norm after clipping, in a direction that no other unit has. The best decision is then
-the likelihood ratio of the claimed event (Nasr et al. 2023, "Tight auditing"). Wrong code leaks in
-other ways, so attacks that learn from trials what noise and shifts look like are tried, too.
+What is released along a unit's direction is white noise, plus a shift if the unit takes part. The
+worst case is a gradient of the largest norm after clipping, in a direction that no other unit has.
+Then the best attack is the likelihood ratio of the claimed event (Nasr et al. 2023, "Tight
+auditing"). Wrong code may leak in other ways, so there are also attacks that learn from trials what
+noise and shifts look like.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
 from dpfl_jax.accounting.event_types import AllocatedDpEvent, TwoStageSampledDpEvent
 from dpfl_jax.errors import BadInputError
 
-# Directions with less than this part of the usual variance count as without noise.
+# Directions whose variance is below this part of the usual variance count as noiseless.
 _NO_NOISE = 1e-6
 _DRAWS = 4000
 LONG = 1e3  # norm of a designed gradient over the clip norm
@@ -32,13 +33,13 @@ class Trials:
 
     Attributes:
       inside: bool [n], whether each unit took part (replace-one: which of its two values it has).
-      seen: float [n, k], the sums released at every step, along the direction of each unit, over
-        the standard deviation of the noise that was claimed; NaN where nothing was released.
-      event: what is claimed.
-      delta: of the claim.
+      seen: float [n, k], the sum released at every step, along the direction of each unit, over
+        the standard deviation of the claimed noise; NaN where nothing was released.
+      event: the claimed event.
+      delta: delta of the claim.
       relation: adjacency; under replace-one the unit's vector becomes its negative.
-      beside: float [n, j], what else the attacker sees: of other silos, other directions.
-      name: of what is audited.
+      beside: float [n, j], what else the attacker sees, such as other silos or directions.
+      name: name of what is audited.
       how: what ran, in words.
 
     Examples:
@@ -62,14 +63,14 @@ class Trials:
     how: str = ""
 
     def part(self, chosen: np.ndarray) -> Trials:
-        """The trials of these indices."""
+        """Returns the trials with these indices (int or bool array)."""
         beside = None if self.beside is None else self.beside[chosen]
         return dataclasses.replace(
             self, inside=self.inside[chosen], seen=self.seen[chosen], beside=beside
         )
 
     def scores(self, learn: np.ndarray) -> dict[str, np.ndarray]:
-        """Scores that are larger where the unit looks as if it was in, float [n] by attack.
+        """Returns the scores of all attacks, float [n] by name; larger means "took part".
 
         Args:
           learn: bool [n], trials that attacks may learn from.
@@ -90,17 +91,18 @@ class Trials:
         return scores
 
     def threshold(self, rate: float) -> float:
-        """The threshold that the likelihood ratio of units that are out exceeds at this rate."""
-        if self.relation == REPLACE:  # both sides are the same
+        """Returns the threshold of the likelihood ratio for this rate of false alarms."""
+        if self.relation == REPLACE:  # the two values are symmetric
             return 0.0
         out = np.random.default_rng(0).standard_normal((_DRAWS, self.seen.shape[1]))
         return float(np.quantile(log_likelihood_ratio(out, self.event), 1 - rate))
 
 
 def _added_up(y: np.ndarray, most: int) -> np.ndarray:
-    """The columns, or sums of an even number of neighbours, so that there are ``most`` or fewer.
+    """Adds up an even number of neighbouring columns, so that at most ``most`` are left.
 
-    Noise that is used twice, added to one column and subtracted from the next, is in no sum.
+    The number is even so that noise that is used twice, added to one column and subtracted from the
+    next, cancels and shows.
     """
     if y.shape[1] <= most:
         return y
@@ -111,14 +113,14 @@ def _added_up(y: np.ndarray, most: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class StepShifts:
-    """How far a unit moves the sums of some steps, over their noise.
+    """How far a unit moves the sums of some steps, relative to their noise.
 
     Attributes:
-      shifts: of one step, float [k].
-      weights: their probabilities.
-      count: number of steps; if more than one, the unit takes part in one of them at most.
-      among: number of steps of which the unit takes part in exactly one, uniformly; these are the
-        first of them.
+      shifts: float [k], possible shifts in one step.
+      weights: float [k], their probabilities.
+      count: number of steps. If there are several, the unit takes part in at most one of them.
+      among: length of the period, in exactly one step of which the unit takes part, uniformly; the
+        ``count`` steps are its first.
     """
 
     shifts: np.ndarray
@@ -127,10 +129,10 @@ class StepShifts:
     among: int = 1
 
     def log_ratio(self, seen: np.ndarray) -> np.ndarray:
-        """Log likelihood ratio of "in" and "out", float [n].
+        """Returns the log likelihood ratio of "in" over "out", float [n].
 
         Args:
-          seen: float [n, count], what was released; NaN where nothing was.
+          seen: float [n, count], what was released; NaN where nothing was released.
         """
         with np.errstate(divide="ignore"):
             parts = np.log(self.weights) - self.shifts**2 / 2
@@ -145,10 +147,10 @@ class StepShifts:
 
 
 def step_shifts(event: dp_accounting.DpEvent) -> Iterator[StepShifts]:
-    """How far a unit moves the sums of all steps, over their noise, in order.
+    """Yields, in order of the steps, how far a unit moves their sums relative to the noise.
 
     Raises:
-      BadInputError: a step that is no mixture of Gaussians.
+      BadInputError: a step is not a mixture of Gaussians.
     """
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         for _ in range(event.count):
@@ -161,7 +163,7 @@ def step_shifts(event: dp_accounting.DpEvent) -> Iterator[StepShifts]:
             yield from step_shifts(event.event)
     elif isinstance(event, dp_accounting.GaussianDpEvent):
         yield StepShifts(np.array([1.0 / event.noise_multiplier]), np.ones(1))
-    elif isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):  # seldom cut
+    elif isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):  # draws are seldom cut
         q = event.sampling_probability
         yield StepShifts(np.array([0.0, 1.0 / event.noise_multiplier]), np.array([1 - q, q]))
     elif isinstance(event, AllocatedDpEvent) and isinstance(
@@ -179,11 +181,14 @@ def step_shifts(event: dp_accounting.DpEvent) -> Iterator[StepShifts]:
         shifts = np.asarray(event.sensitivities) / event.standard_deviation
         yield StepShifts(shifts, np.asarray(event.sampling_probs))
     elif not isinstance(event, dp_accounting.NoOpDpEvent):
-        raise BadInputError(f"no audit knows the likelihoods of {type(event).__name__}")
+        raise BadInputError(
+            f"an audit needs the likelihoods of steps, which are not known for "
+            f"{type(event).__name__}: audit another mechanism"
+        )
 
 
 def scaled(event: dp_accounting.DpEvent, factor: float) -> dp_accounting.DpEvent:
-    """The event with its noise divided by ``factor``."""
+    """Returns the event with its noise divided by ``factor``."""
     import attr
 
     changes: dict[str, Any] = {}
@@ -203,19 +208,19 @@ def log_likelihood_ratio(
     event: dp_accounting.DpEvent,
     relation: NeighboringRelation = ADD_OR_REMOVE,
 ) -> np.ndarray:
-    """Log likelihood ratio of "in" and "out", float [n], summed over steps.
+    """Returns the log likelihood ratio of "in" over "out", float [n], summed over steps.
 
-    The sum of what was seen where the event has another number of steps.
+    If the event has another number of steps than ``seen`` has columns, returns the sum of ``seen``.
 
     Args:
-      seen: as in ``Trials``.
-      event: whose steps have the columns' order.
+      seen: float [n, k], as in ``Trials``.
+      event: the claimed event, with steps in the order of the columns.
       relation: adjacency.
     """
     total = np.zeros(len(seen))
     steps = list(step_shifts(event))
     if sum(part.count for part in steps) != seen.shape[1]:
-        # Noise of one event over many steps: no order to go by.
+        # One event covers many steps, so that columns cannot be matched with steps.
         return np.nansum(seen, axis=1)
     first = 0
     for part in steps:

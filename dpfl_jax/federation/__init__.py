@@ -1,8 +1,8 @@
-"""Rounds over silos: local steps of a mechanism in each silo, then a server's rule.
+"""Federated rounds: local steps of a mechanism in each silo, then a server rule.
 
-``data`` and ``partition`` say who holds what, ``participation`` and ``mechanisms`` what a silo does
-at a local step, ``engine`` is the compiled round, ``rounds`` ships its batches, ``federated`` runs
-it all; ``accountant`` and ``guarantee`` say what it costs.
+``data`` and ``partition`` say which silo holds which records. ``participation`` and ``mechanisms``
+say what a silo does at a local step. ``engine`` is the compiled round, ``rounds`` ships its
+batches, and ``federated`` runs all of it. ``accountant`` and ``guarantee`` say what it costs.
 """
 
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon

@@ -1,8 +1,9 @@
-"""What a federation costs a subject, and the noise that a target epsilon needs.
+"""The privacy cost of a federation for a subject, and the noise that a target epsilon needs.
 
-A subject's records may lie in J silos, and their losses compose (Marathe et al., "Subject Granular
-Differential Privacy in Federated Learning", Theorem 3.12: averaging hides nothing in the worst
-case). Who took part in a round is visible, so drawing silos amplifies nothing here.
+A subject's records may be in J silos, whose privacy losses compose (Marathe et al., "Subject
+Granular Differential Privacy in Federated Learning", Theorem 3.12: averaging hides nothing in the
+worst case). Which silos take part in a round is public, so that drawing silos gives no
+amplification here.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from dpfl_jax.federation.federation import Federation, SiloPlan
 
 Mode = Literal["per_silo", "common"]
 
-# With more kinds of silos than this, compositions are of classes, cells of a geometric grid: the
-# largest probability and the least noise of a class, which can only overstate the cost. Silos that
-# are priced one by one are always priced as they are.
+# With more kinds of silos than this, silos are put into classes (cells of a geometric grid) before
+# they are composed. Each silo is accounted with the largest probability and the least noise of its
+# class, which can only overstate the cost. Silos that are not composed are accounted as they are.
 _MOST_KINDS = 64
 _GRID = 1.01
-# Relative tolerance of the noise of so many silos: a tenth of what the classes cost.
+# Relative tolerance of the noise with classes, a tenth of what the classes cost; and how many silos
+# are sampled for a first guess.
 _GRID_NOISE, _SAMPLED = 5e-4, 16
 
 
 @dataclasses.dataclass(frozen=True)
 class _Profile:
-    """What a silo's event depends on; larger in every field (noise: smaller) costs more."""
+    """What a silo's event depends on. The cost grows with every field, and falls with sigma."""
 
     plan: SiloPlan
     sampling_prob: float
@@ -71,7 +73,7 @@ class _Profile:
 
 
 def _joint_event(profiles: Sequence[_Profile], rounds: int, subject: bool) -> Any:
-    """The event of all these silos; equal ones share theirs."""
+    """The event of all these silos together; equal silos share one event object."""
     kinds = {p.key: p for p in profiles}
     made = {key: p.event(rounds, subject) for key, p in kinds.items()}
     return events.horizontal([made[p.key] for p in profiles])
@@ -96,7 +98,7 @@ def _coarse(profiles: list[_Profile]) -> list[_Profile]:
 
 
 def _is_chain(profiles: Sequence[_Profile]) -> bool:
-    """Whether the profiles, from most to least costly, are ordered in every field."""
+    """Whether every field falls from each profile to the next (sigma rises)."""
     return all(
         a.sampling_prob >= b.sampling_prob
         and a.cap >= b.cap
@@ -107,7 +109,7 @@ def _is_chain(profiles: Sequence[_Profile]) -> bool:
 
 
 def _envelope(profiles: Sequence[_Profile]) -> _Profile:
-    """A silo at least as costly as any of these."""
+    """A profile that costs at least as much as any of these."""
     return dataclasses.replace(
         profiles[0],
         sampling_prob=max(p.sampling_prob for p in profiles),
@@ -118,26 +120,29 @@ def _envelope(profiles: Sequence[_Profile]) -> _Profile:
 
 
 def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> list[list[Any]]:
-    """Events that bound what the run does to one unit.
+    """Returns events that bound the cost of a run for one unit.
 
-    The cost is at most the smallest, over the outer list, of the largest cost in the inner list.
+    Each inner list is a bound: the cost is at most the largest cost of its events.
 
     Args:
-      federation: with its noise.
-      rounds: rounds run.
-      subject: account for subjects even if the mechanism protects records.
+      federation: the federation, with its noise.
+      rounds: number of rounds that were run.
+      subject: whether to account for subjects even if the mechanism protects records.
     """
     profiles = list(map(_Profile.of, federation.members))
     if not profiles:
-        raise BadInputError("no silo holds any record, so there is nothing to account for")
-    for plan in (profile.plan for profile in profiles):  # personal rates: of the setting that runs
+        raise BadInputError(
+            "no silo holds any record, so that there is nothing to account for: check the data and "
+            "federation sections"
+        )
+    for plan in (profile.plan for profile in profiles):  # personal rates must be for this run
         run = (plan.local_steps, federation.participation, plan.sigma)
         plan.mechanism.participation.check_run(*run)
     one_silo = federation.mechanism.privacy_unit == "record" and not subject
     reach = 1 if one_silo else federation.max_silos_per_subject
     # proof: silos-1
     if reach == 1:  # each unit in one silo: parallel composition
-        # Of silos that differ in probability alone the largest costs most.
+        # Among silos that differ only in probability, the one with the largest costs most.
         kinds = {p.key[1:]: p for p in sorted(profiles, key=lambda p: p.sampling_prob)}
         return [[p.event(rounds, subject) for p in kinds.values()]]
     profiles = _coarse(profiles)
@@ -154,14 +159,15 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
 
 
 def dominating_event(federation: Federation, delta: float, subject: bool = False) -> Any:
-    """One event that costs any unit no less than the whole run does, for a ledger.
+    """Returns one event that costs at least as much as the whole run does for any unit.
 
-    Where no single silo costs most in every respect it is of one that combines the worst of all.
+    If no silo is the worst in every respect, it is the event of a silo that combines the worst of
+    all. Ledgers need a single event.
 
     Args:
-      federation: with its noise.
-      delta: at which the ledger is read.
-      subject: account for subjects even if the mechanism protects records.
+      federation: the federation, with its noise.
+      delta: delta at which the ledger is read.
+      subject: whether to account for subjects even if the mechanism protects records.
     """
     mechanism = federation.mechanism
     if not mechanism.private:
@@ -180,13 +186,15 @@ def federated_epsilon(
     rounds: int | None = None,
     subject: bool = False,
 ) -> float:
-    """Upper bound on epsilon of one unit over the whole federation; ``inf`` if there is none.
+    """Returns an upper bound on epsilon for one unit over the whole federation.
+
+    It is infinite if there is no bound.
 
     Args:
-      federation: with its noise.
+      federation: the federation, with its noise.
       delta: in (0, 1).
-      rounds: rounds run; default all.
-      subject: account for subjects even if the mechanism protects records.
+      rounds: number of rounds that were run; None: all.
+      subject: whether to account for subjects even if the mechanism protects records.
 
     Examples:
       >>> from dpfl_jax import federation as fed
@@ -204,7 +212,7 @@ def federated_epsilon(
 
 
 def subject_epsilon(federation: Federation, delta: float, rounds: int | None = None) -> float:
-    """``federated_epsilon`` of a subject; also ``inf`` where there is too little noise for one."""
+    """Returns ``federated_epsilon`` of a subject, ``inf`` also if no accountant bounds it."""
     try:
         return federated_epsilon(federation, delta, rounds, subject=True)
     except BadInputError:
@@ -212,7 +220,7 @@ def subject_epsilon(federation: Federation, delta: float, rounds: int | None = N
 
 
 def silo_epsilons(federation: Federation, delta: float) -> list[float]:
-    """Epsilon of one unit in each silo alone: 0 where a silo takes no part, inf without privacy."""
+    """Returns epsilon of one unit in each silo alone: 0 without records, inf without privacy."""
     known: dict[Any, float] = {}
 
     def alone(plan: SiloPlan) -> float:
@@ -231,21 +239,21 @@ def silo_epsilons(federation: Federation, delta: float) -> list[float]:
 def calibrate_federation(
     federation: Federation, epsilon: float, delta: float, mode: Mode | None = None
 ) -> Federation:
-    """Sets the noise of all silos so that no unit's epsilon exceeds the target.
+    """Returns a federation with noise for which no unit's epsilon exceeds the target.
 
-    ``"per_silo"``: each silo is calibrated as if all silos of a subject were like it, which
-    makes all spend the same; then all are raised by one factor until the composition of what they
-    really do meets the target (for privacy-loss distributions the first step is not enough).
-    ``"common"``: one noise multiplier for all.
+    ``"per_silo"``: each silo is calibrated as if all silos of a subject were like it, so that all
+    silos spend the same. Then all noise multipliers are raised by one factor until the composition
+    of the real silos meets the target. ``"common"``: all silos get the same noise multiplier.
 
     Args:
-      federation: noise multipliers are replaced.
+      federation: the federation, whose noise multipliers are replaced.
       epsilon: target, > 0.
       delta: in (0, 1).
-      mode: default per_silo where every silo of the federation may hold a subject, or only one.
+      mode: None: ``"per_silo"`` if a subject may be in only one silo or in all of them, else
+        ``"common"``.
 
     Raises:
-      BadInputError: a target out of reach.
+      BadInputError: the target is out of reach.
 
     Examples:
       >>> from dpfl_jax import federation as fed
@@ -280,7 +288,7 @@ def calibrate_federation(
             return made
     near = 1.0 if mode == "per_silo" else None
     made = with_noise(_calibrated(with_noise, epsilon, delta, near))
-    # The target holds, whatever the searches above did.
+    # Checks the target itself, whatever the searches above did.
     assert federated_epsilon(made, delta) <= epsilon
     return made
 
@@ -288,10 +296,10 @@ def calibrate_federation(
 def _calibrated(
     make: Callable[[float], Federation], epsilon: float, delta: float, near: float | None
 ) -> float:
-    """About the smallest number whose federation meets the target, by any one of its worst cases.
+    """About the smallest number whose federation meets the target, by the best of its worst cases.
 
-    Of the events of a case the costliest is calibrated alone; then all are priced, and the next is
-    taken, until none exceeds the target.
+    In each case, the costliest event is calibrated first. Then all events are accounted, and the
+    costliest is calibrated again, until none exceeds the target.
     """
 
     def case(x: float, number: int) -> list[Any]:
@@ -309,7 +317,7 @@ def _calibrated(
             relative_tolerance=0.1 * tolerance,
             near=near,
         )
-        near *= 1.0 + 0.4 * tolerance  # most often the first guess will do
+        near *= 1.0 + 0.4 * tolerance  # so that the first guess mostly meets the target
 
     def needed(number: int) -> float:
         start, x = case(1.0, number), 0.0
@@ -323,7 +331,7 @@ def _calibrated(
             sigma = accounting.calibrate_noise_multiplier(
                 event, epsilon, delta, relative_tolerance=tolerance, near=near
             )
-            # Never back: rounding can make a cost rise by a hair with the noise.
+            # Never lowered: by rounding, a cost can rise a little with more noise.
             x = max(sigma, x * (1.0 + 1e-6))
             costs = [accounting.epsilon(event, delta) for event in case(x, number)]
             if max(costs) <= epsilon:
@@ -333,7 +341,7 @@ def _calibrated(
 
 
 def _sampled_event(federation: Federation) -> Any:
-    """About what all silos cost together, by a sample of them: a guess, and NO BOUND."""
+    """The event of all silos, estimated from a sample of them: NOT A BOUND, only a first guess."""
     profiles = sorted(
         _coarse(list(map(_Profile.of, federation.members))),
         key=lambda p: (p.cap, p.steps, p.sampling_prob),
@@ -352,14 +360,14 @@ def _sampled_event(federation: Federation) -> Any:
 def _noise_per_silo(
     federation: Federation, copies: int, epsilon: float, delta: float
 ) -> list[float]:
-    """Noise of each silo if a subject were in ``copies`` silos like it: certified for one copy."""
+    """Noise of each silo if a subject were in ``copies`` silos like it; certified for one copy."""
     members = set(federation.participants.tolist())
     start = federation.with_noise([1.0] * len(federation.silos))
     profiles = _coarse([_Profile.of(start.silos[i]) for i in sorted(members)])
     by_silo = dict(zip(sorted(members), profiles))
     known: dict[Any, float] = {}
     kinds = {profile.key: profile for profile in profiles}
-    # What is between two grid points anyway needs no finer an answer.
+    # Silos in classes of a grid need no finer tolerance.
     tolerance = 1e-5 if len(kinds) <= _MOST_KINDS else 1e-4
     solved: dict[Any, list[tuple[float, float]]] = {}
     for profile in sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.sampling_prob)):

@@ -1,8 +1,8 @@
-"""Which mechanism, cap and number of steps, before anything is trained: by noise over signal.
+"""Compares mechanisms, caps and numbers of steps by noise over signal, without training.
 
-The gradients that a silo computes stay as configured: steps times records a step. Noise depends on
-rounds and local steps by their product alone (``Federation.balance``): what else they do is that
-few rounds send less, and that silos drift apart in many local steps.
+The gradients that a silo computes, steps times records per step, stay as configured. Noise depends
+only on the product of rounds and local steps (``Federation.balance``). Apart from that, fewer
+rounds send less data, and more local steps let silos drift apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpfl_jax.federation.mechanisms import (
 from dpfl_jax.federation.participation import SiloFacts
 
 Preset = Callable[..., SiloMechanism]
-_STEP_FACTORS = (0.25, 0.5, 2.0, 4.0)  # steps, times what is configured
+_STEP_FACTORS = (0.25, 0.5, 2.0, 4.0)  # factors on the configured steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +33,15 @@ class FederatedOption:
     """One way to spend the gradients of a federated run.
 
     Attributes:
-      kind: of the mechanism.
-      cap: most records of a person in a silo; of ``subject_uls``, in a step.
-      rounds: R.
-      local_steps: in a round.
-      batch: expected records of a local step in a silo, as far as it has them.
-      noise_multiplier: largest of any silo.
-      kept: share of the records that the cap leaves.
-      ratio: noise over the largest that the signal can be, in the whole run.
-      config: that runs it.
+      kind: kind of the mechanism.
+      cap: most records of a person in a silo; for ``subject_uls``, in a step.
+      rounds: number of rounds R.
+      local_steps: local steps in a round.
+      batch: expected records of a local step in a silo, if it has as many.
+      noise_multiplier: largest noise multiplier of any silo.
+      kept: share of the records that the cap keeps.
+      ratio: noise over the largest possible signal, in the whole run.
+      config: the configuration that runs it.
     """
 
     kind: str
@@ -55,16 +55,18 @@ class FederatedOption:
     config: RunConfig = dataclasses.field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """All but the configuration."""
+        """Returns all fields except the configuration."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "config"]
         return {name: getattr(self, name) for name in names}
 
 
 def federated_options(prepared: FederatedRun) -> Iterator[FederatedOption]:
-    """Every mechanism for people at every cap that some noise makes private, at configured steps.
+    """Yields every mechanism that protects people, with several caps and the configured steps.
+
+    Mechanisms for which no noise meets the target are left out.
 
     Args:
-      prepared: of the configuration, on its data. Caps are at most the configured one.
+      prepared: a run of the configuration, on its data. Caps are at most the configured one.
 
     Raises:
       BadInputError: the configuration has no target, or personal budgets.
@@ -72,11 +74,11 @@ def federated_options(prepared: FederatedRun) -> Iterator[FederatedOption]:
     config = prepared.config
     cap = config.mechanism.participation.max_records_per_subject
     if config.privacy.epsilon is None:
-        raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
+        raise BadInputError("the target is not set: give --epsilon, or set privacy.epsilon")
     if config.mechanism.participation.personal:
         raise BadInputError(
-            "mechanism.kind is rpdp, whose records have budgets of their own: mechanisms for "
-            "people are compared, so name one of them"
+            "mechanism.kind is rpdp, which protects records with personal budgets, but this "
+            "compares mechanisms that protect people: set it to one of these"
         )
     yield from _options(
         prepared, user_ldp, cap, 1.0
@@ -87,13 +89,13 @@ def federated_options(prepared: FederatedRun) -> Iterator[FederatedOption]:
 
 
 def other_steps(prepared: FederatedRun, choice: FederatedOption) -> Iterator[FederatedOption]:
-    """The same with a quarter to four times the rounds, and as many times smaller batches."""
+    """Yields a choice with a quarter to four times the rounds, and batches smaller by as much."""
     for factor in _STEP_FACTORS:
         yield from _options(prepared, PRESETS[choice.kind], choice.cap, factor)
 
 
 def by_reach(prepared: FederatedRun, choice: FederatedOption) -> dict[int, float]:
-    """Noise over signal of a choice if people were in at most so many silos: 1, 2, 4, ..."""
+    """Returns noise over signal for ``max_silos_per_subject`` of 1, 2, 4, ..., its own value."""
     facts = _facts(prepared, PRESETS[choice.kind], choice.cap)
     most = prepared.federation.max_silos_per_subject
     ratios = {}
@@ -106,7 +108,7 @@ def by_reach(prepared: FederatedRun, choice: FederatedOption) -> dict[int, float
 
 
 def _facts(prepared: FederatedRun, kind: Preset, cap: int) -> list[SiloFacts]:
-    """Sizes of the silos under a smaller cap; ``subject_uls`` has its cap in a step alone."""
+    """Sizes of the silos under a smaller cap; the cap of ``subject_uls`` only holds in a step."""
     if kind is subject_uls:
         return [SiloFacts.of(silo) for silo in prepared.data.silos]
     counts = [silo.subject_offsets[1:] - silo.subject_offsets[:-1] for silo in prepared.data.silos]

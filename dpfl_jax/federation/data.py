@@ -27,15 +27,15 @@ class RecordSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Silo:
-    """What one silo holds.
+    """The records of one silo.
 
     Attributes:
-      index: its number in the federation.
-      first: position of its first record.
-      subject_offsets: int64 [num_subjects + 1]; the records of its s-th subject are the local
-        ones offsets[s]:offsets[s+1].
-      rates: of ``FederatedData``, of the silo's records in order.
-      stay: likewise.
+      index: number of the silo in the federation.
+      first: position of the silo's first record.
+      subject_offsets: int64 [num_subjects + 1]; the s-th subject has the local records
+        offsets[s]:offsets[s+1].
+      rates: float64 [num_records], ``FederatedData.rates`` of the silo's records, or None.
+      stay: int64 [num_records], ``FederatedData.stay`` of the silo's records, or None.
     """
 
     index: int
@@ -46,21 +46,21 @@ class Silo:
 
     @property
     def num_records(self) -> int:
-        """Records of all its subjects."""
+        """Number of records of all subjects in the silo."""
         return int(self.subject_offsets[-1])
 
     @property
     def num_subjects(self) -> int:
-        """Subjects with a record here."""
+        """Number of subjects with a record in the silo."""
         return len(self.subject_offsets) - 1
 
     @functools.cached_property
     def subject_of_record(self) -> np.ndarray:
-        """int64 [num_records]: local subject of each local record (sorted)."""
+        """The local subject of each local record, int64 [num_records], sorted."""
         return np.repeat(np.arange(self.num_subjects), np.diff(self.subject_offsets))
 
     def at_round(self, round_index: int) -> Silo:
-        """The silo in a round: records that have left have rate 0, and are not drawn any more."""
+        """Returns the silo in a round: records that have left have rate 0, and are not drawn."""
         if self.stay is None or self.rates is None or not (self.stay <= round_index).any():
             return self
         # proof: rpdp-leaving-1
@@ -72,14 +72,15 @@ class FederatedData:
     """Records of subjects, spread over silos.
 
     Attributes:
-      records: where they are read.
+      records: source that records are read from.
       order: int64 [num_records], place in ``records`` of each position.
       subjects: int64 [num_records], subject of each position, numbered over the federation.
-      silo_offsets: int64 [num_silos + 1]; silo i owns positions offsets[i]:offsets[i+1].
-      num_subjects: subjects in the federation, before caps.
-      rates: float64 [num_records], q_j of every position, where each record has its sampling rate
-        (rPDP). A secret of each silo.
-      stay: int64 [num_records], rounds after which each record leaves; None: all stay. Secret.
+      silo_offsets: int64 [num_silos + 1]; silo i has the positions offsets[i]:offsets[i+1].
+      num_subjects: number of subjects in the federation, before caps.
+      rates: float64 [num_records], sampling rate q_j of each position with personal budgets (rPDP),
+        else None. Each silo's secret.
+      stay: int64 [num_records], number of rounds after which each record leaves; None: all stay.
+        Each silo's secret.
 
     Examples:
       >>> import numpy as np
@@ -100,10 +101,10 @@ class FederatedData:
     stay: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        """Checks that each silo's records lie together by subject, and rates.
+        """Checks rates, and that records are sorted by subject within each silo.
 
         Raises:
-          BadInputError: they do not, or there is not one rate from 0 to 1 for each.
+          BadInputError: records are not sorted, or there is not one rate from 0 to 1 for each.
         """
         if self.rates is not None:
             rates = np.asarray(self.rates, np.float64)
@@ -133,17 +134,17 @@ class FederatedData:
         num_silos: int,
         keep: np.ndarray | None = None,
     ) -> FederatedData:
-        """Sorts records by silo and subject.
+        """Returns the data of a federation, with records sorted by silo and subject.
 
         Args:
-          records: where they are read.
+          records: source that records are read from.
           subjects: int [n], subject of each record.
           silos: int [n], silo of each record, in 0..num_silos-1.
-          num_silos: silos, of which some may stay empty.
-          keep: bool [n], records that may be used; default all.
+          num_silos: number of silos, some of which may be empty.
+          keep: bool [n], records that may be used; None: all.
 
         Raises:
-          BadInputError: lengths that disagree, or a silo out of range.
+          BadInputError: lengths differ, or a silo is out of range.
         """
         subjects, silos = np.asarray(subjects, np.int64), np.asarray(silos, np.int64)
         if subjects.shape != silos.shape or subjects.ndim != 1:
@@ -152,7 +153,10 @@ class FederatedData:
                 "for every record"
             )
         if len(silos) and not 0 <= silos.min() <= silos.max() < num_silos:
-            raise BadInputError(f"a record is assigned to a silo outside 0..{num_silos - 1}")
+            raise BadInputError(
+                f"a record is assigned to a silo outside 0..{num_silos - 1}: number the silos from "
+                "0, or raise num_silos"
+            )
         order = np.lexsort((subjects, silos))
         if keep is not None:
             order = order[np.asarray(keep, bool)[order]]
@@ -172,7 +176,7 @@ class FederatedData:
 
     @property
     def num_records(self) -> int:
-        """Records in all silos, after caps."""
+        """Number of records in all silos, after caps."""
         return int(self.silo_offsets[-1])
 
     @functools.cached_property
@@ -189,7 +193,7 @@ class FederatedData:
         return Silo(index, first, offsets, *secrets)
 
     def with_rates(self, rates: np.ndarray, stay: np.ndarray | None = None) -> FederatedData:
-        """A copy whose records have these rates and stays."""
+        """Returns a copy whose records have these rates and numbers of rounds to stay."""
         return dataclasses.replace(self, rates=rates, stay=stay)
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
@@ -198,9 +202,9 @@ class FederatedData:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the records, of who holds what, and of rates; records are read, if need be.
+        """Hex digest of the records, of which silo holds which, and of rates.
 
-        Computed afresh: arrays in memory may have been changed.
+        Computed afresh at each call, because arrays in memory may have been changed.
         """
         most = int(self.order.max(initial=-1)) + 1
         digest = hashlib.sha256(fingerprint_of(self.records, most).encode())
@@ -211,13 +215,13 @@ class FederatedData:
         return digest.hexdigest()
 
     def largest_counts(self) -> np.ndarray:
-        """int64 [num_silos]: most records of one subject in each silo (private; 0 if empty)."""
+        """Returns the most records of one subject in each silo, int64 [num_silos]. Private."""
         return np.array(
             [int(np.diff(s.subject_offsets).max(initial=0)) for s in self.silos], np.int64
         )
 
     def silos_of_subjects(self) -> np.ndarray:
-        """int64 [num_subjects]: silos in which each subject has a record (private)."""
+        """Returns in how many silos each subject has a record, int64 [num_subjects]. Private."""
         counts = np.zeros(self.num_subjects, np.int64)
         for i in range(self.num_silos):
             mine = self.subjects[self.silo_offsets[i] : self.silo_offsets[i + 1]]
@@ -227,7 +231,7 @@ class FederatedData:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayRecords(RecordSource):
-    """Records held in memory, as ``arrays`` with a common leading axis.
+    """Records in memory: ``arrays`` with a common leading axis.
 
     Examples:
       >>> import numpy as np

@@ -1,16 +1,16 @@
-"""A round of a federation: the silos' compiled local steps, and the server's rule.
+"""A round of a federation: the silos' compiled local steps, and the server rule.
 
-    release(broadcast, opt_states, chunk) -> Released, opt_states, Diagnostics
+    release(params, opt_states, chunk) -> Released, opt_states, StepStats
 
-Silos are an array axis. A chunk holds some of them [silos, ...]: split over devices by
-``shard_map``, taken ``width`` at a time by ``vmap`` within a device, one group after the other by
-``scan``. Sizes, noise, clip norms, divisors and numbers of steps are arrays: silos that differ in
-them share one program.
+Silos are an array axis. ``shard_map`` splits a chunk of silos [silos, ...] over devices. Within a
+device, ``scan`` loops over groups of silos, and ``vmap`` processes the ``width`` silos of a group
+at once. Sizes, noise, clip norms, divisors and numbers of steps are arrays, so that silos that
+differ in these share one program.
 
-Noise is added inside the silo at every local step, before its optimiser sees anything. What leaves
-a silo is ``Released``, made of its parameters after the last noised step; ``Diagnostics`` is made
-from private data without noise, and the server's rule is never given it. A server rule sees the
-average of noised updates alone: it is post-processing, and costs no privacy.
+Noise is added inside the silo at every local step, before its optimiser sees the gradient. Only
+``Released`` leaves a silo, which is made from parameters after noised steps. ``StepStats`` is
+computed from private data without noise, and is never passed to the server rule. The server rule
+sees only averages of noised updates, so that it is post-processing, and costs no privacy.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """One round's work of some silos. S silos, T local steps, M microbatches of B units.
+    """The work of some silos in one round: S silos, T local steps, M microbatches of B units.
 
     Attributes:
-      units: pytree [S, T, M, B, ...].
+      units: pytree of arrays [S, T, M, B, ...].
       mask: bool [S, T, M, B], False for padding.
-      unit_weight: float32 [S, T, M, B], what clipped gradients are multiplied by.
-      microbatches: int32 [S, T], microbatches that hold units.
+      unit_weight: float32 [S, T, M, B], factors on clipped gradients.
+      microbatches: int32 [S, T], number of microbatches that hold units.
       active: bool [S, T], False for steps that a silo does not take.
       noise_key: uint32 [S, T, 8], each used once.
-      stddev: float32 [S, T], of the noise on the sum.
-      divisor: float32 [S, T].
-      clip_norm: float32 [S].
+      stddev: float32 [S, T], standard deviation of the noise on the sum.
+      divisor: float32 [S, T], what the noised sum is divided by.
+      clip_norm: float32 [S], clip norm of each silo.
       weight: float32 [S], public weight in the server's average; 0 for padding silos.
     """
 
@@ -66,13 +66,13 @@ class Chunk:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Released:
-    """What leaves the silos of a chunk, added up.
+    """The sum of what leaves the silos of a chunk. A silo is usable if its update is finite.
 
     Attributes:
-      update: float32 pytree, sum of weight times (end minus start) over usable silos.
-      weight: float32 scalar, sum of their weights.
-      silos: int32 scalar, usable silos.
-      dropped: int32 scalar, silos whose update was not finite. It is a function of noised values.
+      update: float32 pytree, sum over usable silos of weight times (end minus start).
+      weight: float32 scalar, sum of the usable silos' weights.
+      silos: int32 scalar, number of usable silos.
+      dropped: int32 scalar, number of other silos, which is a function of noised values.
     """
 
     update: PyTree
@@ -87,9 +87,9 @@ _PER_STEP = ("units", "mask", "unit_weight", "active", "noise_key", "stddev", "d
 def clipped_sum(
     mechanism: SiloMechanism, loss_fn: Callable[..., jax.Array], **options: Any
 ) -> Callable[..., tuple[PyTree, StepStats]]:
-    """Returns one local step's sum before noise, for one silo.
+    """Returns the function that computes a silo's sum at a local step, before noise.
 
-    ``(params, units [M, B, ...], mask [M, B], weight [M, B], microbatches, clip_norm)
+    It is ``(params, units [M, B, ...], mask [M, B], weight [M, B], microbatches, clip_norm)
     -> (sum, StepStats)``.
     """
     clipped_grad = mechanism.clipped_grad(loss_fn, **options)
@@ -125,23 +125,23 @@ def make_release(
 ) -> Callable[..., tuple[Released, PyTree, StepStats]]:
     """Returns the compiled ``(params, opt_states, chunk) -> (Released, opt_states, stats)``.
 
-    Args:
-      mechanism: of any of the silos (they differ in numbers only).
-      loss_fn: ``(params, record) -> scalar``.
-      optimizer: the silos' local Optax optimiser; it sees noised gradients only, and is told the
-        stddev of the noise on them, ``noise_stddev``.
-      mesh: silos are split over its ``"data"`` axis.
-      width: silos of a device that are vmapped; the others follow one after the other. 1 is the
-        fastest on a CPU, where XLA has no good convolutions with a batch of kernels.
-      keep_state: whether a silo's optimiser state lives on between its rounds. If not,
-        ``opt_states`` is None and every round starts with a new state.
-      **options: of ``SiloMechanism.clipped_grad``.
-
-    The chunk's number of silos must be a multiple of devices times width; opt_states has a leading
+    The chunk's number of silos must be a multiple of devices times width. opt_states has a leading
     silo axis.
+
+    Args:
+      mechanism: mechanism of any silo; silos differ only in numbers.
+      loss_fn: ``(params, record) -> scalar``.
+      optimizer: Optax optimiser of the local steps. It sees only noised gradients, and gets the
+        standard deviation of their noise as ``noise_stddev``.
+      mesh: devices; silos are split over its ``"data"`` axis.
+      width: number of silos that a device processes at once, by ``vmap``. 1 is the fastest on a
+        CPU, where XLA's convolutions with a batch of kernels are slow.
+      keep_state: whether a silo keeps its optimiser's state between rounds. If not, ``opt_states``
+        is None, and every round starts with a new state.
+      **options: options of ``SiloMechanism.clipped_grad``.
     """
     summed = clipped_sum(mechanism, loss_fn, **options)
-    told = optax.with_extra_args_support(optimizer)
+    local_optimizer = optax.with_extra_args_support(optimizer)
 
     def one_silo(
         start: PyTree, opt_state: PyTree, silo: Chunk, microbatches: jax.Array
@@ -158,7 +158,9 @@ def make_release(
             key = step["noise_key"]
             gradient, _ = noise.update(total, noise.init(params), params, noise_key=key)
             stddev = step["stddev"] / step["divisor"]
-            updates, new_state = told.update(gradient, state, params, noise_stddev=stddev)
+            updates, new_state = local_optimizer.update(
+                gradient, state, params, noise_stddev=stddev
+            )
             new = (optax.apply_updates(params, updates), new_state)
             kept = jax.tree.map(lambda a, b: jnp.where(step["active"], a, b), new, (params, state))
             return kept, stats
@@ -171,7 +173,7 @@ def make_release(
         finite = jnp.array(True)
         for leaf in jax.tree.leaves(update):
             finite &= jnp.isfinite(leaf).all()
-        if keep_state:  # of a silo that diverged the state is reset
+        if keep_state:  # resets the state of a silo that diverged
             fresh = optimizer.init(start)
             new_state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new_state, fresh)
         return update, new_state, jax.tree.map(lambda x: x.sum(), stats), finite
@@ -182,7 +184,7 @@ def make_release(
         chunk, states = x
         if not keep_state:
             states = vary(_stacked(optimizer.init(start), width), varying_axes(start))
-        # One number for the group, so that the loop over microbatches is not a batched one.
+        # One number of microbatches for the whole group, so that vmap does not batch the loop.
         rows = chunk.microbatches.max(axis=0)
         if width == 1:
             state, silo = jax.tree.map(lambda a: a[0], (states, chunk))
@@ -242,7 +244,7 @@ def make_release(
 
 
 def mean_update(released: Released) -> PyTree:
-    """Weighted mean over the usable silos; zero if there is none."""
+    """Returns the weighted mean over the usable silos; zero if there is none."""
     weight = jnp.where(released.weight > 0, released.weight, 1.0)
     return jax.tree.map(lambda u: u / weight, released.update)
 
@@ -252,7 +254,9 @@ def _stacked(tree: PyTree, width: int) -> PyTree:
 
 
 class ServerRule(Protocol):
-    """Pure functions of the server's state (a pytree).
+    """How a server updates its state (a pytree) with the mean of the silos' updates.
+
+    All methods are pure functions.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -263,33 +267,34 @@ class ServerRule(Protocol):
     """
 
     def init(self, params: PyTree) -> PyTree:
-        """The state before the first round."""
+        """Returns the state before the first round."""
 
     def broadcast(self, state: PyTree) -> PyTree:
-        """The parameters that the silos start a round from."""
+        """Returns the parameters from which the silos start a round."""
 
     def apply(self, state: PyTree, update: PyTree, round_index: jax.Array) -> PyTree:
-        """The state after a round.
+        """Returns the state after a round.
 
         Args:
-          state: before the round.
-          update: weighted mean of what the silos released (end minus start of their parameters),
-            float32; zero if no silo's update was usable.
+          state: state before the round.
+          update: float32 pytree, weighted mean of the silos' updates (parameters at the end minus
+            those at the start); zero if no silo was usable.
           round_index: int32 scalar, from 0.
         """
 
     def model(self, state: PyTree) -> PyTree:
-        """The parameters that are evaluated and published."""
+        """Returns the parameters that are evaluated and published."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerServer(ServerRule):
-    """Any Optax optimiser, on minus the mean update (Reddi et al. 2021, "FedOpt").
+    """An Optax optimiser that takes minus the mean update for a gradient.
 
-    With ``optax.sgd(1.0)``, the default, this is the average of the silos' parameters.
+    Source: Reddi et al. 2021, "FedOpt". With ``optax.sgd(1.0)``, the default, the model is the
+    average of the silos' parameters.
 
     Attributes:
-      optimizer: of the server.
+      optimizer: Optax optimiser of the server.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -51,7 +51,7 @@ PyTree = Any
 
 
 class FederatedAlgorithm(Algorithm):
-    """Rounds of a federation whose noise is set, silos over the devices of any number of hosts."""
+    """Rounds of a calibrated federation, with silos split over the devices of all hosts."""
 
     word = "rounds"
     memory_hint = "lower execution.microbatch_size, execution.chunk_silos or execution.width"
@@ -72,10 +72,10 @@ class FederatedAlgorithm(Algorithm):
         show_spent: bool = True,
         here: int | None = None,
     ) -> None:
-        """See ``run_rounds``; ``here``: the one silo whose records are here (None: all are).
+        """See ``run_rounds``; ``here`` is the only silo whose records are here (None: all are).
 
         Raises:
-          BadInputError: data that do not keep what the plan promises, or a mechanism without noise.
+          BadInputError: the data do not keep the plan's limits, or noise multipliers are not set.
         """
         federation.check(data, here)
         if not len(federation.participants):
@@ -93,7 +93,7 @@ class FederatedAlgorithm(Algorithm):
         self.given, self.start = params, place(params, replicated(mesh))
 
     def terms(self) -> Terms:
-        """Mechanism, noise, rounds, delta; what the silos do, data and computation."""
+        """Returns the terms: mechanism, noise, rounds and delta, and secret digests of the rest."""
         record = jax.tree.map(lambda x: x[0], self.data.read(np.zeros(1, np.int64)))
         traced, server = with_any_key(self.loss_fn, self.random), self.server
 
@@ -123,7 +123,7 @@ class FederatedAlgorithm(Algorithm):
         )
 
     def init(self) -> TrainState:
-        """The server's state and, where silos keep theirs, the optimiser states [silos, ...]."""
+        """Returns the server's state, and the silos' optimiser states [silos, ...] if kept."""
         everywhere = replicated(self.mesh)
         server = jax.jit(self.server.init, out_shardings=everywhere)(self.start)
         kept = {}
@@ -137,7 +137,7 @@ class FederatedAlgorithm(Algorithm):
         return self.packed({"server": server} | kept, 0)
 
     def packed(self, state: dict[str, PyTree], done: int) -> TrainState:
-        """The state of a run after ``done`` rounds."""
+        """Returns the state of a run after ``done`` rounds."""
         step = place(np.int32(done), replicated(self.mesh))
         return TrainState(self.server.model(state["server"]), state, step)
 
@@ -159,12 +159,12 @@ class FederatedAlgorithm(Algorithm):
             np.max([accounting.epsilon_curve(e, list(counts), self.delta) for e in case], axis=0)
             for case in worst_cases(self.federation, 1)
         ]
-        # The curves are coarse; what all rounds cost is known more finely.
+        # The curves are coarse; the total is known more precisely.
         total = federated_epsilon(self.federation, self.delta)
         return np.minimum(np.min(curves, axis=0), total).tolist()
 
     def compiled_apply(self) -> Callable[..., PyTree]:
-        """``(server's state, Released, round) -> state``."""
+        """Returns the compiled server rule, ``(server's state, Released, round) -> state``."""
         return jax.jit(lambda s, total, r: self.server.apply(s, mean_update(total), r))
 
     def begin(self, key: RootKey, start: int) -> FederatedSteps:
@@ -172,7 +172,7 @@ class FederatedAlgorithm(Algorithm):
 
 
 class FederatedSteps(Steps):
-    """Chunks of silos from a builder, through the compiled round."""
+    """Runs rounds: sends chunks of silos from a builder through the compiled round."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class FederatedSteps(Steps):
         builder: Callable[..., RoundBuilder] = RoundBuilder,
         release: Callable[..., Any] | None = None,
     ) -> None:
-        """Args: release: ``make_release`` of another run with the same layout, loss and options."""
+        """Builds the rounds; ``release`` may be the compiled round of a run with equal layout."""
         self.run, self.start, how = run, start, run.execution
         self.loss_fn = keyed(run.loss_fn, run.random) if run.random else run.loss_fn
         self.release = release or make_release(
@@ -214,7 +214,7 @@ class FederatedSteps(Steps):
         }
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
-        """Checks that units do not mix, and the strategy's norms against plain ones."""
+        """Checks that units do not mix, and that norms equal those of plain per-unit gradients."""
         first = self._first_work()
         if first is None:
             return
@@ -239,7 +239,7 @@ class FederatedSteps(Steps):
     def step(
         self, state: TrainState, inputs: Iterator[PlacedChunk]
     ) -> tuple[TrainState, StepOutput]:
-        """A round: what the silos release, added up, and the server's rule."""
+        """Runs a round: adds up what the silos release, and applies the server rule."""
         run, now, done = self.run, dict(state.opt_state), int(state.step)
         total: Released | None = None
         stats, records = StepStats.zero(), 0
@@ -256,14 +256,14 @@ class FederatedSteps(Steps):
         return run.packed(now, done + 1), StepOutput((total, stats), records)
 
     def _kept(self, state: dict[str, PyTree], placed: PlacedChunk) -> PyTree:
-        """Optimiser states of a chunk; padding silos get a copy of the first one's."""
+        """Optimiser states of a chunk's silos; padding silos get those of the first silo."""
         if not self.run.keep:
             return None
         padding = np.full(self.builder.size - len(placed.silos), placed.silos[0])
         return _take(state["silos"], np.concatenate([placed.silos, padding]))
 
     def _first_work(self) -> tuple[PlacedChunk, PyTree, jax.Array] | None:
-        """The first chunk with a unit, its first two units and their weights; None: no unit."""
+        """The first chunk with a unit, its first two units and their weights; None without any."""
         builder = self.builder
         for r in range(self.run.steps):
             for silos in builder.chunks(r):
@@ -294,25 +294,25 @@ def run_rounds(
     show_spent: bool = True,
     **options: Any,
 ) -> RunResult:
-    """Runs a federation whose noise is set.
+    """Runs a federation whose noise multipliers are set.
 
     Args:
       loss_fn: ``(params, record) -> scalar``. If it also takes ``rng`` (or ``key``), with default
-        None, it gets a key there, another one for each record and local step.
+        None, it gets a new random key there for each record and local step.
       params: initial parameters; not modified.
-      data: what the silos hold; must keep the federation's caps.
-      federation: who does what, with which noise.
-      local_optimizer: of the silos.
-      delta: for the epsilon in the log.
-      server: what the server does with the mean update; default: adds it.
+      data: the records of all silos, which must keep the federation's caps.
+      federation: what every silo does, with which noise.
+      local_optimizer: Optax optimiser of the silos' local steps.
+      delta: delta of the epsilon in the log.
+      server: server rule for the mean update; None: the update is added.
       keep_local_state: whether silos keep their optimiser's state between rounds.
       execution: how rounds are computed.
-      mesh: default: silos over all devices.
-      show_spent: whether epsilon is computed for the log of every round.
-      **options: of ``run.driver.drive`` (key, run_dir, evaluate, loop, hooks, console, ...).
+      mesh: devices; None: silos are split over all devices.
+      show_spent: whether to compute epsilon for the log of every round.
+      **options: for ``run.driver.drive`` (key, run_dir, evaluate, loop, hooks, console, ...).
 
     Raises:
-      BadInputError: data that do not keep what the plan promises, or a mechanism without noise.
+      BadInputError: the data do not keep the plan's limits, or noise multipliers are not set.
       clipping.SelfCheckError: the strategy's norms disagree with plain per-unit gradients, or units
         mix; no round was run.
 
@@ -364,19 +364,19 @@ _add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
 
 
 def add_released(total: Released, more: Released) -> Released:
-    """The sum of what the silos of two chunks released."""
+    """Returns the sum of what the silos of two chunks released."""
     return _add(total, more)
 
 
 def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -> None:
     """Checks, with the run's program, that masked data do not change what silos release.
 
-    One microbatch of each local step of a chunk, without noise, a random half of its units and then
-    the other half left out (``sum_check.per_unit_reference``). Silos are split over devices by
-    hand, so no compiler could split their sums wrongly: no other program's sums are compared.
+    Runs one microbatch of each local step of a chunk, without noise, and leaves out a random half
+    of its units, then the other half (``sum_check.per_unit_reference``). Sums are not compared with
+    those of one device, because ``shard_map`` splits silos over devices, not the compiler.
 
     Raises:
-      SelfCheckError: it changes.
+      SelfCheckError: masked data change the release.
     """
     half = np.random.default_rng(0).random(chunk.mask.shape) < 0.5
 

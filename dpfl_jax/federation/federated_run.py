@@ -62,12 +62,12 @@ EVALUATION_CAVEAT = {
     "within_user": "held-out figures are computed without noise on other records of the training "
     "subjects: the guarantee does not cover them; do not publish them",
 }
-# Share of records left out by the cap beyond which a run warns.
+# A run warns if the cap leaves out more than this share of the records.
 _MANY = 0.2
 
 
 def build_federation(config: RunConfig, facts: Sequence[SiloFacts]) -> Federation:
-    """The federation of a config for silos of these public sizes, not yet calibrated."""
+    """Returns the federation of a configuration, for silos of these sizes, not yet calibrated."""
     section, mechanism = config.federation, config.mechanism
     weights = section.weights or (1.0,) * section.silos
     reach = section.max_silos_per_subject
@@ -86,7 +86,7 @@ def build_federation(config: RunConfig, facts: Sequence[SiloFacts]) -> Federatio
 
 
 def calibrated(config: RunConfig, federation: Federation, delta: float) -> Federation:
-    """The federation with the configured noise, or with what the target epsilon needs."""
+    """Returns the federation with the configured noise, or with noise for the target epsilon."""
     if not federation.mechanism.private or config.privacy.noise_multiplier is not None:
         return federation
     assert config.privacy.epsilon is not None
@@ -96,15 +96,15 @@ def calibrated(config: RunConfig, federation: Federation, delta: float) -> Feder
 def with_calibrated_noise(
     config: RunConfig, facts: Sequence[SiloFacts], noise: Sequence[float] | None = None
 ) -> tuple[Federation, PublicBudgets | None]:
-    """The federation with its noise, from public numbers alone.
+    """Returns the federation of a configuration with its noise, from public numbers only.
 
     Args:
-      config: the study's.
-      facts: of all silos.
-      noise: of a plan; None: calibrated.
+      config: the study's configuration.
+      facts: public sizes of all silos.
+      noise: noise multipliers of a plan; None: the noise is calibrated.
 
     Returns:
-      It, and what is published of personal budgets; None without such.
+      The federation, and what is public about personal budgets (None without personal budgets).
 
     Raises:
       BadInputError: no noise meets the target.
@@ -123,14 +123,14 @@ def with_calibrated_noise(
 
 
 class FederatedStudy(Run, abc.ABC):
-    """What follows from the plan of a federation, whether its silos are here or remote.
+    """A federated run, whose silos may be here or remote: all that follows from its plan.
 
     Attributes:
       config: the configuration.
-      federation: with its noise.
-      public: what is published of personal budgets; None without such.
-      delta: of the guarantee.
-      num_params: of the model.
+      federation: the federation, with its noise.
+      public: what is public about personal budgets; None without personal budgets.
+      delta: delta of the guarantee.
+      num_params: number of parameters of the model.
     """
 
     config: RunConfig
@@ -155,7 +155,7 @@ class FederatedStudy(Run, abc.ABC):
     @property
     @abc.abstractmethod
     def num_subjects(self) -> int:
-        """Subjects in all silos together, or a lower bound where that is not known."""
+        """The number of subjects in all silos together, or a lower bound if it is not known."""
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
         if self.public is not None:
@@ -177,7 +177,7 @@ class FederatedStudy(Run, abc.ABC):
         return federation.balance(self.num_params)
 
     def knobs(self) -> Iterator[Knob]:
-        # A delta that follows from the data stays as it is.
+        # Fixes a delta that follows from the data.
         privacy = self.config.privacy.model_copy(update={"delta": self.delta})
         config = self.config.model_copy(update={"privacy": privacy})
         return knobs(config, [plan.facts for plan in self.federation.silos])
@@ -185,15 +185,15 @@ class FederatedStudy(Run, abc.ABC):
 
 @dataclasses.dataclass
 class FederatedRun(FederatedStudy):
-    """Federated training, ready to run.
+    """A federated run with all silos here, ready to run.
 
     Attributes:
       config: the configuration.
-      subjects: whose records are spread over silos.
-      data: what the silos hold.
-      federation: with its noise.
-      delta: of the guarantee.
-      model: of the task.
+      subjects: the subjects, before their records were spread over silos.
+      data: the records of the silos.
+      federation: the federation, with its noise.
+      delta: delta of the guarantee.
+      model: the model.
       held_out: subjects, or records, that are evaluated.
       personal: budgets and rates of records; None without personal budgets.
     """
@@ -225,7 +225,7 @@ class FederatedRun(FederatedStudy):
         return make_algorithm(self.config, self.model, self.data, self.federation, self.delta)
 
     def without_privacy(self, algorithm: Any = None) -> FederatedAlgorithm:
-        """The baseline clips, too: its learning rate is that of clipped gradients."""
+        # The baseline still clips, because its learning rate is made for clipped gradients.
         del algorithm
         without_noise = self.federation.with_noise([0.0] * len(self.federation.silos))
         given = (self.config, self.model, self.data, without_noise, self.delta)
@@ -240,7 +240,7 @@ class FederatedRun(FederatedStudy):
         return {"data": identity(self.data, self.personal), "noise": noise, "delta": self.delta}
 
     def resume_from(self, directory: RunDirectory) -> FederatedRun:
-        """Personal rates follow the noise that the run began with."""
+        # Personal rates are made again for the noise that the run began with.
         if self.personal is not None and directory.writes:
             self.personal.save_budgets(directory.path)
         noise = directory.facts["noise"]
@@ -252,7 +252,7 @@ class FederatedRun(FederatedStudy):
         return dataclasses.replace(resumed, federation=self.federation.with_noise(noise))
 
     def check_directory(self, path: str | os.PathLike[str]) -> None:
-        """Raises BadInputError where records had other budgets."""
+        """Raises BadInputError if the run began with other budgets of the records."""
         if self.personal is not None:
             section = self.config.privacy.budgets
             source = section.path or f"privacy.budgets.column={section.column} of the data"
@@ -264,7 +264,7 @@ class FederatedRun(FederatedStudy):
         return super().guarantee(steps, caveats)
 
     def charge(self) -> Charge:
-        """All rounds, to one unit of the whole federation."""
+        """Returns what a ledger is charged: all rounds, for one unit of the whole federation."""
         event = dominating_event(self.federation, self.delta)
         key = unit_key_of(self.subjects.train)
         if not self.private:
@@ -304,7 +304,7 @@ class FederatedRun(FederatedStudy):
 
     @functools.cached_property
     def kept(self) -> dict[str, Any]:
-        """What the cap per subject and silo left: counts that the guarantee takes as public."""
+        """Counts of records before and after the cap, which the guarantee takes as public."""
         before, after = self.subjects.train.num_examples, self.data.num_records
         counts: dict[str, Any] = {
             "records": after,
@@ -350,7 +350,7 @@ class FederatedRun(FederatedStudy):
         outside = {}
         if self.personal is not None:
             summary = self.personal.write(directory.path, result.accounted)
-            # The rest is computed from the budgets, and stays with the silos.
+            # Other values are computed from private budgets, and stay with the silos.
             published = ("policy", "rounds", "over_budget")
             outside["personal"] = {name: summary[name] for name in published}
         rows = [r for r in result.metrics if "outside_guarantee" in r]
@@ -384,7 +384,7 @@ class FederatedRun(FederatedStudy):
 
 
 def round_optimizers(config: RunConfig) -> tuple[Any, OptimizerServer]:
-    """The optimizer of a silo's local steps, and the server's."""
+    """Returns the optimiser of silos' local steps, and the server rule."""
     section = config.federation
     local = make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
     return local, OptimizerServer(make_optimizer(section.server_optimizer, section.rounds))
@@ -398,7 +398,7 @@ def make_algorithm(
     delta: float,
     **options: Any,
 ) -> FederatedAlgorithm:
-    """The rounds of a configuration; ``options``: of ``FederatedAlgorithm``."""
+    """Returns the algorithm of a configuration; ``options`` go to ``FederatedAlgorithm``."""
     local, server = round_optimizers(config)
     usual: dict[str, Any] = {"mesh": data_parallel_mesh(), "execution": config.execution}
     return FederatedAlgorithm(
@@ -415,7 +415,7 @@ def make_algorithm(
 
 
 def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
-    """What identifies a subject, or a record, of a store in silos."""
+    """Returns in words what identifies a subject, or a record, of a store."""
     key = unit_key_of(store)
     return key if mechanism.privacy_unit == "subject" else f"row (subjects by {key})"
 
@@ -423,7 +423,7 @@ def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
 def federated_inputs(
     config: RunConfig, task: Task, counts: str, *, remote: bool = False
 ) -> tuple[str, ...]:
-    """What a study takes as public; ``remote``: its silos hold the data."""
+    """Returns in words what a study takes as public; ``remote`` if silos hold the data."""
     more: list[str] = []
     if config.mechanism.participation.personal:
         budgets = config.privacy.budgets
@@ -435,10 +435,10 @@ def federated_inputs(
 
 
 def knobs(config: RunConfig, facts: Sequence[SiloFacts]) -> Iterator[Knob]:
-    """What may be changed where noise swamps signal.
+    """Yields the keys that could be changed if there is too much noise, with values to try.
 
     Args:
-      config: of the study.
+      config: the study's configuration.
       facts: public sizes of all silos.
     """
     mechanism, participation = config.mechanism, config.mechanism.participation
@@ -471,7 +471,7 @@ def knobs(config: RunConfig, facts: Sequence[SiloFacts]) -> Iterator[Knob]:
 
 
 def _personalised(run: FederatedRun, noise: float | None = None) -> FederatedRun:
-    """Sets noise and rates of a federation with personal budgets."""
+    """The run with noise and rates for its personal budgets."""
     config, store = run.config, run.subjects.train
     keys = subject_keys(store, config.federation.partition_seed)
     federation, data, personal = personalise(
@@ -481,7 +481,7 @@ def _personalised(run: FederatedRun, noise: float | None = None) -> FederatedRun
 
 
 def read_subjects(config: RunConfig) -> SubjectData:
-    """The subjects of a configuration, with the column of their budgets if there is one."""
+    """Reads the subjects of a configuration, with the column of their budgets if it has one."""
     budgets = config.privacy.budgets
     column = budgets.column if budgets.kind == "column" and budgets.path is None else None
     return load_subjects(config.data, () if column is None else (column,))
@@ -490,15 +490,15 @@ def read_subjects(config: RunConfig) -> SubjectData:
 def prepare(
     config: RunConfig, console: Console, subjects: SubjectData | None = None
 ) -> FederatedRun:
-    """Reads the data, spreads it, calibrates.
+    """Reads the data, spreads them over silos, and calibrates the noise.
 
     Args:
       config: the configuration.
-      console: for people.
-      subjects: instead of what the configuration names.
+      console: shows progress.
+      subjects: data to use instead of those that the configuration names.
 
     Raises:
-      BadInputError: anything wrong with the configuration or the data.
+      BadInputError: the configuration or the data are wrong.
     """
     round_optimizers(config)
     with console.status("reading data"):
@@ -521,10 +521,10 @@ def prepare(
 
 
 def identity(data: FederatedData, personal: BudgetTable | None) -> str:
-    """Identifies what is sampled from: data with their rates, and personal budgets.
+    """Returns a hex digest of what is sampled from: data with rates, and personal budgets.
 
-    A run that was resumed with other rates would spend what its report does not say, and add the
-    same noise to the rounds that it repeats.
+    A run that resumes must have the same digest. With other rates it would spend more than its
+    report says, and add the same noise in the rounds that it repeats.
     """
     if personal is None:
         return data.fingerprint

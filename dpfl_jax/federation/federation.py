@@ -1,4 +1,4 @@
-"""A federation: who takes part, with which mechanism, for how many rounds and local steps."""
+"""A federation: which silos take part, with which mechanism, for how many rounds and steps."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Cohort = FixedSize | Poisson
 
 @dataclasses.dataclass(frozen=True)
 class SiloPlan:
-    """What one silo does in a federation: public.
+    """The public plan of what one silo does in a federation.
 
     Attributes:
-      mechanism: what it does at a local step.
-      facts: its public sizes.
-      local_steps: T_i, steps in a round.
-      weight: in the server's average; never computed from private data.
-      noise_multiplier: sigma; the noise on the sum of a local step has stddev sigma times the
-        largest contribution. None until calibrated.
+      mechanism: mechanism of the silo's local steps.
+      facts: public sizes of the silo.
+      local_steps: local steps in a round, T_i.
+      weight: weight in the server's average; never computed from private data.
+      noise_multiplier: sigma; the noise on the sum of a local step has standard deviation sigma
+        times the clip rule's sensitivity. None until calibrated.
 
     Examples:
       >>> from dpfl_jax.federation import SiloFacts, SiloPlan, local_item
@@ -58,7 +58,7 @@ class SiloPlan:
 
     @property
     def sigma(self) -> float:
-        """The noise multiplier, 0 without privacy; raises BadInputError before calibration."""
+        """The noise multiplier; 0 without privacy. Raises BadInputError before calibration."""
         if not self.mechanism.private:
             return 0.0
         if self.noise_multiplier is None:
@@ -74,12 +74,12 @@ class SiloPlan:
         return self.sigma * self.mechanism.clip.sensitivity if self.mechanism.private else 0.0
 
     def to_section(self) -> dict[str, Any]:
-        """The section of the mechanism, and its noise multiplier, where there is noise."""
+        """Returns the mechanism's section of a configuration, with any noise multiplier."""
         section, private = self.mechanism.to_section(), self.mechanism.private
         return section | ({"noise_multiplier": self.noise_multiplier} if private else {})
 
     def noised_sums(self, rounds: int, unit: str) -> NoisedSums:
-        """What is accounted of ``rounds`` rounds for one record, or one subject."""
+        """Returns the noised sums that are accounted for a ``"record"`` or a ``"subject"``."""
         participation, facts = self.mechanism.participation, self.facts
         return NoisedSums(
             participation.scheme_of(facts, unit),
@@ -90,7 +90,7 @@ class SiloPlan:
         )
 
     def event(self, rounds: int, unit: str | None = None) -> Any:
-        """The event of ``rounds`` rounds for one unit; None: the mechanism's privacy unit."""
+        """Returns the event of ``rounds`` rounds for one ``unit`` (None: the privacy unit)."""
         if not self.mechanism.private:
             return dp_accounting.NonPrivateDpEvent()
         return self.noised_sums(rounds, unit or self.mechanism.privacy_unit).event()
@@ -98,14 +98,14 @@ class SiloPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Federation:
-    """Everything that is accounted and run: public.
+    """The public plan of a whole federation, which is run and accounted.
 
     Attributes:
-      silos: one plan per silo of the data; a silo without records takes no part.
-      rounds: R.
-      max_silos_per_subject: J, most silos in which one subject has records. An assumption that no
-        silo can check alone.
-      cohort: how the silos of a round are drawn, which is visible; None: all take part.
+      silos: one plan for each silo of the data; silos without records do not take part.
+      rounds: number of rounds R.
+      max_silos_per_subject: most silos in which one subject has records, J. No silo can check this
+        alone.
+      cohort: how the silos of a round are drawn, which is public; None: all take part.
 
     Examples:
       >>> from dpfl_jax.federation import Federation, SiloFacts, SiloPlan, hi_grad_avg
@@ -124,7 +124,7 @@ class Federation:
 
     def __post_init__(self) -> None:
         if not self.silos:
-            raise BadInputError("the federation has no silos")
+            raise BadInputError("the federation has no silos: give at least one SiloPlan")
         at_least("rounds", self.rounds, 1)
         if not 1 <= self.max_silos_per_subject <= len(self.silos):
             raise BadInputError(
@@ -132,34 +132,37 @@ class Federation:
                 f"and the {len(self.silos)} silos there are"
             )
         if len({plan.mechanism.layout for plan in self.silos}) > 1:
-            raise BadInputError("all silos must run the same kind of mechanism, with its options")
+            raise BadInputError(
+                "silos have different mechanisms: give all of them the same kind and options; only "
+                "numbers may differ"
+            )
         if isinstance(self.cohort, FixedSize):
             self.cohort.size_bound(len(self.silos))
 
     @property
     def mechanism(self) -> SiloMechanism:
-        """Mechanism of the first silo: all have the same kind."""
+        """The first silo's mechanism; those of all silos have the same kind."""
         return self.silos[0].mechanism
 
     @property
     def participants(self) -> np.ndarray:
-        """int64: silos that hold records."""
+        """The numbers of the silos that hold records, int64."""
         return np.flatnonzero([plan.facts.num_records > 0 for plan in self.silos])
 
     @property
     def members(self) -> list[SiloPlan]:
-        """The plans of silos that hold records."""
+        """The plans of the silos that hold records."""
         return [plan for plan in self.silos if plan.facts.num_records > 0]
 
     @property
     def least_subjects(self) -> int:
-        """The fewest subjects in all silos together that the silos' numbers allow."""
+        """The fewest subjects in all silos together that the silos' sizes allow."""
         counts = [plan.facts.num_subjects for plan in self.silos]
         return max(max(counts), math.ceil(sum(counts) / self.max_silos_per_subject))
 
     @property
     def participation(self) -> float:
-        """Probability with which a silo takes part in a round."""
+        """The probability with which a silo takes part in a round."""
         if self.cohort is None:
             return 1.0
         if isinstance(self.cohort, FixedSize):
@@ -173,7 +176,7 @@ class Federation:
 
     @property
     def silos_per_round(self) -> int:
-        """A number of silos that a round's cohort never exceeds."""
+        """An upper bound on the number of silos in a round."""
         most = len(self.participants)
         if self.cohort is None or not isinstance(self.cohort, FixedSize):
             return most
@@ -182,13 +185,13 @@ class Federation:
     def cohort_of(
         self, key: RootKey, round_index: int, silo_key: Callable[[int], RootKey] | None = None
     ) -> np.ndarray:
-        """Silos of a round, sorted.
+        """Returns the silos of a round, int64, sorted.
 
         Args:
           key: the run's root key.
-          round_index: which round.
-          silo_key: key of each silo in this round, by which it draws for itself whether it takes
-            part (``participation_prob``); default: made from ``key``.
+          round_index: number of the round, from 0.
+          silo_key: returns each silo's key in this round, with which the silo draws whether it
+            takes part (``participation_prob``); None: keys are derived from ``key``.
         """
         if self.cohort is None:
             return self.participants
@@ -200,7 +203,7 @@ class Federation:
         return np.intersect1d(drawn, self.participants)
 
     def takes_part(self, key: RootKey) -> bool:
-        """Whether a silo's coin says so; ``key`` is that of the silo in this round."""
+        """Returns whether a silo takes part, by a coin from its key in this round."""
         if not isinstance(self.cohort, Poisson):
             return True
         words = int.from_bytes(key.derive("take-part")[:8], "little")
@@ -208,7 +211,7 @@ class Federation:
         return (words >> 11) * 2.0**-53 < self.cohort.rate
 
     def with_noise(self, sigmas: Sequence[float]) -> Federation:
-        """A copy with these noise multipliers, one per silo; without privacy there is no noise."""
+        """Returns a copy with these noise multipliers, one per silo; itself without privacy."""
         if not self.mechanism.private:
             return self
         silos = tuple(
@@ -218,20 +221,20 @@ class Federation:
         return dataclasses.replace(self, silos=silos)
 
     def balance(self, dim: int) -> Balance:
-        """Noise and signal of a model with ``dim`` parameters (d).
+        """Returns noise and signal of a run, for a model with ``dim`` parameters (d).
 
-        In a round silo i takes T_i steps along (clipped sum + noise) / b_i. A clipped sum over b
-        has norm about C at most; its noise has standard deviation sigma C / b in each of d
+        In a round, silo i takes T_i steps along (clipped sum + noise) / b_i. The clipped sum over b
+        has a norm of at most about C. Its noise has standard deviation sigma C / b in each of d
         coordinates. Averaged with weights w_i that add up to 1, and added up over R rounds, in
         units of the learning rate:
 
-            signal  at most  R sum_i w_i T_i C_i                                 aligned, at C
+            signal  at most  R sum_i w_i T_i C_i                                 if all align
             noise   about    sqrt(R d sum_i w_i^2 T_i (sigma_i C_i / b_i)^2)     a random walk
 
-        A run whose noise goes farther than its gradients could at best learns nothing.
+        If the noise moves parameters farther than the signal can, a run learns nothing.
         """
         plans = self.members
-        # On average so many take part, and weights are those of them.
+        # Weights are relative to those of the silos that take part, on average.
         total = sum(plan.weight for plan in plans) * self.participation
         variance = signal = 0.0
         for plan in plans:
@@ -242,15 +245,16 @@ class Federation:
         return Balance(math.sqrt(dim * variance), signal, self.rounds)
 
     def check(self, data: FederatedData, here: int | None = None) -> None:
-        """Raises BadInputError unless the data keep what the plan promises.
+        """Raises BadInputError unless the data keep the plan's sizes and limits.
 
         Args:
-          data: what the silos hold.
-          here: the one silo whose records are here; None: all are.
+          data: the records of the silos.
+          here: the only silo whose records are here; None: all are.
         """
         if data.num_silos != len(self.silos):
             raise BadInputError(
-                f"the plan is for {len(self.silos)} silos, but the data have {data.num_silos}"
+                f"the plan is for {len(self.silos)} silos, but the data have {data.num_silos}: "
+                "make a plan for these data"
             )
         for silo, plan in zip(data.silos, self.silos, strict=True):
             if here not in (None, silo.index) or plan.facts == SiloFacts.of(silo):
@@ -260,7 +264,8 @@ class Federation:
                 raise BadInputError(
                     f"the plan says that silo {silo.index} holds {plan.facts.num_records} records "
                     f"of {plan.facts.num_subjects} subjects, but it holds {silo.num_records} of "
-                    f"{silo.num_subjects}: the probabilities accounted for would not be those run"
+                    f"{silo.num_subjects}, so that the accounted sampling probabilities would not "
+                    "be those that run: make a plan for these data"
                 )
         caps = np.array([p.mechanism.participation.max_records_per_subject for p in self.silos])
         # proof: cap-2
@@ -271,7 +276,7 @@ class Federation:
                 "of one subject: cap the data (partition.cap_per_subject) before the run"
             )
         most = int(data.silos_of_subjects().max(initial=0))
-        # A mechanism that protects records states what a subject has, too.
+        # Checked for mechanisms that protect records, too: they also state a subject's epsilon.
         # proof: cap-3
         if most > self.max_silos_per_subject and self.mechanism.private:
             raise BadInputError(

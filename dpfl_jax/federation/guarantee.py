@@ -1,4 +1,4 @@
-"""What a federated run guarantees: the sentence, what guarantee.json states, and that once more."""
+"""The guarantee of a federated run: in words, for guarantee.json, and restated for a check."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dpfl_jax.run.public_inputs import of_the_mechanism
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.training.central_statement import renamed
 
-# Options that there were, with the values that gave a guarantee, and earlier names of keys: in
-# files that were written before.
+# In guarantee files of earlier versions: former options, with the values that had a guarantee, and
+# former names of keys.
 _ONCE = {"sampling": "poisson", "denominator": "expected_batch"}
 _ONCE_KEYS = {
     "max_items_per_subject": "max_records_per_subject",
@@ -46,14 +46,15 @@ def federated_guarantee(
     caveats: tuple[str, ...] = (),
     num_subjects: int | None = None,
 ) -> accounting.Guarantee:
-    """What ``rounds`` rounds of a calibrated federation guarantee.
+    """Returns the guarantee of ``rounds`` rounds of a calibrated federation.
 
     Args:
-      federation: with its noise.
+      federation: the federation, with its noise.
       delta: in (0, 1).
-      rounds: rounds run.
-      caveats: further ones.
-      num_subjects: in all silos together; default the fewest that the silos' numbers allow.
+      rounds: number of rounds that were run.
+      caveats: caveats to add.
+      num_subjects: number of subjects in all silos together; None: the fewest that the silos' sizes
+        allow.
 
     Examples:
       >>> from dpfl_jax import federation as fed
@@ -101,7 +102,7 @@ def federated_guarantee(
                 *caveats,
             )
         caveats = (*accounting.delta_caveats(delta, units, f"{unit}s"), *caveats)
-        # A unit may be in so many silos, each of which adds noise at every local step.
+        # How often noise is added to a unit's data: at every local step of each of its silos.
         summed = rounds * steps[-1] * (1 if unit == "record" else reach)
         assumptions += accounting.noise_assumptions(
             mechanism.noise.arithmetic, epsilon, delta, summed
@@ -137,7 +138,7 @@ def federated_guarantee(
 
 
 def _between(values: list[Any], digits: str) -> str:
-    """Sorted numbers in words: the one that all are, or least and largest."""
+    """Sorted numbers in words: the one number if all are equal, else the least and the largest."""
     low, high = format(values[0], digits), format(values[-1], digits)
     return low if values[0] == values[-1] else f"{low} to {high}"
 
@@ -145,13 +146,13 @@ def _between(values: list[Any], digits: str) -> str:
 def federated_statement(
     federation: Federation, rounds: int, num_subjects: int, guarantee: accounting.Guarantee
 ) -> Statement:
-    """States what ``rounds`` rounds of a federation guarantee: what differs, of every silo.
+    """Returns the statement of ``rounds`` rounds of a federation, for guarantee.json.
 
     Args:
-      federation: with its noise.
-      rounds: accounted.
-      num_subjects: in all silos together.
-      guarantee: of these.
+      federation: the federation, with its noise.
+      rounds: number of rounds that are accounted.
+      num_subjects: number of subjects in all silos together.
+      guarantee: the guarantee of these rounds.
     """
     common, cohort = federation.silos[0].to_section(), federation.cohort
 
@@ -181,10 +182,10 @@ def federated_statement(
 
 
 def restate(basis: dict[str, Any]) -> Statement:
-    """What a federated run with this basis would state.
+    """Returns the statement of a federated run with this basis, for ``dpfl verify``.
 
     Raises:
-      BadInputError: no run has it.
+      BadInputError: the basis does not describe a federated run.
     """
 
     def plan(row: dict[str, Any]) -> SiloPlan:
@@ -217,7 +218,7 @@ def restate(basis: dict[str, Any]) -> Statement:
 
 
 def as_written(made: Statement, basis: dict[str, Any]) -> Statement:
-    """A restatement with sections of mechanisms in the words of an earlier version, if it has."""
+    """Returns a restatement in which mechanisms are written as in ``basis``, by any version."""
     section = basis["mechanism"]
     if not isinstance(section.get("noise"), str) and renamed(section, _ONCE_KEYS) == section:
         return made
@@ -232,15 +233,15 @@ def as_written(made: Statement, basis: dict[str, Any]) -> Statement:
 
 
 def parse_known(section: dict[str, Any]) -> tuple[SiloMechanism, float | None]:
-    """What somebody else says a silo did, with an earlier version of this package too.
+    """Returns the mechanism and noise multiplier of a guarantee file, by any version.
 
-    In the first of these ``arithmetic`` was ``noise``.
+    The first version wrote ``noise`` for ``arithmetic``.
 
     Args:
-      section: of the mechanism, with its noise multiplier.
+      section: section of the mechanism, with its noise multiplier.
 
     Raises:
-      BadInputError: no mechanism has it.
+      BadInputError: no mechanism has this section.
     """
     section = renamed(section, _ONCE_KEYS)
     if isinstance(section.get("noise"), str):

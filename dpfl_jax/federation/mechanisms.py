@@ -1,4 +1,4 @@
-"""A silo's mechanism: one value of which follow what a local step draws, clips, noises and costs.
+"""A silo's mechanism: one value that decides what a local step draws, clips, noises and costs.
 
     SiloMechanism(
         participation=Records(batch_size=64, max_records_per_subject=4, batch_cap=2),
@@ -6,12 +6,12 @@
         noise=Independent(),
     )
 
-Clip rules and noise are those of central mechanisms. The value is another one, because it is asked
-of other numbers (``SiloFacts``, which differ from silo to silo), and because what it guarantees is
-known only of all silos together (``federation.accountant``). So the noise of a silo is its plan's
-(``federation.SiloPlan``). Silos may differ in every number; what must be equal is ``layout``: then
-one compiled program serves them all. ``PRESETS`` are the mechanisms that have names: each is a
-function, and a ``kind`` of ``mechanism``.
+Clip rules and noise are shared with central mechanisms. The class is another, as its methods need
+a silo's public sizes (``SiloFacts``), and because its guarantee depends on all silos together
+(``federation.accountant``). So the noise multiplier of a silo is in its plan
+(``federation.SiloPlan``). Silos may differ in every number. Only ``layout`` must be equal, so that
+one compiled program serves all of them. ``PRESETS`` are the published mechanisms: each is a
+function, and a ``kind`` of the section ``mechanism``.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ SumFn = Callable[..., ClippedGradResult]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SiloMechanism(Composed):
-    """A silo's local step.
+    """The mechanism of a silo's local steps.
 
     Attributes:
-      participation: which of its records a step draws, and how much of each.
-      clip: bounds what a unit contributes.
+      participation: which of the silo's records a step draws, and how much of each subject's.
+      clip: clip rule, which bounds what a unit contributes.
       noise: ``Independent(...)`` or ``NoNoise()``.
 
     Examples:
@@ -78,17 +78,18 @@ class SiloMechanism(Composed):
         """Checks that the parts go together.
 
         Raises:
-          BadInputError: they do not.
+          BadInputError: two of the parts exclude each other.
         """
         check_types(self)
         if not isinstance(self.noise, Independent | NoNoise):
             raise BadInputError(
-                f"mechanism.noise is {self.noise.kind}, but silos have independent noise, or none"
+                f"mechanism.noise is {self.noise.kind}, but silos support only independent noise: "
+                "set it to independent, or to none for a run without privacy"
             )
         if not isinstance(self.clip, Rule):
             raise BadInputError(
-                f"mechanism.clip is {self.clip.kind}, but the clip norm of silos is a constant: "
-                "take another clip rule"
+                f"mechanism.clip is {self.clip.kind}, but silos need a constant clip norm: take "
+                "another clip rule"
             )
         if self.private:
             check_bounded(self.clip)
@@ -97,7 +98,7 @@ class SiloMechanism(Composed):
         drawn = self.participation
         values = fields_of(drawn, self.noise, self.clip)
         if values.get("average") is None:
-            values["average"] = "clip_then_average"  # of the preset that averages
+            values["average"] = "clip_then_average"  # the default of the preset that averages
         return values | {"max_records_per_subject": drawn.max_records_per_subject}
 
     def without_derived(self) -> SiloMechanism:
@@ -108,36 +109,36 @@ class SiloMechanism(Composed):
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """What bounds a unit's contribution: public constants, by name."""
-        found: dict[str, Any] = {"clip_norm": self.clip.threshold}
+        """The public constants that bound a unit's contribution, by name; None where not used."""
+        constants: dict[str, Any] = {"clip_norm": self.clip.threshold}
         for name in ("group_size", "max_records_per_subject"):
-            found[name] = getattr(self.participation, name, None)
-        return found
+            constants[name] = getattr(self.participation, name, None)
+        return constants
 
     # ---- what runs -------------------------------------------------------------------------
 
     @property
     def private(self) -> bool:
-        """Whether it guarantees anything."""
+        """Whether the mechanism has a privacy guarantee."""
         return self.noise.is_private
 
     @property
     def privacy_unit(self) -> str:
-        """Whom it protects, what adjacency adds or removes."""
+        """What adjacency adds or removes: ``"subject"``, ``"record"``, or ``"none"``."""
         return self.participation.protected if self.private else "none"
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What must be equal in all silos: one program and one kind of event serves them."""
+        """What must be equal in all silos, so that one program and one kind of event serve them."""
         return (self.participation.layout, self.rule(1.0), self.noise)
 
     @property
     def clip_norm(self) -> float:
-        """C, above which gradients are clipped; 1 of rules that have no such norm."""
+        """The clip norm C; 1 for rules without one."""
         return float(getattr(self.clip, "clip_norm", 1.0))
 
     def rule(self, clip_norm: Any) -> Rule:
-        """The clip rule at a clip norm (a float, or an array on the device)."""
+        """Returns the clip rule with another clip norm (a float, or an array on the device)."""
         if not hasattr(self.clip, "clip_norm"):
             return self.clip
         made: Any = self.clip
@@ -150,10 +151,11 @@ class SiloMechanism(Composed):
 
         Args:
           loss_fn: ``(params, record) -> scalar``.
-          examples_at_once: of a unit that holds more records, so many are processed at once, and
-            gradients are added up before the norm is taken: padding takes no time. None: all.
-          **options: passed to ``clipping.clipped_grad``; strategies other than ``"auto"`` and
-            ``"scan"`` process a unit at once.
+          examples_at_once: number of a unit's records that are processed at once; gradients of such
+            microbatches are added up before the norm is taken, and padding takes no time. None:
+            all records.
+          **options: passed to ``clipping.clipped_grad``. Strategies other than ``"auto"`` and
+            ``"scan"`` ignore ``examples_at_once``.
         """
         unit_loss = self.participation.unit_loss(loss_fn)
         formed = options.get("strategy", "auto") in ("auto", "scan")
@@ -183,9 +185,9 @@ for _participation in (Records, Subjects, WholeBatch, PersonalRecords):
 
 
 # ---- presets -------------------------------------------------------------------------------------
-# Their options are those of the parts (participation, clip rules, noise) under the same names. In
-# the pseudo-code q is ``sampling_prob``, or by default batch_size / (the silo's records), and B is
-# the expected size of a draw, the divisor.
+# Options have the names of the fields that they set in the parts (participation, clip rules,
+# noise). In the pseudo-code, q is ``sampling_prob``, or by default batch_size / (records of the
+# silo), and B is the divisor, the expected number of units in a draw.
 #
 # Sources: "text A" is Marathe et al., "Subject Granular Differential Privacy in Federated Learning"
 # (2022, arXiv 2206.03617); "text B" is "Subject Level Differential Privacy with Hierarchical
@@ -193,14 +195,14 @@ for _participation in (Records, Subjects, WholeBatch, PersonalRecords):
 
 
 class SiloOptions(TypedDict, total=False):
-    """What presets take; see ``Records``, which most of them draw.
+    """Options of the presets.
 
     Attributes:
       batch_size: expected records per local step; give this or ``sampling_prob``.
-      sampling_prob: q, probability of each unit in each local step.
-      max_records_per_subject: L, most records of a subject in a silo.
-      clip_norm: C, the largest norm of one unit's gradient.
-      arithmetic: of the noise, ``"exact"`` or ``"float"``.
+      sampling_prob: probability q of each unit in each local step.
+      max_records_per_subject: most records of a subject in a silo, L.
+      clip_norm: largest norm of one unit's gradient, C.
+      arithmetic: how noise is drawn and added, ``"exact"`` or ``"float"``.
     """
 
     batch_size: float | None
@@ -225,9 +227,9 @@ def _mechanism(
 
 
 def fed_avg(**common: Unpack[SiloOptions]) -> SiloMechanism:
-    """FedAvg: plain local SGD, no clipping, no noise. The baseline (McMahan et al. 2017).
+    """FedAvg: plain local SGD without clipping and noise, a baseline (McMahan et al. 2017).
 
-    It takes the options of the others, and makes nothing of those of clipping and noise.
+    It takes the options of the other presets, and ignores those of clipping and noise.
 
     Examples:
       >>> from dpfl_jax.federation import fed_avg
@@ -240,10 +242,10 @@ def fed_avg(**common: Unpack[SiloOptions]) -> SiloMechanism:
 
 
 def local_item(**common: Unpack[SiloOptions]) -> SiloMechanism:
-    """LocalItemDP: DP-SGD inside each silo, protecting single records.
+    """LocalItemDP: DP-SGD inside each silo, which protects single records.
 
     Source: text A, section 5 (the item-level baseline); text B, Algorithm 1's baseline. A record is
-    in one silo, so silos do not compose.
+    in one silo, so that the losses of silos do not compose.
 
         S   = each record of the silo independently with probability q
         g~  = (sum over S of clip(grad, C) + N(0, sigma^2 C^2)) / B
@@ -257,19 +259,19 @@ def local_item(**common: Unpack[SiloOptions]) -> SiloMechanism:
 
 
 def local_group(*, batch_cap: int | None = None, **common: Unpack[SiloOptions]) -> SiloMechanism:
-    """LocalGroupDP: DP-SGD inside each silo, with noise for all of a subject's records.
+    """LocalGroupDP: DP-SGD inside each silo, with enough noise for all records of a subject.
 
     Source: text A, Algorithm 1.
 
         S   = each record of the silo independently with probability q
         g~  = (sum over S of clip(grad, C) + N(0, sigma^2 C^2)) / B
 
-    Departures. The paper picks sigma anew for each batch, for groups of Z = the largest number of
-    records of one subject in that batch, with the amplification of one record. That is not private
-    (the scale of the noise is a statistic of the private batch) and Z is not the number of records
-    by which neighbours differ. Here sigma is one constant, for a subject of up to L records in the
-    silo, accounted by the mixture of Gaussians with Binomial(L, q) shifts; ``batch_cap`` is the
-    honest form of Z: at most that many records of a subject stay in a batch.
+    Departures. The paper chooses sigma for each batch, for groups of Z = the largest number of
+    records of one subject in that batch, with the amplification of one record. That is not private:
+    the scale of the noise is a statistic of the private batch, and neighbours differ in more than Z
+    records. Here sigma is a constant, for a subject with up to L records in the silo, accounted by
+    the mixture of Gaussians with Binomial(L, q) shifts. ``batch_cap`` takes the place of Z: at most
+    that many records of a subject stay in a batch.
 
     Examples:
       >>> from dpfl_jax.federation import local_group
@@ -293,12 +295,12 @@ def hi_grad_avg(
         g~  = (sum over subjects of g_a + N(0, sigma^2 C^2)) / B
 
     With ``average="average_then_clip"`` g_a is the gradient of the mean loss of these records,
-    clipped once: the same sensitivity.
+    clipped once. The sensitivity is the same.
 
-    Departures. Sampling is Poisson: with batches of a fixed size a subject's records displace
-    others' and the sensitivity is not C. The divisor is the constant B: the number of distinct
-    subjects (text A's choice) can be read off the size of the noise. A subject is in a batch with
-    probability 1 - (1-q)^L; text B accounts for q.
+    Departures. Sampling is Poisson: in batches of a fixed size, a subject's records would displace
+    other records, and the sensitivity would not be C. The divisor is the constant B: the size of
+    the noise would reveal the number of distinct subjects, which text A divides by. A subject is in
+    a batch with probability 1 - (1-q)^L; text B accounts for q.
 
     Examples:
       >>> from dpfl_jax.federation import hi_grad_avg
@@ -309,15 +311,15 @@ def hi_grad_avg(
 
 
 def user_ldp(**common: Unpack[SiloOptions]) -> SiloMechanism:
-    """UserLDP: the gradient of the whole batch is clipped once, and hidden entirely.
+    """UserLDP: the gradient of the whole batch is clipped once, and noise hides all of it.
 
     Source: text A, Algorithm 3; text B, Algorithm 2.
 
         S   = each record of the silo independently with probability q
         g~  = clip(mean over S of grad, C) + N(0, sigma^2 C^2)           # not divided by B
 
-    Departure. The papers take C for the sensitivity; two clipped means can point in opposite
-    directions, so it is 2C. No amplification by sampling is claimed, as in the papers.
+    Departure. The papers take C for the sensitivity, but two clipped means can point in opposite
+    directions, so that it is 2C. As in the papers, no amplification by sampling is claimed.
 
     Examples:
       >>> from dpfl_jax.federation import user_ldp
@@ -328,10 +330,10 @@ def user_ldp(**common: Unpack[SiloOptions]) -> SiloMechanism:
 
 
 def subject_uls(*, group_size: int = 1, **common: Unpack[SiloOptions]) -> SiloMechanism:
-    """Per-silo ULS: subjects are sampled rather than records, and clipped once each.
+    """Per-silo ULS: subjects are sampled, not records, and each is clipped once.
 
-    The modern rival of the subject-level papers' algorithms: DP-SGD with user-level sampling
-    (Charles et al. 2024, Algorithm 2) inside each silo.
+    It is DP-SGD with user-level sampling (Charles et al. 2024, Algorithm 2) inside each silo, a
+    modern alternative to the algorithms of the subject-level papers.
 
         S   = each subject of the silo independently with probability q
         g_a = clip(gradient of the mean loss of up to G of a's records, C)
@@ -352,7 +354,7 @@ def rpdp(
     clip_norm: float = 1.0,
     arithmetic: accounting.NoiseLaw = "exact",
 ) -> SiloMechanism:
-    """rPDP-FL: DP-SGD inside each silo in which every record has a sampling rate of its own.
+    """rPDP-FL: DP-SGD inside each silo, in which every record has its own sampling rate.
 
     Source: Liu et al. 2024 (CCS), "Cross-silo federated learning with record-level personalized
     differential privacy", Algorithms 1 and 3, section 6.2.
@@ -360,19 +362,21 @@ def rpdp(
         S   = each record j of the silo independently with probability q_j
         g~  = (sum over S of clip(grad, C) + N(0, sigma^2 C^2)) / b
 
-    Departures. b is a public constant: the paper divides by |S|, which tells the size of the secret
-    batch and is 0 when it is empty. Records whose budget is used up leave: the authors' code only
-    logs it. The round after which a record leaves depends on its own rate and budget alone, and
-    what it then spent is its rate's epsilon after that many rounds. Rounds in which the silo sits
-    out are charged like all others, which is what makes the amplification by participation true.
+    Departures. b is a public constant: the paper divides by |S|, which reveals the size of the
+    secret batch, and is 0 if the batch is empty. Records whose budget is spent leave; the authors'
+    code only logs it. The round after which a record leaves depends only on its rate and its
+    budget, and it has spent the epsilon of its rate after that many rounds. Rounds in which the
+    silo does not take part are charged like all others, as amplification by participation needs.
 
     Examples:
       >>> from dpfl_jax.federation import rpdp
       >>> rpdp(expected_batch=32.0).privacy_unit
       'record'
     """
-    if max_records_per_subject != 1:  # a subject of several costs what no event here says
-        raise BadInputError("rpdp protects records: set max_records_per_subject to 1")
+    if max_records_per_subject != 1:  # no event here covers a subject with several records
+        raise BadInputError(
+            "mechanism.kind=rpdp protects records: set mechanism.max_records_per_subject to 1"
+        )
     return _mechanism(
         PersonalRecords,
         expected_batch=expected_batch,

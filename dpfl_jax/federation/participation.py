@@ -1,8 +1,8 @@
-"""Silo participations: which records of a silo a local step draws, and how much of each.
+"""Silo participations: which records of a silo a local step draws, and how many of a subject's.
 
 A participation resolves to a sampling scheme once it knows the silo's public sizes (``SiloFacts``),
-and to what a record, or a subject, has in a draw (``contribution``). With the clip rule and the
-noise it makes a silo's mechanism. A new one is a frozen dataclass that extends
+and bounds what a record, or a subject, contributes to a draw (``contribution``). A participation, a
+clip rule and noise make a silo's mechanism. A new participation is a frozen dataclass that extends
 ``SiloParticipation``.
 """
 
@@ -37,11 +37,11 @@ Protected = Literal["subject", "record"]
 
 @dataclasses.dataclass(frozen=True)
 class SiloFacts:
-    """What is public about a silo.
+    """The public sizes of a silo.
 
     Attributes:
-      num_records: records it holds.
-      num_subjects: subjects it holds.
+      num_records: number of records in the silo.
+      num_subjects: number of subjects with a record in the silo.
 
     Examples:
       >>> from dpfl_jax.federation import SiloFacts
@@ -54,7 +54,7 @@ class SiloFacts:
 
     @classmethod
     def of(cls, silo: Silo) -> SiloFacts:
-        """The facts of a silo that is here."""
+        """Returns the sizes of a silo whose records are here."""
         return cls(silo.num_records, silo.num_subjects)
 
 
@@ -63,8 +63,8 @@ class SiloDraw:
     """The units of one local step.
 
     Attributes:
-      positions: int64 [n], or [n, g] for units of several records (-1: none).
-      weight: float32 [n], from 0 to 1: what each unit's clipped gradient is multiplied by.
+      positions: int64 [n], or [n, g] for units with several records (-1 for padding).
+      weight: float32 [n], from 0 to 1, the factor on each unit's clipped gradient.
 
     Examples:
       >>> import numpy as np
@@ -78,12 +78,12 @@ class SiloDraw:
 
     @classmethod
     def of(cls, positions: np.ndarray) -> SiloDraw:
-        """Units that count in full."""
+        """Returns a draw of units with weight 1."""
         return cls(positions, np.ones(len(positions), np.float32))
 
     @property
     def size(self) -> int:
-        """Number of units that were drawn."""
+        """The number of units that were drawn."""
         return len(self.positions)
 
 
@@ -92,8 +92,9 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
     """Which records of a silo take part in which local step.
 
     Attributes:
-      drawn: what coins are tossed for, in words.
-      personal: whether records have rates of their own, which the silo holds (``Silo.rates``).
+      drawn: what is drawn, in words.
+      personal: whether each record has its own sampling rate, which the silo keeps
+        (``Silo.rates``).
       one_unit: whether all records of a step are one unit.
 
     Examples:
@@ -112,123 +113,123 @@ class SiloParticipation(Named, abc.ABC, kinds=SILO_PARTICIPATIONS):
     @property
     @abc.abstractmethod
     def protected(self) -> Protected:
-        """Whom the mechanism protects."""
+        """What the mechanism protects, ``"subject"`` or ``"record"``."""
 
     @property
     @abc.abstractmethod
     def max_records_per_subject(self) -> int:
-        """L, most records of a subject in the silo; enforced on the data before the run; public."""
+        """The most records of a subject in the silo, L: public, and enforced before the run."""
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What must be equal in all silos: one program and one kind of event serves them."""
+        """What must be equal in all silos, so that one program and one kind of event serve them."""
         return (type(self),)
 
     @property
     @abc.abstractmethod
     def has_fixed_sampling_prob(self) -> bool:
-        """Whether the sampling probability is a constant, whatever the silo holds."""
+        """Whether the sampling probability is a constant, whatever records the silo has."""
 
     @abc.abstractmethod
     def sampling_prob_of(self, facts: SiloFacts) -> float:
-        """The largest probability with which a unit is drawn in a step."""
+        """Returns the largest probability with which a unit is drawn in a step."""
 
     @abc.abstractmethod
     def at_sampling_prob(self: Self, sampling_prob: float, cap: int | None = None) -> Self:
-        """A copy that draws each unit with this probability, and takes ``cap`` for L."""
+        """Returns a copy with this sampling probability, and with ``cap`` for L if it is given."""
 
     @abc.abstractmethod
     def scheme_of(self, facts: SiloFacts, protected: str) -> Any:
-        """How units are drawn, as it is accounted (``accounting.cells``) for whom."""
+        """Returns the sampling scheme that is accounted for a ``"subject"`` or a ``"record"``."""
 
     @abc.abstractmethod
     def contribution(self, protected: str) -> Contribution | None:
-        """What one record, or one subject, has in a draw; None: it is what is drawn."""
+        """Returns what a ``"subject"`` or ``"record"`` has in a draw; None: it is what is drawn."""
 
     def check_run(
         self, local_steps: int, participation_prob: float, noise_multiplier: float
     ) -> None:
-        """Raises BadInputError unless this is what is accounted.
+        """Raises BadInputError if personal rates were made for another run than this one.
 
         Args:
-          local_steps: of a round.
-          participation_prob: with which the silo takes part in a round.
-          noise_multiplier: of every local step.
+          local_steps: local steps in a round.
+          participation_prob: probability with which the silo takes part in a round.
+          noise_multiplier: noise multiplier of every local step.
         """
 
     # ---- what runs -------------------------------------------------------------------------
 
     @abc.abstractmethod
     def divisor(self, facts: SiloFacts) -> float:
-        """What the noised sum is divided by: an expected number, never the realised one.
+        """Returns what the noised sum is divided by: an expected number, never the actual one.
 
-        The noise shows it: a number counted in the data would be released with it.
+        The size of the noise reveals the divisor, so that it must not be counted in private data.
         """
 
     def check(self, silo: Silo) -> None:
-        """Raises BadInputError unless the silo can be drawn from."""
+        """Raises BadInputError unless units can be drawn from the silo."""
 
     def draw(self, silo: Silo, key: RootKey, step: int) -> SiloDraw:
         """Draws the units of a local step.
 
         Args:
-          silo: whose records.
-          key: root key of this silo in this round; used for nothing else.
-          step: local step.
+          silo: the silo to draw from.
+          key: key of this silo in this round, used for nothing else.
+          step: number of the local step.
         """
         return self.assemble(silo, self.select(silo, key, step), key, step)
 
     @abc.abstractmethod
     def select(self, silo: Silo, key: RootKey, step: int) -> np.ndarray:
-        """Local records (or subjects) of a step, int64 [m], sorted."""
+        """Draws the local records (or subjects) of a step, int64 [m], sorted."""
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
-        """Makes units of the local records ``chosen``; here each is its own."""
+        """Returns the units made of the local records ``chosen``; here each record is one."""
         del key, step
         return SiloDraw.of(silo.first + chosen)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
-        """Turns the loss of one record into the loss of one unit.
+        """Returns the loss of one unit, made from the loss of one record.
 
-        Of a unit of several records: one that also takes pieces of it (``mean_of_examples``).
+        If a unit has several records, the loss also takes pieces of it (``mean_of_examples``).
         """
         return loss_fn
 
     def unit_records(self, facts: SiloFacts) -> int | None:
-        """Records a unit may hold, or None if a unit is one record."""
+        """Returns the largest number of records in a unit, or None if a unit is one record."""
         del facts
         return None
 
     def num_units(self, facts: SiloFacts) -> int:
-        """Units of a silo that may be drawn: its records."""
+        """Returns the number of units that may be drawn; here the number of records."""
         return facts.num_records
 
     def expected_records(self, facts: SiloFacts) -> float:
-        """Expected records of a local step, for estimates of cost."""
+        """Returns the expected number of records in a local step, for estimates of cost."""
         return self.sampling_prob_of(facts) * facts.num_records
 
     def public_size_guess(self, facts: SiloFacts, tail: float = 1e-15) -> int:
-        """A number of units, public, that draws of a silo with these facts seldom exceed."""
+        """Returns a public number of units that a draw exceeds with about probability ``tail``."""
         return binomial_bound(self.num_units(facts), self.sampling_prob_of(facts), tail)
 
     def public_size_bound(self, facts: SiloFacts) -> int:
-        """A public number, no smaller than ``size_bound`` of any silo with these facts."""
+        """Returns a public number, at least ``size_bound`` of any silo with these sizes."""
         return self.public_size_guess(facts)
 
     def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
-        """A number of units that a draw exceeds with probability at most ``tail``."""
+        """Returns a number of units that a draw exceeds with probability at most ``tail``."""
         return self.public_size_guess(SiloFacts.of(silo), tail)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _AtOneRate(SiloParticipation, abc.ABC, kinds=SILO_PARTICIPATIONS):
-    """All units are drawn at one rate.
+    """Participations that draw all units with one probability.
 
     Attributes:
       batch_size: expected records per local step; give this or ``sampling_prob``.
-      sampling_prob: q, probability of each unit in each local step.
-      max_records_per_subject: L, most records of a subject in this silo. Enforced on the data
-        before the run; public.
+      sampling_prob: probability q of each unit in each local step.
+      max_records_per_subject: most records of a subject in the silo, L: public, and enforced on the
+        data before the run.
     """
 
     batch_size: float | None = None
@@ -255,7 +256,7 @@ class _AtOneRate(SiloParticipation, abc.ABC, kinds=SILO_PARTICIPATIONS):
         return self.sampling_prob is not None
 
     def sampling_prob_of(self, facts: SiloFacts) -> float:
-        """Of each record; a silo smaller than its batch takes all its records at every step."""
+        # A silo with fewer records than a batch takes all of them at every step.
         if self.sampling_prob is not None:
             return self.sampling_prob
         assert self.batch_size is not None
@@ -284,12 +285,12 @@ class _AtOneRate(SiloParticipation, abc.ABC, kinds=SILO_PARTICIPATIONS):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Records(_AtOneRate):
-    """Records, each by a coin of its own.
+    """Records, each drawn independently.
 
     Attributes:
-      protected: whom the mechanism protects, ``"subject"`` or ``"record"``.
-      batch_cap: most records of one subject in a batch; others are dropped from it at random.
-      average: of the records that a subject has in a batch: None (each counts in full),
+      protected: what the mechanism protects, ``"subject"`` or ``"record"``.
+      batch_cap: most records of one subject in a batch; further ones are dropped at random.
+      average: how a subject's records in a batch are combined: None (each counts in full),
         ``"clip_then_average"`` (the mean of their clipped gradients) or ``"average_then_clip"``
         (the gradient of their mean loss, clipped once).
 
@@ -314,8 +315,8 @@ class Records(_AtOneRate):
             self.average is not None
         ) > 1:
             raise BadInputError(
-                "mechanism: protected=record, batch_cap and average are given together, of which "
-                "nothing is proven: keep one of them"
+                "mechanism: nothing is proven for protected=record, batch_cap and average "
+                "together: keep one of them"
             )
 
     @property
@@ -323,7 +324,7 @@ class Records(_AtOneRate):
         return (*super().layout, self.protected, self.batch_cap, self.average)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
-        """Looks at each subject's records of the whole batch, before anything is split."""
+        """Returns the units; caps and averages count a subject's records in the whole batch."""
         subjects = silo.subject_of_record[chosen]
         _, row, count = np.unique(subjects, return_inverse=True, return_counts=True)
         places = places_in_runs(subjects)
@@ -349,7 +350,6 @@ class Records(_AtOneRate):
         return self.max_records_per_subject if self.average == "average_then_clip" else None
 
     def contribution(self, protected: str) -> Contribution | None:
-        """A subject has L records, at most ``batch_cap`` of them in a batch, or their average."""
         if protected == self.protected == "record":
             # proof: local-item-event-1
             return None
@@ -360,14 +360,14 @@ class Records(_AtOneRate):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subjects(_AtOneRate):
-    """Subjects, each by a coin of its own, with some of their records.
+    """Subjects, each drawn independently, with some of their records.
 
-    ``batch_size`` is of records, so that the same number means the same compute as elsewhere: a
+    ``batch_size`` counts records, so that it means the same compute as for other participations: a
     subject is drawn with probability batch_size / (group_size * number of subjects), or
     ``sampling_prob``.
 
     Attributes:
-      group_size: G, most records of a subject in a step; privacy does not depend on it.
+      group_size: most records of a subject in a step, G; privacy does not depend on it.
 
     Examples:
       >>> from dpfl_jax.federation import SiloFacts, Subjects
@@ -386,26 +386,26 @@ class Subjects(_AtOneRate):
         at_least("group_size", self.group_size, 1)
 
     def sampling_prob_of(self, facts: SiloFacts) -> float:
-        """The probability with which each subject is drawn in a step."""
+        """Returns the probability with which each subject is drawn in a step."""
         if self.sampling_prob is not None:
             return self.sampling_prob
         assert self.batch_size is not None
         return min(1.0, self.batch_size / (self.group_size * max(facts.num_subjects, 1)))
 
     def num_units(self, facts: SiloFacts) -> int:
-        """The silo's subjects: they are the units."""
+        """Returns the number of the silo's subjects, who are the units."""
         # proof: subject-uls-sampling-1
         return facts.num_subjects
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
-        """Chooses up to G records of each subject, afresh at each step."""
+        """Returns up to G records of each subject, chosen afresh at each step."""
         # proof: subject-uls-sampling-2
         rng = key.numpy("within-subject", step)
         local = choose_within_users(rng, silo.subject_offsets, chosen, self.group_size)
         return SiloDraw.of(np.where(local >= 0, local + silo.first, -1))
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
-        """The mean over the subject's records."""
+        """Returns the mean loss of the subject's records."""
         # proof: subject-uls-sensitivity-1
         return mean_of_examples(loss_fn)
 
@@ -413,12 +413,12 @@ class Subjects(_AtOneRate):
         return self.group_size
 
     def contribution(self, protected: str) -> None:
-        """None: subjects are drawn themselves, so that nothing adds up."""
+        """Returns None, because subjects themselves are drawn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WholeBatch(_AtOneRate):
-    """All records of a step together, drawn by coins, as one unit: their mean loss.
+    """All records of a step as one unit, with their mean loss; each record is drawn independently.
 
     Examples:
       >>> from dpfl_jax.federation import SiloFacts, WholeBatch
@@ -431,7 +431,7 @@ class WholeBatch(_AtOneRate):
     one_unit: ClassVar[bool] = True
 
     def divisor(self, facts: SiloFacts) -> float:
-        """1: what is noised is a mean already."""
+        """Returns 1, because what is noised is already a mean."""
         # proof: user-ldp-divisor-1
         return 1.0
 
@@ -440,34 +440,33 @@ class WholeBatch(_AtOneRate):
         return SiloDraw.of((silo.first + chosen)[None, :])
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
-        """The mean over the records of the batch."""
+        """Returns the mean loss of the records of the batch."""
         return mean_of_examples(loss_fn)
 
     def unit_records(self, facts: SiloFacts) -> int | None:
-        """The largest batch."""
+        """Returns a number of records that a batch seldom exceeds."""
         return max(1, super().public_size_guess(facts))
 
     def public_size_guess(self, facts: SiloFacts, tail: float = 1e-15) -> int:
-        """One unit."""
         return 1
 
     def scheme_of(self, facts: SiloFacts, protected: str) -> Any:
-        """The unit is there at every step, whichever records are drawn for it."""
+        """Returns ``Everyone()``: the one unit is there at every step, whatever its records."""
         return Everyone()
 
     def contribution(self, protected: str) -> Contribution:
-        """A subject turns the unit into another: as if one went and one came, 2C."""
+        """Returns a sensitivity of 2C: a subject can turn the unit's gradient to its opposite."""
         return Sensitivity(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PersonalRecords(SiloParticipation):
-    """Records, each by a coin with a rate of its own, which is the silo's secret.
+    """Records, each drawn independently with its own rate, which is the silo's secret.
 
     Attributes:
-      expected_batch: b, public; never computed from the records or their budgets. None until
-        personalised: then by default from the public distribution of budgets.
-      setting: what is accounted, the same for all silos.
+      expected_batch: public divisor b, never computed from the records or their budgets. None: it
+        follows from the public distribution of budgets (``personalise``).
+      setting: what is accounted, the same for all silos; set by ``personalise``.
 
     Examples:
       >>> from dpfl_jax.federation import PersonalRecords
@@ -492,7 +491,7 @@ class PersonalRecords(SiloParticipation):
 
     @property
     def max_records_per_subject(self) -> int:
-        """1: of a subject of several nothing here says what it costs."""
+        """1, because nothing here accounts for a subject with several records."""
         return 1
 
     @property
@@ -500,27 +499,30 @@ class PersonalRecords(SiloParticipation):
         return True
 
     def sampling_prob_of(self, facts: SiloFacts) -> float:
-        """1, the public bound of the rates."""
+        """Returns 1, the public bound on the rates."""
         return 1.0
 
     def at_sampling_prob(self: Self, sampling_prob: float, cap: int | None = None) -> Self:
-        """Itself: rates are the silo's."""
+        """Returns itself, because the silo has the rates."""
         return self
 
     def scheme_of(self, facts: SiloFacts, protected: str) -> Any:
-        """Of a record at the bound of the rates; others spend less.
+        """Returns the scheme of a record with rate 1; records with lower rates spend less.
 
-        Silos of a subject that has records in several may take part together: that they are drawn
-        amplifies nothing for it.
+        For a subject it has no amplification by the draw of silos, because all of its silos may
+        take part together.
         """
         if protected == "subject":
             return Poisson(1.0)
         if self.setting is None:
-            raise BadInputError("this rpdp mechanism has no accounting setting: personalise it")
+            raise BadInputError(
+                "this rpdp mechanism has no accounting setting yet: call personal.personalise, "
+                "which makes one"
+            )
         return self.setting.scheme(1.0)
 
     def contribution(self, protected: str) -> None:
-        """Records are drawn, and a subject has one in a silo."""
+        """Returns None, because records are drawn, and a subject has only one in a silo."""
 
     def check_run(
         self, local_steps: int, participation_prob: float, noise_multiplier: float
@@ -533,14 +535,17 @@ class PersonalRecords(SiloParticipation):
         if run != said:
             raise BadInputError(
                 f"a silo runs with (local steps, participation, noise multiplier) = {run}, but "
-                f"its records' rates are accounted with {said}: make them for what runs "
+                f"its records' rates were made for {said}: make the rates for this run "
                 "(personalise)"
             )
 
     def divisor(self, facts: SiloFacts) -> float:
-        """``expected_batch``, a public constant: the real expectation follows from secret rates."""
+        """Returns ``expected_batch``: the true expectation would reveal secret rates."""
         if self.expected_batch is None:
-            raise BadInputError("this rpdp mechanism has no expected batch: personalise it")
+            raise BadInputError(
+                "this rpdp mechanism has no expected batch yet: set mechanism.expected_batch, or "
+                "call personal.personalise"
+            )
         # proof: rpdp-divisor-1
         return self.expected_batch
 
@@ -553,16 +558,16 @@ class PersonalRecords(SiloParticipation):
         return PersonalizedPoisson(self._rates(silo)).indices(key, step, silo.num_records)
 
     def expected_records(self, facts: SiloFacts) -> float:
-        """``expected_batch``, as declared; the real number is secret."""
+        """Returns the public ``expected_batch``; the true expectation is secret."""
         return min(self.divisor(facts), facts.num_records)
 
     def public_size_guess(self, facts: SiloFacts, tail: float = 1e-15) -> int:
-        """By the public expected batch; the rates are the silo's own."""
+        """Returns a guess from the public ``expected_batch``, because the rates are secret."""
         share = min(1.0, self.divisor(facts) / max(facts.num_records, 1))
         return binomial_bound(facts.num_records, share, tail)
 
     def public_size_bound(self, facts: SiloFacts) -> int:
-        """All records: what the silo's own rates allow is nobody else's to know."""
+        """Returns the number of all records, because the rates are secret."""
         return facts.num_records
 
     def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
@@ -574,6 +579,7 @@ class PersonalRecords(SiloParticipation):
         rates = np.zeros(0) if silo.rates is None else silo.rates
         if len(rates) != silo.num_records:
             raise BadInputError(
-                f"silo {silo.index} has {silo.num_records} records but {len(rates)} sampling rates"
+                f"silo {silo.index} has {silo.num_records} records but {len(rates)} sampling "
+                "rates: give one for each record (personalise)"
             )
         return rates

@@ -1,13 +1,14 @@
 """Which subjects are held out, which silo holds which record, and caps per subject.
 
-Where a record goes and whether it is kept depends on its subject alone (a keyed hash of its id and
-of the record's number within the subject): adding or removing a subject moves nothing of another's.
+Where a record goes, and whether it is kept, depends only on its subject: on a keyed hash of the
+subject's id and the record's number within the subject. So adding or removing a subject moves no
+other subject's records.
 
 Source of the skewed spread: Marathe et al., "Subject Granular Differential Privacy in Federated
-Learning", section 5: the power law P(x; a) = a x^(a-1) on [0, 1], a = 1 being uniform. How x picks
-a silo is not said there; here x is drawn per record, its silo is the floor(n x)-th in an order of
-the silos that is permuted independently for each subject (a common order leaves the number of
-subjects in a batch unchanged, which is not what the paper reports).
+Learning", section 5: the power law P(x; a) = a x^(a-1) on [0, 1], where a = 1 is uniform. The paper
+does not say how x picks a silo. Here x is drawn per record, and the record goes to the
+floor(n x)-th silo in an order that is permuted independently for each subject. (A common order
+would leave the number of subjects in a batch unchanged, which is not what the paper reports.)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _BLOCK = 1 << 22
 
 
 def mixed(*words: np.ndarray | int) -> np.ndarray:
-    """Mixes uint64 words, broadcast together, into well-spread ones (SplitMix64 rounds)."""
+    """Returns a hash of uint64 words, broadcast together (SplitMix64 rounds)."""
     state = np.uint64(0x9E3779B97F4A7C15)
     out = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):
@@ -47,12 +48,12 @@ def mixed(*words: np.ndarray | int) -> np.ndarray:
 
 
 def uniforms(*words: np.ndarray | int) -> np.ndarray:
-    """Numbers in [0, 1) that are a fixed function of the words; float64."""
+    """Returns float64 numbers in [0, 1) that are a fixed function of the words."""
     return (mixed(*words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def record_numbers(subjects: np.ndarray) -> np.ndarray:
-    """int64 [n]: how many earlier records the subject of each record has."""
+    """Returns how many earlier records the subject of each record has, int64 [n]."""
     order = np.argsort(subjects, kind="stable")
     numbers = np.empty(len(subjects), np.int64)
     numbers[order] = places_in_runs(subjects[order])
@@ -77,13 +78,13 @@ def assign_to_silos(
       how: ``"uniform"`` (each record anywhere), ``"power"`` (skewed by ``alpha``), ``"confined"``
         (all records of a subject in one silo).
       alpha: a >= 1 of the power law; 1 is uniform.
-      order: of the silos that the power law ranks: one per subject, or the same for all.
+      order: whether the power law ranks silos in one order per subject, or in one for all.
 
     Returns:
       int64 [n], silo of each record.
 
     Raises:
-      BadInputError: no silo, or alpha below 1.
+      BadInputError: there is no silo, or alpha is below 1.
 
     Examples:
       >>> import numpy as np
@@ -130,9 +131,9 @@ def assign_by_labels(
 ) -> np.ndarray:
     """Chooses the silo of each record so that each silo holds half of the classes.
 
-    Silo i holds the ceil(classes / 2) classes from number i * classes / silos on, cyclically: a
-    public table. A record goes to one of the silos that hold its class, by a hash of its id.
-    (As the non-IID split of Liu et al. 2024, whose ten silos hold five digits each.)
+    By a public table, silo i holds the ceil(classes / 2) classes from number i * classes / silos
+    on, cyclically. A record goes to one of the silos that hold its class, by a hash of its
+    subject's id. (In the non-IID split of Liu et al. 2024, ten silos hold five digits each.)
 
     Args:
       subjects: int [n], subject of each record.
@@ -145,7 +146,7 @@ def assign_by_labels(
       int64 [n], silo of each record.
 
     Raises:
-      BadInputError: a label out of range, or a class that no silo holds.
+      BadInputError: a label is out of range, or no silo holds some class.
     """
     labels = np.asarray(labels, np.int64)
     if num_classes < 2 or (len(labels) and not 0 <= labels.min() <= labels.max() < num_classes):
@@ -157,7 +158,7 @@ def assign_by_labels(
     held = (np.arange(num_classes)[:, None] - first[None, :]) % num_classes < -(-num_classes // 2)
     if not held.any(axis=1).all():
         raise BadInputError(
-            f"{num_silos} silos of half of the classes each do not hold all {num_classes}: "
+            f"{num_silos} silos with half of the classes each do not hold all {num_classes}: "
             "set federation.silos to 2 or more for federation.partition=labels"
         )
     counts = held.sum(axis=1)
@@ -173,20 +174,20 @@ def cap_per_subject(
     subject_keys: np.ndarray,
     cap: int,
 ) -> np.ndarray:
-    """Which records stay when a subject may have at most ``cap`` in each silo.
+    """Chooses the records that are kept if a subject may have at most ``cap`` in each silo.
 
-    The choice ranks a subject's records in a silo by a hash of its id and the record's number
-    there: it looks at nothing but that subject in that silo, so that a cap never makes one person's
-    records depend on another's, and a silo can apply it alone.
+    A subject's records in a silo are ranked by a hash of the subject's id and the record's number
+    in the silo. So a cap never makes one person's records depend on another's, and each silo can
+    apply it alone.
 
     Args:
       subjects: int [n], subject of each record.
       silos: int [n], silo of each record.
       subject_keys: uint64 [num_subjects], a hash of each subject's id.
-      cap: K, at least 1.
+      cap: most records of a subject in a silo, at least 1.
 
     Returns:
-      bool [n].
+      bool [n], whether each record is kept.
 
     Examples:
       >>> import numpy as np
@@ -199,7 +200,7 @@ def cap_per_subject(
     subjects, silos = np.asarray(subjects, np.int64), np.asarray(silos, np.int64)
     if not len(subjects):
         return np.zeros(0, bool)
-    # Of its place in this silo: a silo does not know the records of others.
+    # A record's number counts within its silo, because a silo does not know other silos' records.
     groups = subjects * (int(silos.max()) + 1) + silos
     numbers = record_numbers(groups)
     # proof: cap-1
@@ -212,12 +213,12 @@ def cap_per_subject(
 
 @dataclasses.dataclass(frozen=True)
 class SubjectData:
-    """The users of a data set, split.
+    """The subjects of a data set, split into training and held-out data.
 
     Attributes:
-      train: what is spread over silos; a user of the store is a subject.
-      held_out: what is evaluated.
-      description: one line.
+      train: the store that is spread over silos; its users are the subjects.
+      held_out: the store that is evaluated.
+      description: one line about the data.
       task: what is learned.
       rule: how ``held_out`` was chosen, in words.
     """
@@ -233,11 +234,11 @@ def load_subjects(config: DataConfig, keep: Sequence[str] = ()) -> SubjectData:
     """Reads and splits the data of a configuration.
 
     Args:
-      config: the section.
-      keep: further columns that a table's records carry, such as a budget.
+      config: the section ``data``.
+      keep: further columns to keep in a table's records, such as a budget.
 
     Raises:
-      BadInputError: files or packages that are not there, or a part that is empty.
+      BadInputError: a file or package is missing, or a part of the split is empty.
     """
     loaded = load_examples(config, keep)
     fractions = {"held_out": config.validation_fraction}
@@ -253,7 +254,7 @@ def load_subjects(config: DataConfig, keep: Sequence[str] = ()) -> SubjectData:
 
 
 def subject_keys(store: Store, seed: int) -> np.ndarray:
-    """uint64 [num_users]: a keyed hash of each subject's id."""
+    """Returns a keyed hash of each subject's id, uint64 [num_users]."""
     key = hashlib.sha256(b"dpfl_jax silo partition %d" % seed).digest()
     words = [
         hashlib.blake2b(name.encode(), digest_size=8, key=key).digest()
@@ -272,10 +273,10 @@ def _field(store: Store, name: str, partition: str) -> np.ndarray:
 
 
 def silos_of_records(store: Store, num_silos: int) -> np.ndarray:
-    """The silo that each record of a store says it is in, int64 [n].
+    """Returns the silo that is stored with each record, int64 [n].
 
     Raises:
-      BadInputError: records without a silo, or more silos than ``num_silos``.
+      BadInputError: records have no silo, or there are more silos than ``num_silos``.
     """
     silos = _field(store, "silo", "natural")
     if len(silos) and int(silos.max()) >= num_silos:
@@ -287,12 +288,12 @@ def silos_of_records(store: Store, num_silos: int) -> np.ndarray:
 
 
 def spread(store: Store, config: RunConfig, classes: int | None = None) -> FederatedData:
-    """Spreads a store's subjects over silos, and caps them.
+    """Spreads a store's records over silos, and applies the cap per subject.
 
     Args:
-      store: what is spread; its users are the subjects.
-      config: its ``federation`` and ``mechanism`` sections.
-      classes: number of classes, for ``partition=labels``; default from the labels.
+      store: the records; its users are the subjects.
+      config: the configuration, of which ``federation`` and ``mechanism`` are used.
+      classes: number of classes, for ``partition=labels``; None: from the labels.
     """
     section = config.federation
     subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
@@ -315,18 +316,18 @@ def spread(store: Store, config: RunConfig, classes: int | None = None) -> Feder
 def capped(
     config: RunConfig, subjects: np.ndarray, silos: np.ndarray, keys: np.ndarray
 ) -> np.ndarray:
-    """The records that the cap per subject and silo leaves, bool [n].
+    """Returns whether the cap per subject and silo keeps each record, bool [n].
 
     Raises:
-      BadInputError: records have personal budgets, of which a silo takes one record a subject, and
-        some would be dropped although the configuration does not say that they may be.
+      BadInputError: records have personal budgets, and the cap of one record per subject would drop
+        some, which the configuration must allow first.
     """
     participation = config.mechanism.participation
     keep = cap_per_subject(subjects, silos, keys, participation.max_records_per_subject)
     if participation.personal and not keep.all():
         raise BadInputError(
-            "mechanism.kind=rpdp protects records, one of a user in a silo, but users have "
-            "several: set data.user_column=null to train on every row as a person of its own, or "
-            "data.max_examples_per_user=1 to train on the first of each user alone"
+            "mechanism.kind=rpdp takes one record of each user in a silo, but users have several: "
+            "set data.user_column=null to treat every row as another person, or "
+            "data.max_examples_per_user=1 to train only on the first record of each user"
         )
     return keep

@@ -1,19 +1,18 @@
-"""Personal budgets of records (rPDP-FL, Liu et al. 2024): rates, what each spends, guarantee.
+"""Personal budgets of records (rPDP-FL, Liu et al. 2024): sampling rates, epsilons, guarantee.
 
-A policy turns budgets into sampling rates; it is one of
+A policy turns budgets into sampling rates:
 
     certified   the largest rate that the tight accountant certifies for each budget (default)
     curve_fit   Simulation-CurveFitting (Algorithm 2). Its rates overrun small budgets, so that
-                records leave when the accountant says so: sound, at the price of their last rounds
+                these records leave before the last round, when the accountant says so
     bisection   IDP-SGD Sample (Boenisch et al. 2023): bisection for each budget, Renyi accounting
-    minimum     all records at the rate of the smallest budget
-    dropout     records below the mean budget are left out, the others get its rate
-    uniform     all records at the rate of the mean budget; those with less leave when theirs is
-                used up
+    minimum     all records have the rate of the smallest budget
+    dropout     records below the mean budget are left out; the others have the rate of the mean
+    uniform     all records have the rate of the mean budget, and leave when their budget is spent
 
-What ``minimum``, ``dropout`` and ``uniform`` compare with (the smallest and the mean budget above
-0) is taken from the public distribution of budgets, not from the secret list. A record with a
-budget of 0 takes no part, whatever the policy. The mechanism is ``federation.mechanisms.rpdp``.
+``minimum``, ``dropout`` and ``uniform`` take the smallest and the mean budget above 0 from the
+public distribution of budgets, not from the secret list. A record with a budget of 0 never takes
+part, whatever the policy. The mechanism is ``federation.mechanisms.rpdp``.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from dpfl_jax.run.public_inputs import of_the_mechanism
 
 RatePolicy = Literal["certified", "curve_fit", "bisection", "minimum", "dropout", "uniform"]
 RATE_POLICIES: tuple[RatePolicy, ...] = get_args(RatePolicy)
-# These compare with the public distribution of budgets.
+# Policies that need the public distribution of budgets.
 _NEED_PUBLIC = ("minimum", "dropout", "uniform")
 _IN_WORDS = {
     "certified": "the largest rate its own epsilon allows",
@@ -69,7 +68,7 @@ _IN_WORDS = {
 BUDGETS = "private/budgets.csv"
 COLUMNS = ("record", "silo", "budget", "rate", "rounds", "epsilon_spent")
 _MOST_GROUPS = 16  # declared budgets that are listed one by one
-_MOST_BUDGET = 100.0  # an infinite budget counts as this much in a mean
+_MOST_BUDGET = 100.0  # larger budgets count as this in a mean
 # (budget, rate, rounds to stay) of a declared budget.
 Group = tuple[float, float, int]
 
@@ -79,14 +78,14 @@ Group = tuple[float, float, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RateAssignment:
-    """Rates of records under a policy; no record exceeds its budget.
+    """The sampling rates of records under a policy. No record exceeds its budget.
 
     Attributes:
-      policy: its name.
-      rates: float64 [n].
-      stay: int64 [n], rounds after which each record leaves.
-      violations: records whose rate would overrun their budget if they stayed for all rounds.
-      facts: what else is worth reporting.
+      policy: name of the policy.
+      rates: float64 [n], sampling rate of each record.
+      stay: int64 [n], number of rounds after which each record leaves.
+      violations: number of records that would overrun their budget if they stayed for all rounds.
+      facts: further values for the report.
     """
 
     policy: str
@@ -103,17 +102,17 @@ def assign(
     setting: TwoStage,
     unreachable: Unreachable = "error",
 ) -> RateAssignment:
-    """Gives every record its rate.
+    """Returns every record's sampling rate.
 
     Args:
-      policy: see the module.
-      budgets: float [n], the records' epsilons.
+      policy: see the module's docstring.
+      budgets: float [n], epsilon of each record.
       public: float [m], quantiles of the public distribution of budgets.
-      setting: of the run.
-      unreachable: what to do with budgets that no rate keeps (certified only).
+      setting: what is accounted in the run.
+      unreachable: what to do with budgets that no rate keeps (``certified`` only).
 
     Raises:
-      BadInputError: an unknown policy, a bad or unreachable budget.
+      BadInputError: the policy is unknown, or a budget is bad or unreachable.
     """
     one_of("privacy.policy", policy, RATE_POLICIES)
     budgets = check_budgets(budgets)
@@ -153,8 +152,8 @@ def assign(
 def public_batch(
     policy: RatePolicy, public: np.ndarray, setting: TwoStage, unreachable: Unreachable = "error"
 ) -> float:
-    """Mean rate over the public distribution: the public batch size per record, in (0, 1]."""
-    if policy in ("curve_fit", "bisection"):  # nearly the same, at less cost
+    """Returns the mean rate over the public distribution: batch size per record, in (0, 1]."""
+    if policy in ("curve_fit", "bisection"):  # has nearly the same mean, and is faster
         policy = "certified"
     mean = float(assign(policy, public, public, setting, unreachable).rates.mean())
     return max(mean, 1e-9)
@@ -165,15 +164,15 @@ def public_batch(
 
 @dataclasses.dataclass(frozen=True)
 class PublicBudgets:
-    """What is public of a run with personal budgets.
+    """What is public about a run with personal budgets.
 
     Attributes:
       setting: what is accounted.
       policy: how rates follow from budgets.
-      records: how many there are.
-      groups: (budget, rate, rounds to stay) of budgets of the public distribution, increasing: all
-        of them if they are few, else the least and the largest; none if there is no distribution.
-      noise: law of the noise that is drawn.
+      records: number of records.
+      groups: (budget, rate, rounds to stay) by increasing budget, for all budgets of the public
+        distribution, or if they are many, for the least and the largest; () without a distribution.
+      noise: how noise is drawn, ``"exact"`` or ``"float"``.
     """
 
     setting: TwoStage
@@ -186,13 +185,13 @@ class PublicBudgets:
 def public_setting(
     config: RunConfig, federation: Federation, delta: float, noise: float | None = None
 ) -> TwoStage:
-    """What is accounted, with its noise: public, the same for all silos.
+    """Returns what is accounted, with its noise multiplier: public, and the same for all silos.
 
     Args:
       config: see ``personalise``.
-      federation: of mechanisms with personal rates.
-      delta: of every record.
-      noise: noise multiplier of a run that is resumed.
+      federation: federation whose mechanisms have personal rates.
+      delta: delta of every record.
+      noise: noise multiplier of a run that is resumed; None: calibrated, or the configured one.
     """
     tau, rounds, lam = config.federation.local_steps, federation.rounds, federation.participation
     sigma = noise if noise is not None else config.privacy.noise_multiplier
@@ -207,20 +206,20 @@ def public_setting(
 def public_part(
     config: RunConfig, federation: Federation, setting: TwoStage
 ) -> tuple[Federation, tuple[Group, ...]]:
-    """The federation as it is published, with noise and divisors but no record's rate; and groups.
+    """Returns the federation with noise and public divisors, and ``PublicBudgets.groups``.
 
     Raises:
-      BadInputError: no public batch size follows.
+      BadInputError: the configuration says nothing public that a batch size follows from.
     """
     privacy, batch = config.privacy, config.mechanism.participation.expected_batch
     public, policy = public_quantiles(privacy.budgets), privacy.policy
     if batch is None and public is None:
         raise BadInputError(
-            "budgets from a column are secret, so the batch size cannot follow from them: set "
-            "mechanism.expected_batch, or list typical budgets in privacy.budgets.declared"
+            "budgets from a column are secret, so that the batch size must not follow from them: "
+            "set mechanism.expected_batch, or list typical budgets in privacy.budgets.declared"
         )
     share = 0.0 if public is None else public_batch(policy, public, setting, privacy.unreachable)
-    # The plans' numbers, declared constants: they stay when a record is added or removed.
+    # From the plan's sizes, which are constants: adding or removing a record does not change them.
     expected = [
         max(1.0, share * plan.facts.num_records) if batch is None else batch
         for plan in federation.silos
@@ -237,12 +236,12 @@ def public_part(
 def with_setting(
     federation: Federation, setting: TwoStage, expected: Sequence[float]
 ) -> Federation:
-    """A federation of personal rates with its noise, and public divisors.
+    """Returns a federation with personal rates, with its noise and public divisors.
 
     Args:
-      federation: who takes part.
+      federation: federation whose mechanisms have personal rates.
       setting: what is accounted.
-      expected: b of each silo, public: never computed from records or their budgets.
+      expected: divisor b of each silo, public: never computed from records or their budgets.
     """
     plans = []
     for plan, batch in zip(federation.silos, expected, strict=True):
@@ -271,20 +270,20 @@ def personalise(
     delta: float,
     noise: float | None = None,
 ) -> tuple[Federation, FederatedData, BudgetTable]:
-    """The federation with its noise, the data with personal rates, and what every record spends.
+    """Returns the federation with noise, the data with personal rates, and the records' table.
 
     Args:
-      config: its ``privacy.epsilon`` is the public cap: a record with that budget is always
-        sampled. ``privacy.noise_multiplier`` replaces it.
-      federation: of mechanisms with personal rates, not yet calibrated.
-      data: what the silos hold.
-      store: where the records come from.
+      config: configuration, whose ``privacy.epsilon`` is the public cap: a record with that budget
+        is always sampled. ``privacy.noise_multiplier`` sets the noise instead.
+      federation: federation whose mechanisms have personal rates, not yet calibrated.
+      data: records of the silos.
+      store: store that the records come from.
       keys: uint64 [users of the store], keyed hashes of record ids.
-      delta: of every record.
-      noise: noise multiplier of a run that is resumed.
+      delta: delta of every record.
+      noise: noise multiplier of a run that is resumed; None: calibrated, or the configured one.
 
     Raises:
-      BadInputError: budgets that are missing, bad or out of reach, or no public batch size.
+      BadInputError: budgets are missing, bad or out of reach, or there is no public batch size.
     """
     privacy, policy = config.privacy, config.privacy.policy
     setting = public_setting(config, federation, delta, noise)
@@ -292,8 +291,8 @@ def personalise(
     public = public_quantiles(privacy.budgets)
     if public is None and policy in _NEED_PUBLIC:
         raise BadInputError(
-            f"privacy.policy={policy} compares with the distribution of budgets, which must be "
-            "public: list typical budgets in privacy.budgets.declared"
+            f"privacy.policy={policy} needs a public distribution of budgets: list typical budgets "
+            "in privacy.budgets.declared"
         )
     names = store.user_ids(range(store.num_users))
     owned = tuple(names[s] for s in data.subjects.tolist())
@@ -317,15 +316,15 @@ def personalise(
 class BudgetTable:
     """Budget, rate and rounds to stay of all records, in the order of the federation's data.
 
-    It belongs to the silos: private.
+    It is private, and belongs to the silos.
 
     Attributes:
       setting: what is accounted.
-      budgets: float64 [n].
-      assignment: rates and stays.
+      budgets: float64 [n], epsilon that each record allows.
+      assignment: rates and rounds to stay.
       silos: int64 [n], silo of each record.
       names: id of each record.
-      groups, noise: of ``PublicBudgets``.
+      groups, noise: see ``PublicBudgets``.
     """
 
     setting: TwoStage
@@ -338,17 +337,17 @@ class BudgetTable:
 
     @property
     def public(self) -> PublicBudgets:
-        """Leaves out what belongs to the silos."""
+        """The public part, without what belongs to the silos."""
         policy, count = self.assignment.policy, len(self.budgets)
         return PublicBudgets(self.setting, policy, count, self.groups, self.noise)
 
     def spent(self, rounds: int) -> np.ndarray:
-        """Upper bounds on the epsilon of every record after ``rounds`` rounds, float64 [n]."""
+        """Returns upper bounds on every record's epsilon after ``rounds`` rounds, float64 [n]."""
         rates, stay = self.assignment.rates, self.assignment.stay
         return solver(self.setting).spent_after(rates, stay, rounds)
 
     def check(self, rounds: int) -> np.ndarray:
-        """``spent``, after making sure that no record exceeds its budget."""
+        """Returns ``spent``; raises RuntimeError if a record exceeds its budget, which is a bug."""
         spent = self.spent(rounds)
         over = np.flatnonzero(spent > self.budgets)
         if len(over):
@@ -362,10 +361,10 @@ class BudgetTable:
         """Checks the rates that silos will sample with against each record's budget.
 
         Args:
-          data: as the run draws from them.
+          data: data that the run draws from.
 
         Raises:
-          BadInputError: a record would spend more than it allows; the sentence names the first.
+          BadInputError: a record would spend more than it allows; the message names the first.
         """
         for index, silo in enumerate(data.silos):
             mine = np.flatnonzero(self.silos == index)
@@ -389,16 +388,16 @@ class BudgetTable:
                 )
 
     def save_budgets(self, directory: pathlib.Path) -> None:
-        """Writes what every record asked for under ``private/`` (owner only), once a run."""
+        """Writes every record's budget under ``private/`` (readable by its owner), once a run."""
         if not (directory / BUDGETS).exists():
             text = csv_text(zip(self.names, self.budgets.tolist()))
             write_atomically(directory / BUDGETS, text, mode=0o600)
 
     def check_unchanged(self, directory: pathlib.Path, source: str) -> None:
-        """Raises BadInputError, naming a record, if a run began with other budgets of the records.
+        """Raises BadInputError, naming a record, if the run began with other budgets.
 
         Args:
-          directory: of the run; nothing is compared if it holds no budgets.
+          directory: run directory; nothing is compared if it holds no budgets.
           source: where budgets come from now, in words.
         """
         if not (directory / BUDGETS).exists():
@@ -406,7 +405,7 @@ class BudgetTable:
         with (directory / BUDGETS).open(newline="") as file:
             rows = list(csv.reader(file))
         if [unquoted(name) for name, _ in rows] != list(self.names):
-            return  # other records: the run directory says so
+            return  # the data changed, which the run directory's own check reports
         for name, (_, before), now in zip(self.names, rows, self.budgets.tolist(), strict=True):
             if float(before) != now:
                 raise BadInputError(
@@ -416,7 +415,7 @@ class BudgetTable:
                 )
 
     def summary(self, rounds: int) -> dict[str, Any]:
-        """Counts and extremes (private: computed from the list of budgets)."""
+        """Returns counts and extremes. Private: computed from the list of budgets."""
         spent = self.check(rounds)
         rates, stay = self.assignment.rates, np.minimum(self.assignment.stay, rounds)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -436,7 +435,7 @@ class BudgetTable:
         }
 
     def write(self, directory: pathlib.Path, rounds: int) -> dict[str, Any]:
-        """Writes the table and its summary under ``private/`` (owner only); returns the summary."""
+        """Writes the table and its summary under ``private/``, and returns the summary."""
         summary = self.summary(rounds)
         spent, stay = self.spent(rounds), np.minimum(self.assignment.stay, rounds)
         columns = (self.silos, self.budgets, self.assignment.rates, stay, spent)
@@ -455,15 +454,15 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 
 
 def read_records(directory: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """The summary and the rows of a finished run.
+    """Returns the summary and the rows of a finished run's table of records.
 
     Raises:
       BadInputError: the run has no such table.
     """
     if not (directory / RECORDS).exists():
         raise BadInputError(
-            f"{directory} holds no table of records: only runs with personal budgets "
-            "(mechanism.kind=rpdp) that have written their report do"
+            f"{directory} holds no table of records: give the directory of a finished run with "
+            "personal budgets (mechanism.kind=rpdp)"
         )
     summary = json.loads((directory / RECORDS_SUMMARY).read_text())
     with (directory / RECORDS).open(newline="") as file:
@@ -477,16 +476,16 @@ def read_records(directory: pathlib.Path) -> tuple[dict[str, Any], list[dict[str
 def personal_guarantee(
     public: PublicBudgets, rounds: int, caveats: tuple[str, ...] = ()
 ) -> Guarantee:
-    """What ``rounds`` rounds guarantee: to each record its epsilon; the stated one is the cap.
+    """Returns the guarantee of ``rounds`` rounds, which keeps each record's own epsilon.
 
-    The single epsilon is what a record that is always sampled spends: public, and a bound for all.
-    Those of single records are in the table of records, which belongs to the silos.
+    The stated epsilon is public: that of a record that is always sampled, a bound for all records.
+    The records' own epsilons are in the table of records, which belongs to the silos.
     """
     setting = public.setting
     cell = cell_of(setting.scheme(1.0))
     cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
     steps = rounds * setting.local_steps
-    # Said of every run: whether a person has several records is itself computed from them.
+    # Stated for every run, because whether a person has several records is private.
     extra = [
         "it is of records: a person who owns several spends up to the sum of their epsilons, at "
         "the sum of their deltas, and a record that joins or leaves such a person may change the "
@@ -531,13 +530,13 @@ def personal_guarantee(
 def personal_statement(
     mechanism: SiloMechanism, public: PublicBudgets, rounds: int, guarantee: Guarantee
 ) -> Statement:
-    """States what ``rounds`` rounds guarantee: to all records, and to those of declared budgets.
+    """Returns the statement of ``rounds`` rounds, for all records and for each declared budget.
 
     Args:
-      mechanism: of any silo.
-      public: what all records share.
-      rounds: accounted.
-      guarantee: of these.
+      mechanism: mechanism of any silo.
+      public: what is public about the run.
+      rounds: number of rounds that are accounted.
+      guarantee: the guarantee of these rounds.
     """
     setting, participation = public.setting, mechanism.participation
     assert isinstance(participation, PersonalRecords)
@@ -564,10 +563,10 @@ def personal_statement(
 
 
 def restate(basis: dict[str, Any]) -> Statement:
-    """What a run with personal budgets and this basis would state.
+    """Returns the statement of a run with personal budgets and this basis, for ``dpfl verify``.
 
     Raises:
-      BadInputError: no run has it.
+      BadInputError: the basis does not describe such a run.
     """
     mechanism, sigma = parse_known(basis["mechanism"])
     setting = TwoStage(**{**basis["setting"], "noise_multiplier": sigma})
@@ -581,7 +580,8 @@ def restate(basis: dict[str, Any]) -> Statement:
     rounds = whole_number(basis, "rounds", most=setting.rounds)
     if not all(0 <= rate <= 1 and 0 <= stay <= rounds for _, rate, stay in public.groups):
         raise BadInputError(
-            "a rate of groups_budget_rate_rounds is no probability, or stays longer"
+            "groups_budget_rate_rounds has a rate that is no probability, or more rounds than the "
+            "run: bring the file back as the run wrote it"
         )
     guarantee = dataclasses.replace(
         personal_guarantee(public, rounds), public_inputs=of_the_mechanism(mechanism.bounds)
@@ -589,5 +589,8 @@ def restate(basis: dict[str, Any]) -> Statement:
     made = personal_statement(mechanism, public, rounds, guarantee)
     for (budget, _, _), group in zip(public.groups, made.groups):
         if group.epsilon > budget * 1.001:  # two discretisations of a long run differ by less
-            raise BadInputError(f"{group.of} would spend {group.epsilon:.6g}")
+            raise BadInputError(
+                f"{group.of} would spend {group.epsilon:.6g}, more than that: bring the file back "
+                "as the run wrote it"
+            )
     return as_written(made, basis)

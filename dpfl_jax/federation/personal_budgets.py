@@ -1,8 +1,8 @@
-"""Each record's epsilon: the paper's distributions, and numbers that come with the data.
+"""Each record's budget: drawn from the paper's distributions, or read from the data.
 
-Source: Liu et al. 2024, section 7.1. A distribution stands for a public policy: a record's budget
-is drawn by a keyed hash of the record alone, so that adding one record changes no other record's
-(where a person owns several, those are distinguished by their order).
+Source: Liu et al. 2024, section 7.1. A distribution stands for a public policy. A record's budget
+is drawn by a keyed hash of the record, so that adding a record changes no other record's budget. (A
+person's records are distinguished by their order.)
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from dpfl_jax.federation.partition import record_numbers, uniforms
 
 
 class BudgetDistribution(Protocol):
-    """How budgets are distributed in the population: public."""
+    """The public distribution of budgets in the population."""
 
     def quantiles(self, u: np.ndarray) -> np.ndarray:
-        """The budgets of uniform numbers ``u`` [n] in [0, 1): float64 [n]."""
+        """Returns the budgets for uniform numbers ``u`` [n] in [0, 1), float64 [n]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ThreeLevels(BudgetDistribution):
-    """Strict, moderate and relaxed records; any number of levels.
+    """A discrete distribution, such as strict, moderate and relaxed records.
 
     Attributes:
-      levels: their epsilons.
-      shares: their shares, which sum to 1.
+      levels: epsilon of each level.
+      shares: share of the records at each level; they sum to 1.
     """
 
     levels: tuple[float, ...] = (0.1, 1.0, 5.0)
@@ -53,12 +53,13 @@ class ThreeLevels(BudgetDistribution):
 
 @dataclasses.dataclass(frozen=True)
 class BoundedMixGauss(BudgetDistribution):
-    """A mixture of normal distributions, values outside the bounds set to the bound.
+    """A mixture of normal distributions, clipped to bounds.
 
     Attributes:
-      means: of the components.
-      stds: the paper's 0.01, 0.05, 0.5; its code has 0.05, 0.1, 0.5.
-      shares: of the components.
+      means: mean of each component.
+      stds: standard deviation of each component. By default the paper's; the authors' code has
+        0.05, 0.1, 0.5.
+      shares: share of each component.
       bounds: least and largest budget.
     """
 
@@ -74,7 +75,7 @@ class BoundedMixGauss(BudgetDistribution):
         check_bounds(self.bounds)
 
     def quantiles(self, u: np.ndarray) -> np.ndarray:
-        """The component by the share that ``u`` falls in, the value by where in it."""
+        # ``u`` picks the component by the share that it falls in, and the value by where in it.
         index, rest = component(u, self.shares)
         normal = special.ndtri(np.clip(rest, 1e-12, 1 - 1e-12))
         return np.clip(np.asarray(self.means)[index] + np.asarray(self.stds)[index] * normal,
@@ -83,11 +84,12 @@ class BoundedMixGauss(BudgetDistribution):
 
 @dataclasses.dataclass(frozen=True)
 class BoundedPareto(BudgetDistribution):
-    """A heavy tail of relaxed records, values above the bound set to it.
+    """A Pareto distribution, a heavy tail of relaxed records, clipped to bounds.
 
     Attributes:
-      shape: 1 in the paper (classical); the authors' code has 4 (lomax).
-      kind: ``classical``: bounds[0] times a Pareto; ``lomax``: bounds[0] plus one shifted to 0.
+      shape: shape parameter: 1 in the paper (classical), 4 in the authors' code (lomax).
+      kind: ``classical``: bounds[0] times a Pareto variable; ``lomax``: bounds[0] plus a Pareto
+        variable minus 1.
       bounds: least and largest budget.
     """
 
@@ -116,7 +118,7 @@ class Constant(BudgetDistribution):
 
 
 def component(u: np.ndarray, shares: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Which share of [0, 1) each number falls in, and where within it."""
+    """Returns the share of [0, 1) that each number falls in, and where within it, in [0, 1)."""
     edges = np.concatenate([[0.0], np.cumsum(shares)])
     index = np.clip(np.searchsorted(edges, u, "right") - 1, 0, len(shares) - 1)
     width = np.asarray(shares)[index]
@@ -124,42 +126,43 @@ def component(u: np.ndarray, shares: tuple[float, ...]) -> tuple[np.ndarray, np.
 
 
 def check_shares(values: tuple[float, ...], shares: tuple[float, ...]) -> None:
-    """Raises BadInputError unless there is a share for each value and they sum to 1."""
+    """Raises BadInputError unless there is one share for each value, and shares sum to 1."""
     check_budgets(np.asarray(values))
     if len(values) != len(shares) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-9:
         raise BadInputError(
-            f"{len(values)} budgets need as many shares, which sum to 1; got {list(shares)}"
+            f"{len(values)} budgets need as many shares >= 0 that sum to 1, but "
+            f"privacy.budgets.shares is {list(shares)}"
         )
 
 
 def check_bounds(bounds: tuple[float, float]) -> None:
-    """Raises BadInputError unless they are two increasing numbers above 0."""
+    """Raises BadInputError unless the bounds are two increasing numbers above 0."""
     if len(bounds) != 2 or not 0 < bounds[0] < bounds[1]:
         raise BadInputError(f"the bounds of budgets are {list(bounds)}: give two, 0 < low < high")
 
 
 def mean_over(distribution: BudgetDistribution, points: int = 4096) -> np.ndarray:
-    """Evenly spread quantiles: a public stand-in for the secret list of budgets."""
+    """Returns evenly spread quantiles, a public stand-in for the secret list of budgets."""
     return distribution.quantiles((np.arange(points) + 0.5) / points)
 
 
 def budgets_of_column(
     values: Sequence[Any] | np.ndarray, column: str, where: Callable[[int], str] = "row {}".format
 ) -> np.ndarray:
-    """Budgets from a column of the data, float64 [n].
+    """Returns budgets from a column of the data, float64 [n].
 
     Args:
-      values: one per record; text is read as a number.
-      column: its name.
-      where: names the place of a value.
+      values: one value per record; text is read as a number.
+      column: name of the column.
+      where: returns the place of a value in words.
 
     Raises:
-      BadInputError: a value that is no number >= 0; place and value are named.
+      BadInputError: a value is no number >= 0; the message names place and value.
     """
     if isinstance(values, np.ndarray) and values.size != len(values):
         raise BadInputError(
             f"the column {column!r} holds {values.size // max(len(values), 1)} numbers for each "
-            "record, but a budget is one: name another"
+            "record, but a budget is one number: name another column"
         )
     numbers = np.empty(len(values))
     for i, value in enumerate(np.ravel(values).tolist()):
@@ -179,7 +182,7 @@ def budgets_of_column(
 
 
 def distribution(config: BudgetConfig) -> BudgetDistribution | None:
-    """The distribution of a config; None where budgets come from a column."""
+    """Returns the distribution of a configuration; None if budgets come from a column."""
     if config.kind == "three_levels":
         return ThreeLevels(config.levels, config.shares)
     if config.kind == "mix_gauss":
@@ -192,7 +195,7 @@ def distribution(config: BudgetConfig) -> BudgetDistribution | None:
 
 
 def column_budgets(config: BudgetConfig, store: Store) -> np.ndarray:
-    """Budgets of a store's records, from a field of the data or a CSV file by record id."""
+    """Returns the budgets of a store's records, from a field or from a CSV file by record id."""
     if config.path is None:
         records = store.read(np.arange(store.num_examples))
         if config.column not in records:
@@ -235,10 +238,10 @@ def column_budgets(config: BudgetConfig, store: Store) -> np.ndarray:
 def record_budgets(
     config: BudgetConfig, store: Store, data: FederatedData, keys: np.ndarray
 ) -> np.ndarray:
-    """Each record's epsilon, in the order of ``data``: float64 [num_records].
+    """Returns each record's budget in the order of ``data``, float64 [num_records].
 
-    A drawn budget is a function of the record's id and the public seed: it reveals nothing about
-    other persons; one of several records of a person is drawn by its place among them.
+    A budget that is drawn depends only on the record's id, its place among the person's records and
+    the public seed, so that it reveals nothing about other people.
     """
     drawn_from = distribution(config)
     if drawn_from is None:
@@ -250,7 +253,7 @@ def record_budgets(
 
 
 def public_quantiles(config: BudgetConfig) -> np.ndarray | None:
-    """The public distribution of budgets as quantiles; None if none is declared."""
+    """Returns quantiles of the public distribution of budgets; None if none is declared."""
     declared = distribution(config)
     if declared is not None:
         return mean_over(declared)

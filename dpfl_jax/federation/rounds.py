@@ -1,7 +1,7 @@
-"""From samples to device buffers: what each silo does in a round, read, padded and shipped.
+"""Draws what each silo does in a round, and ships its records to device buffers.
 
-Buffers have one shape for the whole run: the capacity covers all draws but a fraction 1e-15 of
-them, and a larger one gets a larger buffer (one compilation more), never a truncation.
+Buffers have one shape for the whole run. A draw exceeds their capacity with probability 1e-15. Then
+it gets a larger buffer, which costs one more compilation; it is never truncated.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class PlacedChunk:
     """One chunk of a round, on the devices.
 
     Attributes:
-      silos: int64 [k], silos in it (the chunk is padded with silos of weight 0).
-      chunk: their work.
-      num_records: records read for it.
+      silos: int64 [k], silos of the chunk, which is padded with silos of weight 0.
+      chunk: the work of these silos.
+      num_records: number of records that are drawn for it.
     """
 
     silos: np.ndarray
@@ -48,14 +48,14 @@ class RoundBuilder:
     """Builds any chunk of any round, independently of all others.
 
     Attributes:
-      federation: who does what.
-      data: what the silos hold.
+      federation: what every silo does.
+      data: the records of the silos.
       key: root key of the run.
-      mesh: silos are split over its ``"data"`` axis.
-      width: silos of a device that are vmapped.
+      mesh: devices; silos are split over its ``"data"`` axis.
+      width: number of silos that a device processes at once, by ``vmap``.
       microbatch_size: units in a microbatch.
       chunk_silos: silos in a chunk; None: as many as 192 MiB of buffers hold.
-      loss_keys: whether each record comes with its key (``randomness.example_keys``).
+      loss_keys: whether each record gets a random key (``randomness.example_keys``).
     """
 
     federation: Federation
@@ -69,12 +69,12 @@ class RoundBuilder:
 
     # ---- shapes ----------------------------------------------------------------------------
 
-    # Shapes follow from public numbers alone: a silo that holds its records only computes with the
-    # same ones as all silos in one place.
+    # Shapes follow from public numbers, so that a remote silo, which holds only its own records,
+    # computes with the same shapes as a simulation of all silos.
 
     @functools.cached_property
     def capacity(self) -> int:
-        """Microbatches in a step's buffer."""
+        """Number of microbatches in a step's buffer."""
         held = [self.data.silos[i] for i in self.federation.participants]
         bounds = [
             plan.mechanism.participation.size_bound(silo)
@@ -84,7 +84,7 @@ class RoundBuilder:
 
     @functools.cached_property
     def row(self) -> int:
-        """Units in a microbatch, no more than a large step needs."""
+        """Number of units in a microbatch, at most as many as a large step has."""
         return max(1, min(self.microbatch_size, self._usual))
 
     @functools.cached_property
@@ -95,20 +95,20 @@ class RoundBuilder:
 
     @functools.cached_property
     def unit_size(self) -> int | None:
-        """Records in a unit, or None if a unit is a record."""
+        """Number of records in a unit, or None if a unit is a record."""
         plans = self.federation.members
         sizes = [plan.mechanism.participation.unit_records(plan.facts) for plan in plans]
         return max((size for size in sizes if size is not None), default=None)
 
     @functools.cached_property
     def size(self) -> int:
-        """Silos in a chunk: a multiple of devices times width."""
+        """Number of silos in a chunk: a multiple of devices times width."""
         unit = self.mesh.shape[DATA_AXIS] * self.width
         most = unit * math.ceil(max(self.federation.silos_per_round, 1) / unit)
         if self.chunk_silos is not None:
             return min(most, unit * math.ceil(self.chunk_silos / unit))
         fit = max(1, _BYTES // max(self.silo_bytes * unit, 1))
-        # Chunks of equal size: the last one is padded, and padding is computed.
+        # Chunks of equal size, because padding of the last one would be computed, too.
         return unit * math.ceil(most / unit / math.ceil(most / unit / fit))
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class RoundBuilder:
 
     @functools.cached_property
     def public_bytes(self) -> int:
-        """Upper bound on ``silo_bytes`` by public numbers alone, without personal rates."""
+        """Upper bound on ``silo_bytes`` from public numbers only, without personal rates."""
         plans = self.federation.members
         most = [plan.mechanism.participation.public_size_bound(plan.facts) for plan in plans]
         return self._bytes(max([*most, self._usual]) + self.row)
@@ -136,27 +136,28 @@ class RoundBuilder:
     # ---- building --------------------------------------------------------------------------
 
     def silo_key(self, silo: int, round_index: int) -> RootKey:
-        """The key of one silo in one round, from which its draws and noise come."""
+        """Returns the key of one silo in one round, from which its draws and noise come."""
         # proof: noise-5
         return self.key.child("silo", silo, round_index)
 
     def draws(self, silo: int, round_index: int) -> list[SiloDraw]:
-        """What a silo draws in a round, one entry per local step."""
+        """Returns what a silo draws in a round, one entry per local step."""
         plan, key = self.federation.silos[silo], self.silo_key(silo, round_index)
         data = self.data.silos[silo].at_round(round_index)
         draw = plan.mechanism.participation.draw
         return [draw(data, key, t) for t in range(plan.local_steps)]
 
     def noise_keys(self, silo: int, round_index: int) -> np.ndarray:
-        """uint32 [local steps, 8]: one key per local step."""
+        """Returns one noise key per local step, uint32 [local steps, 8]."""
         key = self.silo_key(silo, round_index)
         steps = self.federation.silos[silo].local_steps
         return np.stack([key.words("noise", t) for t in range(steps)])
 
     def scale(self, silo: int, draw: SiloDraw) -> tuple[float, float]:
-        """Standard deviation of the noise on a silo's sum, and what the noised sum is divided by.
+        """Returns the standard deviation of the noise on a silo's sum, and the sum's divisor.
 
-        Constants of the plan, whatever is drawn: both can be read off what the silo sends.
+        Both are constants of the plan, not functions of the draw, because what the silo sends
+        reveals them.
         """
         del draw
         plan = self.federation.silos[silo]
@@ -166,7 +167,7 @@ class RoundBuilder:
     def build(self, round_index: int, silos: np.ndarray) -> PlacedChunk:
         """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round.
 
-        With several processes each reads the silos of its devices.
+        With several processes, each reads the records of its own devices' silos.
         """
         mine = local_columns(self._by_silo, self.size, axis=0)
         return self.ship(silos, *self.gather(round_index, silos, mine))
@@ -174,7 +175,7 @@ class RoundBuilder:
     def ship(self, silos: np.ndarray, host: dict[str, Any], records: int) -> PlacedChunk:
         """Puts what ``gather`` returned for ``silos`` on the devices."""
         sharding = self._by_silo
-        if sharding.is_fully_addressable:  # all arrays in one call: small ones are many
+        if sharding.is_fully_addressable:  # one call for all arrays, as many of them are small
             return PlacedChunk(silos, jax.device_put(Chunk(**host), sharding), records)
         places = jax.tree.map(lambda _: sharding, host)
         return PlacedChunk(silos, Chunk(**place(host, places, copy=False)), records)
@@ -182,13 +183,13 @@ class RoundBuilder:
     def gather(
         self, round_index: int, silos: np.ndarray, mine: np.ndarray | None = None
     ) -> tuple[dict[str, Any], int]:
-        """The fields of a chunk on the host, and how many records are drawn for it.
+        """Returns the fields of a chunk on the host, and the number of records drawn for it.
 
         Args:
-          round_index: which round.
-          silos: at most ``size``.
-          mine: int64, places in the chunk whose records are read, the others being zeros; None:
-            all.
+          round_index: number of the round, from 0.
+          silos: int64, at most ``size`` silos.
+          mine: int64, places in the chunk whose records are read; the others are zeros. None: all
+            are read.
         """
         drawn = [self.draws(int(i), round_index) for i in silos]
         records = sum(int((d.positions >= 0).sum()) for row in drawn for d in row)
@@ -252,12 +253,12 @@ class RoundBuilder:
     def _record_keys(
         self, silos: np.ndarray, round_index: int, drawn: list[list[SiloDraw]]
     ) -> np.ndarray:
-        """uint32 [records, 3], in the order of ``_slots``."""
+        """The records' random keys, uint32 [records, 3], in the order of ``_slots``."""
         keys = [np.zeros((0, 3), np.uint32)]
         for silo, row in zip(silos.tolist(), drawn):
             key = self.silo_key(silo, round_index)
             for t, draw in enumerate(row):
-                # By its place in the silo, which does not depend on what other silos hold.
+                # From the record's place in its silo, which does not depend on other silos.
                 local = draw.positions[draw.positions >= 0] - self.data.silos[silo].first
                 keys.append(example_keys(key, (t,), local))
         return np.concatenate(keys)
@@ -265,7 +266,7 @@ class RoundBuilder:
     def _slots(
         self, drawn: list[list[SiloDraw]], units: int, unit_size: int | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Where each record goes in the flat buffer, and its position."""
+        """The place of each drawn record in the flat buffer, and its position in the data."""
         steps = self.federation.max_local_steps
         slots, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for s, row in enumerate(drawn):
@@ -282,18 +283,18 @@ class RoundBuilder:
         return np.concatenate(slots), np.concatenate(positions)
 
     def cohort(self, round_index: int) -> np.ndarray:
-        """Silos of a round, sorted."""
+        """Returns the silos of a round, int64, sorted."""
         return self.federation.cohort_of(
             self.key, round_index, lambda silo: self.silo_key(silo, round_index)
         )
 
     def chunks(self, round_index: int) -> list[np.ndarray]:
-        """The cohort of a round in chunks; none if no silo takes part."""
+        """Returns the cohort of a round in chunks; an empty list if no silo takes part."""
         cohort = self.cohort(round_index)
         return [cohort[k : k + self.size] for k in range(0, len(cohort), self.size)]
 
     def prefetch(self, start: int, stop: int) -> Iterator[tuple[int, Iterator[PlacedChunk]]]:
-        """Yields (round, its chunks), building one chunk in advance."""
+        """Yields (round, its chunks), building one chunk ahead."""
         work = ((r, part) for r in range(start, stop) for part in self.chunks(r))
         counts = {r: len(self.chunks(r)) for r in range(start, stop)}
         with concurrent.futures.ThreadPoolExecutor(1, "dpfl-rounds") as pool:

@@ -1,8 +1,8 @@
-"""Remote silos: the runs of ``federation`` with each silo in another process.
+"""Remote silos: the runs of ``federation``, with each silo in its own process.
 
-A silo holds its records, root key, policy, ledger and log. It samples, clips and adds noise itself;
-what leaves it is the message that the simulation would have released for the same keys. The
-protocol (``silo``, ``server``) knows no transport; ``apps`` and ``node`` bring it to Flower (extra
+A silo holds its records, root key, policy, ledger and log. It samples, clips and adds noise itself,
+and sends the message that the simulation would release with the same keys. The protocol (``silo``,
+``server``) does not depend on a transport; ``apps`` and ``node`` run it over Flower (extra
 ``flower``).
 """
 

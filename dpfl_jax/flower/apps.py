@@ -1,4 +1,4 @@
-"""The protocol as Flower apps: one record of bytes in each message, and nothing else."""
+"""The protocol as Flower apps. Each Flower message holds one record with the bytes of ``wire``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from dpfl_jax.run.directory import open_plain, write_atomically
 
 _RECORD, _BODY = "dpfl", "body"
 _POLL_S = 0.1
-_AGAIN_S = 20.0  # then a silo that did not answer is asked again; it repeats its reply
+_AGAIN_S = 20.0  # seconds until a silo that did not answer is asked again; it repeats its reply
 
 
 def content_of(body: bytes) -> RecordDict:
-    """A request or reply as the content of a message."""
+    """Returns a request or reply as the content of a Flower message."""
     return RecordDict({_RECORD: ConfigRecord({_BODY: body})})
 
 
 def body_of(message: Message) -> bytes:
-    """The inverse of ``content_of``.
+    """Returns the request or reply in a Flower message.
 
     Raises:
       BadInputError: the message holds something else.
@@ -46,12 +46,12 @@ def body_of(message: Message) -> bytes:
     except KeyError:
         body = None
     if not isinstance(body, bytes):
-        raise BadInputError("a message of Flower holds nothing of this protocol")
+        raise BadInputError("a Flower message holds no message of this protocol")
     return body
 
 
 def client_app(silo: SiloClient) -> ClientApp:
-    """A ClientApp whose queries a silo answers."""
+    """Returns a ClientApp whose queries a silo answers."""
     app = ClientApp()
 
     @app.query()
@@ -59,7 +59,7 @@ def client_app(silo: SiloClient) -> ClientApp:
         del context
         try:
             reply = silo.answer(body_of(message))
-        except Exception:  # what went wrong may depend on the data: it stays here
+        except Exception:  # the reason may depend on the data, so it is not sent
             silo.console.print(traceback.format_exc(), markup=False, highlight=False)
             reply = pack({"kind": "refused", "silo": silo.name, "why": UNSAID})
         return Message(content_of(reply), reply_to=message)
@@ -71,14 +71,14 @@ class GridTransport:
     """Finds silos by name among the nodes of a SuperLink, and asks until they answer."""
 
     def __init__(self, grid: Grid, wait_s: float, console: Console) -> None:
-        """Args: wait_s: how long a silo that is gone is waited for before it is left out."""
+        """Stores the arguments; ``wait_s`` is how many seconds to wait for a silo that is gone."""
         self._grid, self._wait, self._console = grid, wait_s, console
         self._nodes: dict[str, int] = {}
         self._tokens: dict[str, Any] = {}
         self._hello = b""
 
     def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
-        """Asks every node until ``count`` silos are there."""
+        """Asks every node until ``count`` silos have answered, for at most ``most_s`` seconds."""
         self._hello = request
         replies: dict[str, bytes] = {}
         asked: dict[str, int] = {}
@@ -94,7 +94,7 @@ class GridTransport:
         return replies
 
     def ask(self, requests: Mapping[str, bytes], most_s: float = math.inf) -> dict[str, bytes]:
-        """Replies of all that answer in time; a silo that restarts is recognised by its name."""
+        """Returns the replies of all silos that answer in time, even if they restart meanwhile."""
         replies: dict[str, bytes] = {}
         asked: dict[str, int] = {}
         greeted: dict[str, int] = {}
@@ -116,16 +116,16 @@ class GridTransport:
         return replies
 
     def _knows(self, node: int, reply: bytes) -> bool:
-        """Whether a node that was greeted is a silo: a new one, or one that was restarted.
+        """Whether a node that was greeted is a silo, new or restarted.
 
-        Other nodes cannot end a run or take a silo's place: they lack the token of its name.
+        Other nodes cannot take a silo's place or end a run, as they do not know its token.
         """
         header, _ = unpack(reply)
         name, why = _name_of(reply), None
         if header["kind"] != "hello":
             why = f"a node that says it is {name} refuses: {why_of(header)}"
         elif self._tokens.setdefault(name, header.get("token")) != header.get("token"):
-            why = f"another node says that it is {name}, too: it is not heard"
+            why = f"another node says that it is {name}, too: it is ignored"
         else:
             self._nodes[name] = node
         if why is not None:
@@ -145,12 +145,12 @@ class GridTransport:
                 asked[identity] = node
 
     def _pulled(self, asked: dict[str, int]) -> list[tuple[int, bytes]]:
-        """Replies that have come, with their node; messages of another protocol are dropped."""
+        """Replies that have arrived, each with its node; drops messages of other protocols."""
         replies = []
         for message in self._grid.pull_messages(list(asked)) if asked else ():
             node = asked.pop(message.metadata.reply_to_message_id, None)
             if node is not None and message.has_content():
-                with contextlib.suppress(BadInputError):  # from anybody else who reaches the port
+                with contextlib.suppress(BadInputError):  # anyone who reaches the port can send
                     header, _ = unpack(body := body_of(message))
                     name = header.get("name", header.get("silo"))
                     if is_name(name) and isinstance(header.get("kind"), str):
@@ -164,19 +164,20 @@ def _name_of(reply: bytes) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """Ends a server whose SuperLink was killed: it would lock the run that another resumes."""
+    """Ends this process once its SuperLink was killed, or it would keep the run locked."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def server_app() -> ServerApp:
-    """A ServerApp that runs the study its run configuration names.
+    """Returns a ServerApp that runs the study that its run configuration names.
 
-    ``config``: the configuration; ``run-dir``: of the server; ``log``: file for what it says;
-    ``wait``: seconds until a silo that is gone is left out; ``outcome``: file for how it ended.
+    The keys of this run configuration are ``config`` (file of the study's configuration),
+    ``run-dir`` (the server's run directory), ``log`` (file for messages), ``wait`` (seconds until a
+    silo that is gone is left out) and ``outcome`` (file for how the run ended).
     """
-    ignore_matplotlibrc()  # this is a process of Flower's
+    ignore_matplotlibrc()  # Flower starts this process, not the command line
     app = ServerApp()
 
     @app.main()
@@ -185,7 +186,7 @@ def server_app() -> ServerApp:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         run_dir, log = pathlib.Path(str(options["run-dir"])), pathlib.Path(str(options["log"]))
         outcome: dict[str, Any] = {}
-        # Flower keeps what an app prints to itself. Whoever reads this breaks its lines.
+        # Flower does not show what an app prints, so it goes to a file, whose reader wraps lines.
         with open_plain(log) as file:
             console = Console(file=file, width=1000)
             try:

@@ -1,8 +1,8 @@
 """Federated rounds with remote silos: what a silo computes, and what the server does with it.
 
-Both run the programs of the simulation (``federation.engine``): a silo the compiled round, on a
-chunk that holds itself alone, as the simulation does with ``execution.chunk_silos`` of 1; the
-server adds such chunks up and applies the same rule.
+Both run the programs of the simulation (``federation.engine``). A silo runs the compiled round on a
+chunk with itself alone, as the simulation does with ``execution.chunk_silos=1``. The server adds up
+the results and applies the server rule.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ _AS_THIS_ONE = (
 
 
 def one_device() -> Any:
-    """The mesh of a process that works for one silo, or for the server."""
+    """Returns the mesh of a silo's or server's process: its first device."""
     return data_parallel_mesh(jax.devices()[:1])
 
 
 def one_silo_at_a_time(config: RunConfig) -> Any:
-    """The execution section, with chunks of one silo."""
+    """Returns the execution section with chunks of one silo."""
     return config.execution.model_copy(update={"width": 1, "chunk_silos": 1})
 
 
 def facts_of(rows: Sequence[Mapping[str, Any]]) -> list[SiloFacts]:
-    """Public sizes of all silos, from the rows of a plan."""
+    """Returns the public sizes of all silos, from the rows of a plan."""
     return [SiloFacts(row["num_records"], row["num_subjects"]) for row in rows]
 
 
@@ -80,11 +80,7 @@ def facts_of(rows: Sequence[Mapping[str, Any]]) -> list[SiloFacts]:
 
 @dataclasses.dataclass(frozen=True)
 class _OneSiloBuilder(RoundBuilder):
-    """The rounds of one silo, drawn from its key.
-
-    Attributes:
-      index: its place among all.
-    """
+    """The rounds of one silo, drawn from its key; ``index`` is its place among all silos."""
 
     index: int = 0
 
@@ -97,7 +93,7 @@ class _OneSiloBuilder(RoundBuilder):
 
 
 def round_key(key: RootKey, round_index: int) -> RootKey:
-    """The key of a round, of a key that one silo has for a run."""
+    """Returns the key of a round, from a silo's key of a run."""
     return key.child("round", round_index)
 
 
@@ -108,10 +104,10 @@ class FederatedSiloData:
         """Reads the data.
 
         Args:
-          config: the study, with the data of this silo.
+          config: the study's configuration, with the data section of this silo.
 
         Raises:
-          BadInputError: anything wrong with the data.
+          BadInputError: the data cannot be read, or do not fit the study.
         """
         self.config = config
         read = read_subjects(config)
@@ -124,27 +120,27 @@ class FederatedSiloData:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """Public sizes."""
+        """The silo's public sizes."""
         return dataclasses.asdict(SiloFacts.of(self.as_silo(0, 1).silos[0]))
 
     @property
     def num_params(self) -> int:
-        """Parameters of the study's model."""
+        """Number of parameters of the study's model."""
         model = self.config.model
         return build_by_name(model.kind, self.task, model.options).num_params
 
     def as_silo(self, index: int, count: int) -> FederatedData:
-        """The data of a federation of ``count`` silos of which only this one is here."""
+        """Returns the data of a federation of ``count`` silos, with records only in this one."""
         silos = np.full(len(self.subjects), index)
         return FederatedData.from_assignment(self.store, self.subjects, silos, count, self.keep)
 
     def about(self, guarantee: Guarantee, account: str) -> Guarantee:
-        """A guarantee for this silo's people; ``account``: of its ledger."""
+        """Returns a guarantee with this silo's user key, public inputs and ledger account."""
         inputs = federated_inputs(self.config, self.task, "the sizes of all silos, by the plan")
         return about(guarantee, unit_key_in(self.config.mechanism, self.store), inputs, account)
 
     def work(self, plan: StudyPlan, index: int, key: RootKey) -> FederatedSiloRun:
-        """What a plan asks of this silo; ``key`` is used for nothing else."""
+        """Returns this silo's part in a plan; ``key`` must be used for nothing else."""
         return FederatedSiloRun(self, plan, index, key)
 
 
@@ -184,26 +180,26 @@ class FederatedSiloRun:
 
     @functools.cached_property
     def steps(self) -> FederatedSteps:
-        """Rounds as in the simulation, of this silo alone."""
+        """The rounds of the simulation, with this silo alone."""
         builder = functools.partial(_OneSiloBuilder, index=self.index)
         return FederatedSteps(self.algorithm, self.key, 0, builder=builder)
 
     @property
     def fingerprint(self) -> str:
-        """Of all that is sampled from: records, subjects and personal rates; sensitive."""
+        """Identifies all that is sampled from: records, subjects and personal rates. Sensitive."""
         return identity(self._data, self._personal)
 
     @property
     def state_like(self) -> PyTree:
-        """Shapes and types of what the silo keeps between rounds."""
+        """Zeros with the shapes and types of the state that the silo keeps between rounds."""
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(self.start))
 
     def start(self) -> PyTree:
-        """What the silo keeps between rounds, its optimiser's state or nothing: at first."""
+        """Returns the first state that the silo keeps between rounds: its optimiser's, or ()."""
         return self.algorithm.local_optimizer.init(self.like) if self.algorithm.keep else ()
 
     def check(self) -> None:
-        """Checks that what is compiled is what is accounted for (``FederatedSteps.check``)."""
+        """Checks that the compiled round does what is accounted (``FederatedSteps.check``)."""
         self.steps.check(self.algorithm.init())
 
     def demands(self, policy: Policy) -> PlanDemands:
@@ -211,8 +207,8 @@ class FederatedSiloRun:
         check_memory(self.steps.builder.public_bytes)
         if policy.unit == "subject" and data.target_column is not None and data.user_column is None:
             raise RefusedError(
-                "data.user_column is null, so that it is not known which rows are one person's: "
-                "name it in silo.yaml, or set policy.unit to record"
+                "data.user_column is null, so that it is not known which rows belong to one "
+                "person: set it in silo.yaml, or set policy.unit to record"
             )
         epsilon, _, subject = self._priced(policy.delta, policy.unit)
         return PlanDemands(
@@ -224,17 +220,18 @@ class FederatedSiloRun:
         )
 
     def charge(self, policy: Policy) -> Charge:
-        """What a ledger is charged for the whole run: the price that ``demands`` states."""
+        """Returns what a ledger is charged for the whole run: the price that ``demands`` states."""
         _, federation, subject = self._priced(policy.delta, policy.unit)
         event = dominating_event(federation, policy.delta, subject)
         key = self.unit_key if policy.unit == "subject" else "row"
         return Charge(event, policy.delta, key, policy.unit, f"add-or-remove one {policy.unit}")
 
     def _priced(self, delta: float, unit: str) -> tuple[float, Federation, bool]:
-        """Epsilon of a unit, the federation that it is computed for, and whether of a subject.
+        """Epsilon of a unit, the federation that it holds for, and whether the unit is a subject.
 
-        What the plan says of other silos is the server's claim: a person is priced no lower than if
-        all silos that hold her records did what this one does; where no other holds any, just that.
+        What the plan says about other silos is only the server's claim. So epsilon is at least what
+        it would be if all silos that hold a person's records did what this silo does. If no other
+        silo may hold any, it is just that.
         """
         subject = not unit == self.public.mechanism.privacy_unit == "record"
         price = subject_epsilon if subject else federated_epsilon
@@ -246,7 +243,7 @@ class FederatedSiloRun:
         return max(epsilons), views[int(np.argmax(epsilons))], subject
 
     def guarantee(self) -> Guarantee:
-        """Of the whole run, for this silo's people."""
+        """Returns the guarantee of the whole run for this silo's people."""
         delta = self.algorithm.delta
         _, priced, _ = self._priced(delta, "subject")
         caveats = self.config.data.caveats()
@@ -260,14 +257,17 @@ class FederatedSiloRun:
     def message(
         self, round_index: int, key: RootKey, params: PyTree, state: PyTree, answered: int
     ) -> tuple[PyTree | None, PyTree]:
-        """What leaves the silo in a round (None if its coin says no), and its new state.
+        """Returns what leaves the silo in a round, and the silo's new state.
 
         Args:
-          round_index: which round.
-          key: of its draws, used for nothing else.
-          params: of the server.
-          state: what the silo kept after the last round that it took part in.
-          answered: number of rounds that it took part in before.
+          round_index: number of the round, from 0.
+          key: key of the round's draws, used for nothing else.
+          params: parameters that the server sent.
+          state: state after the last round in which the silo took part.
+          answered: number of rounds in which it took part before.
+
+        Returns:
+          The message, or None if by its coin the silo does not take part, and the state.
         """
         del answered
         builder = dataclasses.replace(self.steps.builder, key=key)
@@ -318,7 +318,7 @@ class RemoteFederatedRun(RemoteRun, FederatedStudy):
 
 
 class RemoteFederatedAlgorithm(FederatedAlgorithm):
-    """The server's part of the algorithm: ``ask`` returns what silos released."""
+    """The server's part of the algorithm; ``ask`` returns what silos released."""
 
     def __init__(self, run: RemoteFederatedRun, ask: Ask) -> None:
         config, federation = run.config, run.federation
@@ -334,7 +334,7 @@ class RemoteFederatedAlgorithm(FederatedAlgorithm):
         self.stated = {"plan": run.mechanism_facts, "noise": run.multipliers, "delta": self.delta}
 
     def terms(self) -> Terms:
-        """What is public; the silos check theirs."""
+        """Returns the public terms of the run; each silo checks its own secret ones."""
         return Terms(stated=self.stated, secret={})
 
     def begin(self, key: RootKey, start: int) -> RemoteFederatedSteps:  # type: ignore[override]
@@ -343,7 +343,7 @@ class RemoteFederatedAlgorithm(FederatedAlgorithm):
 
 
 class RemoteFederatedSteps(Steps):
-    """Rounds of the server."""
+    """The server's rounds."""
 
     def __init__(self, run: RemoteFederatedAlgorithm, start: int) -> None:
         self.run, self.start = run, start
@@ -354,7 +354,7 @@ class RemoteFederatedSteps(Steps):
             yield r + 1, r
 
     def step(self, state: TrainState, inputs: int) -> tuple[TrainState, StepOutput]:
-        """Adds up what the silos sent, in their order, and applies the server's rule."""
+        """Adds up what the silos sent, in the order of silos, and applies the server rule."""
         run, now = self.run, dict(state.opt_state)
         params = jax.device_get(run.server.broadcast(now["server"]))
         total: Released | None = None

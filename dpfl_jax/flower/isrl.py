@@ -1,7 +1,8 @@
 """ISRL rounds with remote silos: what a silo computes, and what the server does with it.
 
 A silo runs the program of the simulation (``isrl.rounds.CompiledRound``) with all other silos
-empty, and sends its row of the result; the server puts the rows together and takes the same step.
+empty, and sends its row of the result. The server puts the rows together, and takes the step of the
+simulation.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from dpfl_jax.task import Task
 def _from_public(
     config: RunConfig, task: Task, rows: Sequence[Mapping[str, Any]], noise: Any
 ) -> tuple[LinearLoss, Parameters, np.ndarray]:
-    """Loss, parameters and sizes, from what is public: study, task and rows of the plan."""
+    """Loss, parameters and sizes of silos (int [silos]), from public inputs only."""
     sizes = np.array([row["num_records"] for row in rows])
     loss = loss_for_data(config, sizes, task.input_shape[0], task.classes)
     parameters = choose(config, loss, sizes)
@@ -57,7 +58,7 @@ class IsrlSiloData:
         """Reads the data.
 
         Raises:
-          BadInputError: anything wrong with the data.
+          BadInputError: the data cannot be read, or do not fit the study.
         """
         self.config, loss = config, config.model.loss
         one = config.federation.model_copy(update={"silos": 1})
@@ -72,16 +73,16 @@ class IsrlSiloData:
 
     @property
     def num_params(self) -> int:
-        """Most parameters of the study's model: one weight for each feature and class."""
+        """Upper bound on the model's parameters: one weight for each feature and class."""
         return self.task.input_shape[0] * max(self.task.classes, 1)
 
     def about(self, guarantee: Guarantee, account: str) -> Guarantee:
-        """A guarantee for this silo's records; ``account``: of its ledger."""
+        """Returns a guarantee with this silo's user key, public inputs and ledger account."""
         inputs = isrl_inputs(self.config, self.learned, "the sizes of all silos, by the plan")
         return about(guarantee, self.unit_key, inputs, account)
 
     def work(self, plan: StudyPlan, index: int, key: RootKey) -> IsrlSiloRun:
-        """What a plan asks of this silo; ``key`` is used for nothing else."""
+        """Returns this silo's part in a plan; ``key`` must be used for nothing else."""
         return IsrlSiloRun(self, plan, index, key)
 
 
@@ -103,21 +104,21 @@ class IsrlSiloRun:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the records; it tells of them, and stays at the silo."""
+        """Identifies the records. Sensitive: it must not leave the silo."""
         return self.held.fingerprint
 
     def start(self) -> Any:
-        """Nothing is kept between rounds."""
+        """Returns an empty state, as nothing is kept between rounds."""
         return ()
 
     def check(self) -> None:
-        """The simulation has no check before its first round either."""
+        """Does nothing, as in the simulation."""
 
     def demands(self, policy: Policy) -> PlanDemands:
         if policy.unit == "subject":
             raise RefusedError(
-                f"{self.config.mechanism.kind} protects a record, and nothing bounds how many a "
-                "person has in all silos: set policy.unit to record"
+                f"{self.config.mechanism.kind} protects records, and does not bound how many "
+                "records a person has in all silos: set policy.unit to record"
             )
         record = sum(leaf.nbytes / leaf.shape[1] for leaf in jax.tree.leaves(self._mine))
         check_memory(len(self.sizes) * int(self.sizes.max()) * record)
@@ -128,18 +129,18 @@ class IsrlSiloRun:
         )
 
     def charge(self, policy: Policy) -> Charge:
-        """What a ledger is charged for the whole run."""
+        """Returns what a ledger is charged for the whole run."""
         adjacency = f"replace one {policy.unit}"
         return Charge(self.noise.event, policy.delta, "row", policy.unit, adjacency)
 
     def guarantee(self) -> Guarantee:
-        """What this silo's records have over the whole run."""
+        """Returns the guarantee of the whole run for this silo's records."""
         made = silo_guarantee(self.noise)
         return dataclasses.replace(made, caveats=(*made.caveats, *self.config.data.caveats()))
 
     @property
     def _most(self) -> int:
-        """Most rounds in which the silo answers: its noise is for so many."""
+        """The largest number of rounds in which the silo answers, which its noise is made for."""
         if self.config.mechanism.sampling == "disjoint":
             batch = max(self.parameters.batches[self.index], 1.0)
             return min(self.noise.rounds, int(self.sizes[self.index] // batch))
@@ -147,12 +148,12 @@ class IsrlSiloRun:
 
     @functools.cached_property
     def _mine(self) -> Any:
-        """Arrays [1, records, ...] of this silo."""
+        """The silo's examples: a pytree of arrays [1, records, ...]."""
         return jax.device_get(self.held.train.examples)
 
     @functools.cached_property
     def _program(self) -> tuple[CompiledRound, SiloData, np.ndarray]:
-        """The round, the padded data with this silo alone in them, and its order."""
+        """The compiled round, padded data with records of this silo only, and record order."""
         silos, capacity = len(self.sizes), int(self.sizes.max())
 
         def padded(leaf: np.ndarray) -> np.ndarray:
@@ -174,7 +175,7 @@ class IsrlSiloRun:
     def message(
         self, round_index: int, key: RootKey, params: Any, state: Any, answered: int
     ) -> tuple[Any, Any]:
-        """What leaves the silo in a round; None once its records or its rounds are used up."""
+        """Returns the silo's message (None once records or rounds are used up) and its state."""
         if answered >= self._most:
             return None, state
         del round_index
@@ -194,7 +195,7 @@ class IsrlSiloRun:
 
 
 def round_words(key: RootKey) -> np.ndarray:
-    """uint32 [2, 8]: keys of a round's sample and noise, as in ``Schedule.keys``."""
+    """Returns the keys of a round's sample and noise, uint32 [2, 8], as in ``Schedule.keys``."""
     return key.numpy("isrl-keys").integers(0, 2**32, (2, 8), dtype=np.uint32)
 
 
@@ -207,7 +208,9 @@ class RemoteIsrlRun(RemoteRun, IsrlStudy):
             self.config, silos.task, silos.rows, noise
         )
         if self.parameters.noise is None:
-            raise BadInputError("privacy.epsilon is null: silos run with privacy")
+            raise BadInputError(
+                "privacy.epsilon is null, but remote silos run only with privacy: set it"
+            )
         self.multipliers = [float(z.noise_multiplier) for z in self.parameters.noise]
         self.num_params = self.loss.dim
 
@@ -224,7 +227,7 @@ class RemoteIsrlRun(RemoteRun, IsrlStudy):
 
 
 class RemoteIsrlAlgorithm(IsrlAlgorithm):
-    """The server's part of the algorithm: ``ask`` returns what silos sent."""
+    """The server's part of the algorithm; ``ask`` returns what silos sent."""
 
     def __init__(self, run: RemoteIsrlRun, ask: Ask) -> None:
         config, parameters = run.config, run.parameters
@@ -237,7 +240,7 @@ class RemoteIsrlAlgorithm(IsrlAlgorithm):
         self.stated = {"mechanism": run.mechanism_facts, "noise": run.multipliers}
 
     def terms(self) -> Terms:
-        """What is public; the silos check theirs."""
+        """Returns the public terms of the run; each silo checks its own secret ones."""
         return Terms(stated=self.stated, secret={})
 
     def row(self, stats: int) -> dict[str, Any]:  # type: ignore[override]
@@ -249,7 +252,7 @@ class RemoteIsrlAlgorithm(IsrlAlgorithm):
 
 
 class RemoteIsrlSteps(Steps):
-    """Blocks of rounds of the server."""
+    """The server's rounds, in blocks."""
 
     def __init__(self, run: RemoteIsrlAlgorithm, start: int) -> None:
         self.run, self.start = run, start

@@ -1,9 +1,9 @@
-"""A silo's process: a SuperNode that runs no code but what is installed here.
+"""A silo's process: a SuperNode that runs only the code that is installed here.
 
-Flower's SuperNode runs the app that a server sends it, with whatever that does to the data. This
-one speaks the same protocol with a SuperLink, never asks for an app, and gives every message to the
-silo's ClientApp. After any failure of a connection it makes another one: what the silo has answered
-is in its folder.
+Flower's SuperNode runs any app that a server sends, with access to the data. This node speaks the
+same protocol with a SuperLink, but never asks for an app: it passes every message to the silo's
+ClientApp. If a connection fails, it makes another, because the silo's folder holds what was
+answered.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from dpfl_jax.flower.silo import SiloClient
 
 _POLL_S = 0.2
 _RETRY_S = 2.0
-# A node that leaves withdraws what was not fetched yet.
+# Seconds until a node leaves: replies that the server has not fetched by then are lost.
 _LEAVE_S = 5.0
-_OBJECTS = 3  # of a request: the message, its content, the record of bytes
+_OBJECTS = 3  # objects in a request: the message, its content, the record of bytes
 
 
 def run_node(silo: SiloClient, insecure: bool = False, finish: bool = False) -> None:
     """Answers the server of a silo's configuration until it is interrupted.
 
     Args:
-      silo: whose.
-      insecure: without TLS; for tests on one machine.
-      finish: return once a run is finished.
+      silo: the silo that answers.
+      insecure: whether to connect without TLS, for tests on one machine.
+      finish: whether to return once a run is finished.
     """
     tls = None if insecure else context_of(silo)
     for name in ("flwr", "httpx"):
@@ -91,7 +91,7 @@ def run_node(silo: SiloClient, insecure: bool = False, finish: bool = False) -> 
                     if not _answer(client, node, app):
                         time.sleep(_POLL_S)
                 time.sleep(_LEAVE_S)
-        except Exception as error:  # no server, and nothing that one sends, ends a silo
+        except Exception as error:  # a missing server, or what one sends, must not end a silo
             if not waiting:
                 why = f"{silo.name} waits for {silo.config.server}: {error}"
                 silo.console.print(why, markup=False, highlight=False)
@@ -100,10 +100,10 @@ def run_node(silo: SiloClient, insecure: bool = False, finish: bool = False) -> 
 
 
 def context_of(silo: SiloClient) -> ssl.SSLContext:
-    """The TLS context by which a silo and its server know each other.
+    """Returns the TLS context with which a silo and its server recognise each other.
 
     Raises:
-      BadInputError: a file is missing, or holds no certificate or key.
+      BadInputError: a file is missing, or is not a certificate or key.
     """
     names = ("root_certificates", "certificate", "certificate_key")
     files: dict[str, str | None] = dict.fromkeys(names)
@@ -122,8 +122,8 @@ def context_of(silo: SiloClient) -> ssl.SSLContext:
             context.load_cert_chain(mine, key)
     except ssl.SSLError as error:
         raise BadInputError(
-            f"the files of {', '.join(name for name in names if files[name])} are no certificates "
-            f"and key that go together ({error.reason})"
+            f"{', '.join(name for name in names if files[name])} in silo.yaml are not files of "
+            f"certificates and a matching key ({error.reason}): set them to such files"
         ) from None
     return context
 
@@ -140,8 +140,11 @@ def connected(
 
     Args:
       address: HOST:PORT of the server.
-      tls: how the server is known; None: not at all.
-      most: bytes of its largest reply; a longer one ends the connection.
+      tls: context that checks the server's identity; None: no TLS.
+      most: largest number of bytes in a reply; a longer reply ends the connection.
+
+    Yields:
+      The HTTP client, and the node.
     """
     private, public = generate_key_pairs()
     identity = public_key_to_bytes(public)
@@ -152,7 +155,7 @@ def connected(
     with FleetHttpClient(
         f"http{'s' * (tls is not None)}://{address}", interceptors=signs, verify=tls or False
     ) as client:
-        client._client.follow_redirects = False  # to other machines that a silo can reach
+        client._client.follow_redirects = False  # a server must not make a silo call other machines
         client._client.headers["accept-encoding"] = "identity"
         client._client.event_hooks = {"response": [functools.partial(_read, most=most)]}
         client.RegisterNode(RegisterNodeFleetRequest(public_key=identity))
@@ -181,7 +184,7 @@ def connected(
 
 
 def _read(response: httpx.Response, most: int) -> None:
-    """Reads a reply that may be endless, or small and unpack to a lot."""
+    """Reads a reply, but not one that is too long, or compressed and might expand to too much."""
     if "content-encoding" in response.headers:
         raise httpx.RemoteProtocolError("its reply is compressed, which was not asked for")
     held = bytearray()
@@ -202,7 +205,7 @@ def _answer(client: FleetHttpClient, node: Node, app: Callable[..., Message]) ->
     run = message_from_proto(got.messages_list[0]).metadata.run_id
     tree = got.message_object_trees[0]
     if sum(1 for _ in iterate_object_tree(tree)) > _OBJECTS:
-        raise httpx.RemoteProtocolError("its message has parts that no request has")
+        raise httpx.RemoteProtocolError("its message has more parts than a request has")
     message = pull_and_inflate_object_from_tree(
         tree,
         make_pull_object_fn_protobuf(client.PullObject, node, run),

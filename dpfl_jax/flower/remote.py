@@ -1,4 +1,4 @@
-"""A run with remote silos: the server holds no data, and asks the silos, round by round."""
+"""A run with remote silos: the server holds no data, and asks the silos in every round."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT
 from dpfl_jax.run.report import TUNING_CAVEAT
 from dpfl_jax.task import Task
 
-# (round, parameters) -> what each silo that takes part has sent, by its index.
+# (round, parameters) -> what each silo that takes part has sent, by the silo's index.
 Ask = Callable[[int, Any], Mapping[int, Any]]
-# The silos of a study, from which a killed server resumes.
+# File with the silos of a run, for a server that resumes it.
 SILOS = "silos.json"
 NO_LEDGER = (
-    "privacy.ledger is set, but a server holds no records: remove it; every silo keeps a ledger of "
-    "its own"
+    "privacy.ledger is set, but a server holds no records, and every silo keeps its own ledger: "
+    "remove it"
 )
-# A silo that never hears that the run is over keeps its reservation, which costs as much.
+# Seconds to wait until silos confirm the end. One that never hears of it keeps its reservation in
+# the ledger, which costs the same.
 _DONE_S = 30.0
 _LATE: dict[str, Any] = {"kind": "late", "why": "it did not answer"}
 _SILO_CAVEAT = (
@@ -45,24 +46,24 @@ _Remote = TypeVar("_Remote", bound="RemoteRun")
 
 
 class Transport(Protocol):
-    """Sends requests to silos, by name."""
+    """Sends requests to silos by name."""
 
     def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
-        """Asks all nodes until ``count`` silos have answered: replies by silo name."""
+        """Asks all nodes until ``count`` silos have answered; returns replies by silo name."""
 
     def ask(self, requests: Mapping[str, bytes], most_s: float = math.inf) -> dict[str, bytes]:
-        """Replies of those that answer in time; asking a silo twice for the same does no harm."""
+        """Returns the replies of silos that answer in time; a request may be sent several times."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteSilos:
-    """The silos of a study, which have introduced themselves.
+    """The silos that have introduced themselves for a study.
 
     Attributes:
-      config: of the study.
+      config: the study's configuration.
       task: what is learned, the same at all silos.
-      rows: of each its ``name`` and public sizes, in order.
-      transport: sends requests to them.
+      rows: ``name`` and public sizes of each silo, in order.
+      transport: sends requests to the silos.
     """
 
     config: Any
@@ -76,10 +77,10 @@ class RemoteRun(Run, abc.ABC):
 
     Attributes:
       silos: the silos.
-      rows: of ``silos``.
-      plan: that the silos accepted, once ``algorithm`` was called.
+      rows: ``name`` and public sizes of each silo, in order.
+      plan: the plan that the silos accepted; set by ``algorithm``.
       multipliers: noise multiplier of each silo.
-      num_params: of the model.
+      num_params: number of parameters of the model.
     """
 
     task: Task
@@ -89,25 +90,25 @@ class RemoteRun(Run, abc.ABC):
     evaluation_caveat = ""
 
     def __init__(self, silos: RemoteSilos, noise: Any = None) -> None:
-        """Calibrates, if ``noise`` is None; else it is the noise multiplier of every silo."""
+        """Calibrates the noise if ``noise`` is None; else it is a noise multiplier per silo."""
         del noise
         self.silos, self.config, self.task, self.rows = silos, silos.config, silos.task, silos.rows
 
     @property
     @abc.abstractmethod
     def message_like(self) -> Any:
-        """Shapes and types of what a silo sends."""
+        """A pytree with the shapes and dtypes of what a silo sends."""
 
     @abc.abstractmethod
     def remote_algorithm(self, ask: Ask) -> Algorithm:
-        """Rounds whose silos are asked."""
+        """Returns the algorithm whose rounds ask the silos."""
 
     def algorithm(self, directory: RunDirectory, console: Console) -> Algorithm:
-        """Asks the silos to accept the plan.
+        """Asks the silos to accept the plan, and returns the algorithm.
 
         Raises:
-          BadInputError: silos that refuse, with the reason that they give.
-          StoppedError: one does not answer.
+          BadInputError: a silo refuses; the message has its reason.
+          StoppedError: a silo does not answer.
         """
         study, names = study_of(self.config), [row["name"] for row in self.rows]
         self.plan = plan = StudyPlan(directory.run_id, study, self.rows, self.multipliers)
@@ -118,7 +119,9 @@ class RemoteRun(Run, abc.ABC):
                 console.print(f"{name} is left out until it comes back", markup=False)
                 continue
             if name not in replies:
-                raise StoppedError(f"{name} did not answer to the plan; the same command resumes")
+                raise StoppedError(
+                    f"{name} did not answer the plan; run the same command again to resume"
+                )
             header, _ = unpack(replies[name])
             if header["kind"] != "accepted" or header["plan"] != plan.digest:
                 raise BadInputError(f"silo {name} refuses: {why_of(header)}")
@@ -127,10 +130,10 @@ class RemoteRun(Run, abc.ABC):
         return self.remote_algorithm(ask)
 
     def without_privacy(self, algorithm: Algorithm) -> Algorithm:
-        raise BadInputError("silos elsewhere train with privacy alone: set eval.baseline to false")
+        raise BadInputError("remote silos do not train without privacy: set eval.baseline to false")
 
     def evaluator(self) -> None:
-        """None: the server holds no data."""
+        """Returns None, because the server holds no data."""
 
     def after_steps(self, algorithm: Algorithm, result: RunResult) -> dict[str, Any]:
         """Tells the silos that the run is over."""
@@ -151,7 +154,7 @@ class RemoteRun(Run, abc.ABC):
         return (TUNING_CAVEAT, _SILO_CAVEAT, *config.data.caveats(), *config.metrics.caveats())
 
     def charge(self) -> Charge:
-        """Refuses: each silo charges its ledger."""
+        """Raises BadInputError, because each silo charges its own ledger."""
         raise BadInputError(NO_LEDGER)
 
     @property
@@ -187,7 +190,7 @@ class RemoteRun(Run, abc.ABC):
 
 @dataclasses.dataclass
 class _RoundRequester:
-    """``Ask``, over a transport."""
+    """An ``Ask`` that sends requests over a transport."""
 
     transport: Transport
     plan: StudyPlan
@@ -215,7 +218,7 @@ class _RoundRequester:
                 self.console.print(text, markup=False, highlight=False)
         if not messages and not absent:
             raise StoppedError(
-                f"no silo answered round {number}; the same command resumes once they do"
+                f"no silo answered round {number}; run the same command again to resume"
             )
         return messages
 
@@ -224,6 +227,6 @@ class _RoundRequester:
         for key, value in expected.items():
             if header.get(key) != value:
                 raise BadInputError(
-                    f"{name} sent a message of {key} {header.get(key)!r}, not {value!r}: it is not "
-                    "of this run"
+                    f"{name} sent a message with {key} {header.get(key)!r}, not {value!r}: it does "
+                    "not belong to this run"
                 )

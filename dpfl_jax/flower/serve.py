@@ -1,4 +1,4 @@
-"""The server's process: a SuperLink behind a proxy, and the study as a Flower app that it runs."""
+"""The server's process: a SuperLink behind a proxy, which runs the study as a Flower app."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ log = {log}
 outcome = {outcome}
 wait = {wait}
 """
-# Silos run what is installed with them (``flower.node``): this app is the server's alone.
+# Only the server runs this app: silos run what is installed with them (``flower.node``).
 _STUDY = """\
 from flwr.clientapp import ClientApp
 
@@ -82,17 +82,16 @@ def serve(
     silos: str | None = None,
     wait: float = 600.0,
 ) -> dict[str, Any]:
-    """Runs (or resumes) a study as its server; returns its report.
+    """Runs (or resumes) a study as its server, and returns its report.
 
     Args:
-      config: the study's configuration; every silo gets what is in it.
-      run_dir: of the server; one that was killed resumes from its last checkpoint.
-      console: for people.
+      config: file of the study's configuration, whose contents every silo gets.
+      run_dir: run directory of the server; a run that was killed resumes from its last checkpoint.
+      console: shows messages.
       host: address to listen at.
-      port: to listen at.
-      tls: files of the server's certificate and its key; None: without TLS, for tests on one
-        machine.
-      silos: file with the certificate that signs those of silos; None: silos need none.
+      port: port to listen at.
+      tls: files of the server's certificate and its key; None: no TLS, for tests on one machine.
+      silos: file with the certificate that signs silos' certificates; None: silos need none.
       wait: seconds until a silo that is gone is left out of a round.
 
     Raises:
@@ -109,14 +108,14 @@ def serve(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         link = free.getsockname()[1]
-    # On localhost, for which no certificate of the server's name would be valid.
+    # Insecure, because it listens on localhost, for which the server's certificate is not valid.
     command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(link), "--insecure"]
     command += ["--disable-runtime-dependency-installation"]
     _wait_for_another(directory)
     with open_plain(study_log) as file:
         seen = file.seek(0, os.SEEK_END)
     with exits_on_sigterm() as check, contextlib.ExitStack() as stack:
-        # Code is run from there, so it is not in the run directory: others may have sent that.
+        # A new folder, because code is run from it, and others may have sent the run directory.
         fresh = tempfile.TemporaryDirectory(prefix="dpfl-", ignore_cleanup_errors=True)
         home = pathlib.Path(stack.enter_context(fresh))
         outcome = home / "outcome.json"
@@ -144,17 +143,17 @@ def serve(
         raise StoppedError(how["why"])
     report = finished_report(directory)
     if report is None:
-        raise StoppedError("the server was stopped; the same command resumes")
+        raise StoppedError("the server was stopped; run the same command again to resume")
     return report
 
 
 @contextlib.contextmanager
 def exits_on_sigterm() -> Iterator[Callable[[], None]]:
-    """Inside, SIGTERM exits with status 143, after all that was started has been ended.
+    """Makes SIGTERM exit with status 143 within the block, so that blocks clean up.
 
     Yields:
-      A function to call now and then: Python ignores an exception in a callback of the garbage
-      collector, and the function raises it again.
+      A function to call regularly: it exits again if the first exit was lost, as Python ignores
+      exceptions in callbacks of the garbage collector.
     """
     received = False
 
@@ -191,7 +190,7 @@ def _write_app(home: pathlib.Path, link: int, wait: float, files: dict[str, path
 
 
 def _print_new(log: pathlib.Path, seen: int, console: Console) -> int:
-    """Prints the whole lines of a log after ``seen`` bytes; returns how many are seen now."""
+    """Prints the complete lines of a log after ``seen`` bytes; returns the new number of bytes."""
     whole, _, _ = (log.read_bytes()[seen:] if log.exists() else b"").rpartition(b"\n")
     for line in whole.decode().splitlines():
         console.print(line, markup=False, highlight=False)
@@ -205,7 +204,7 @@ def _start(
     console: Console,
     check: Callable[[], None],
 ) -> None:
-    """Submits the study, once the SuperLink listens."""
+    """Submits the study once the SuperLink listens."""
     for attempt in range(60):
         check()
         made = subprocess.run(
@@ -220,7 +219,7 @@ def _start(
 
 
 def _wait_for_another(directory: pathlib.Path, most_s: float = 60.0) -> None:
-    """Waits until the processes of a server that was killed are gone, too."""
+    """Waits until all processes of a server that was killed have ended and unlocked its run."""
     lock, end = directory / "run.lock", time.monotonic() + most_s
     while lock.exists() and time.monotonic() < end:
         with lock.open("r") as file:
@@ -232,14 +231,14 @@ def _wait_for_another(directory: pathlib.Path, most_s: float = 60.0) -> None:
 
 
 def _end_with_parent() -> None:
-    """Called in a child: on Linux it is killed when its parent is."""
+    """Called in a child process: on Linux, kills it when its parent ends."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager
 def _running(command: list[str], environment: dict[str, str], log: Any) -> Iterator[None]:
-    """Runs a process, and ends it and all that it started with the block."""
+    """Runs a process within the block, and then ends it with all processes that it started."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -260,8 +259,8 @@ def _running(command: list[str], environment: dict[str, str], log: Any) -> Itera
 
 
 # ---- a reverse proxy for the SuperLink -----------------------------------------------------------
-# A SuperLink has one port for silos and for apps to run, and runs the app of anybody who reaches
-# it. So it listens on localhost alone, and this forwards what silos ask of it, over TLS.
+# A SuperLink takes silos' calls and apps to run on one port, from anyone who reaches it. So it
+# listens on localhost only, and this proxy forwards silos' calls, over TLS.
 
 _NOT_FORWARDED = {
     "host", "connection", "content-length", "content-encoding", "transfer-encoding",
@@ -269,18 +268,18 @@ _NOT_FORWARDED = {
 }  # fmt: skip
 
 
-# Anybody who reaches the port may send bytes without end, and is a node by a key made a moment ago.
-# Only updates of silos are large: a node sends one at a time and states its length first; what does
-# not fit with the others waits, and none may stall or crawl.
-_LARGE, _MOST_BYTES = "push-object", 2 << 30  # what protobuf allows, of all nodes together
+# Anyone who reaches the port may send any number of bytes, and can become a node with a new key.
+# Only silos' updates are large. A node sends one update at a time, and states its length first. An
+# update waits until it fits with the others, and must not stall or be too slow.
+_LARGE, _MOST_BYTES = "push-object", 2 << 30  # protobuf's limit, here for all nodes together
 _MOST_OTHER_BYTES, _MOST_CALLS = 1 << 20, 1000
-_STILL_S, _SLOWEST = 60.0, 20_000  # bytes a second
-_WAIT_S = 25.0  # after 30 a silo gives up
-_NODE = "flwr-public-key"  # the header by which a SuperLink knows a node, signed
+_STILL_S, _SLOWEST = 60.0, 20_000  # longest pause in seconds, slowest rate in bytes per second
+_WAIT_S = 25.0  # a silo gives up after 30 seconds
+_NODE = "flwr-public-key"  # the signed header by which a SuperLink recognises a node
 
 
 async def _body(request: Request, most: int) -> bytes | None:
-    """The body of a request; None if it is too long, or stalls."""
+    """The body of a request; None if it is too long, stalls or is too slow."""
     pieces, held = request.stream(), bytearray()
     try:
         async with asyncio.timeout(_STILL_S + most / _SLOWEST):
@@ -342,18 +341,21 @@ def _app(link: int) -> Starlette:
 def front(
     host: str, port: int, link: int, tls: tuple[str, str] | None, silos: str | None = None
 ) -> Iterator[int]:
-    """Forwards calls of silos to the SuperLink until the block ends; yields the port.
+    """Forwards silos' calls to the SuperLink until the block ends.
 
     Args:
       host: address to listen at.
-      port: to listen at.
+      port: port to listen at.
       link: port of the SuperLink on this machine.
-      tls: files of a certificate and its key; None: without TLS.
-      silos: file with the certificate that signs those of silos, without which a caller is turned
-        away; None: all callers are heard.
+      tls: files of a certificate and its key; None: no TLS.
+      silos: file with the certificate that signs silos' certificates; callers without one are
+        turned away. None: all callers may connect.
+
+    Yields:
+      The port that it listens at.
 
     Raises:
-      BadInputError: it cannot listen there, or the files are no certificate and key.
+      BadInputError: it cannot listen there, or the files are not a certificate and its key.
     """
     certificate, key = tls or (None, None)
     config = uvicorn.Config(
@@ -373,7 +375,7 @@ def front(
     except OSError as error:
         what = "--certificate and --key" if isinstance(error, ssl.SSLError) else "--host and --port"
         raise BadInputError(
-            f"no server can be at {host}:{port} ({error}): look at {what}"
+            f"no server can listen at {host}:{port} ({error}): check {what}"
         ) from None
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

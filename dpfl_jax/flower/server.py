@@ -20,23 +20,24 @@ from dpfl_jax.run.pipeline import run_experiment
 from dpfl_jax.task import Task
 
 _RUNS: dict[str, Any] = {"silos": federated.RemoteFederatedRun, "isrl": isrl.RemoteIsrlRun}
-# How long a resumed server waits for all its silos to come back.
+# How many seconds a resumed server waits for all its silos to come back.
 _RETURN_S = 60.0
 
 
 def prepare(
     config: Any, transport: Transport, console: Console, known: list[dict[str, Any]] | None = None
 ) -> RemoteRun:
-    """Asks the silos who they are, and calibrates.
+    """Waits for the silos to introduce themselves, and calibrates their noise.
 
     Args:
       config: the study's configuration.
       transport: sends requests to the silos.
-      console: for people.
-      known: rows of the silos of a resumed run, of which some may be gone; None: a new run.
+      console: shows messages.
+      known: the silos' rows of a resumed run, of which some may be gone; None: a new run.
 
     Raises:
-      BadInputError: studies or schemas that differ, named with the silo.
+      BadInputError: a silo's study or schema differs; the message names the silo.
+      StoppedError: a resumed run has no silo.
     """
     if config.privacy.ledger is not None:
         raise BadInputError(NO_LEDGER)
@@ -51,26 +52,32 @@ def prepare(
         if header["kind"] != "hello":
             raise BadInputError(f"silo {name} refuses: {why_of(header)}")
         headers[name] = header
-    if known is not None:  # an unknown silo does not end a resumed run
+    if known is not None:  # a silo that is new does not end a resumed run; it is ignored
         names = {row["name"] for row in known}
         headers = {name: header for name, header in headers.items() if name in names}
     elif len(headers) != count:
-        raise BadInputError(f"{count} silos are expected, but there are {sorted(headers)}")
+        raise BadInputError(
+            f"{count} silos are expected, but there are {sorted(headers)}: look at federation.silos"
+        )
     if not headers:
-        raise StoppedError("no silo is there; the same command resumes once one is")
+        raise StoppedError("no silo is connected; run the same command again to resume")
     introduced = {name: _introduced(name, header) for name, header in headers.items()}
     tasks = {name: json.dumps(header["task"], sort_keys=True) for name, header in headers.items()}
     first = next(iter(tasks))
     for name, task in tasks.items():
         if task != tasks[first]:
             raise BadInputError(
-                f"the tables of {first} and {name} differ: {tasks[first]} and {task}"
+                f"the tables of {first} and {name} differ: {tasks[first]} and {task}; give all "
+                "silos tables with the same columns"
             )
     rows = [row for row, _ in introduced.values()]
     if known is not None:
         for row in rows:
             if row not in known:
-                raise BadInputError(f"the run began with the silos {known}, and not with {row}")
+                raise BadInputError(
+                    f"the run began with the silos {known}, not with {row}: bring that silo's data "
+                    "back, or begin another run"
+                )
         rows = known
     with console.status("calibrating noise"):
         silos = RemoteSilos(config, introduced[first][1], rows, transport)
@@ -78,11 +85,7 @@ def prepare(
 
 
 def _introduced(name: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], Task]:
-    """A silo's row of the plan, and its task, from its reply.
-
-    Raises:
-      BadInputError: the reply has no such things.
-    """
+    """A silo's row of the plan, and its task, from its reply; BadInputError if it has none."""
     try:
         facts, task = header["facts"], Task.from_json(header["task"])
         whole = "name" not in facts and all(
@@ -91,12 +94,15 @@ def _introduced(name: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], T
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
-        raise BadInputError(f"silo {name} sent no sizes and task: it runs other software")
+        raise BadInputError(
+            f"silo {name} sent no sizes and task, because it runs other software: install the "
+            "server's version there"
+        )
     return {"name": name, **facts}, task
 
 
 def _in_order(names: Mapping[str, Any]) -> Callable[[tuple[str, Any]], Any]:
-    """A key that sorts names as ``data.table`` numbers those of a silo column."""
+    """A sort key that orders silos as ``data.table`` does those of a silo column."""
     whole = all(name.isdecimal() for name in names)
     return lambda item: int(item[0]) if whole else item[0]
 
@@ -108,12 +114,12 @@ def run_study(
 
     Args:
       config: the study's configuration.
-      run_dir: of the server; a server that was killed resumes from its last checkpoint.
+      run_dir: run directory of the server; a run that was killed resumes from its last checkpoint.
       transport: sends requests to the silos.
-      console: for people.
+      console: shows messages.
 
     Raises:
-      BadInputError: silos that refuse, with the reason that they give.
+      BadInputError: a silo refuses; the message has its reason.
       StoppedError: no silo answers.
     """
     path = pathlib.Path(run_dir) / SILOS

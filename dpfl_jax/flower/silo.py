@@ -1,4 +1,4 @@
-"""A silo: it answers a server's requests, within its policy, and writes down what it did.
+"""A silo: it answers a server's requests within its policy, and logs what it did.
 
 Requests, each answered by one reply (``wire``):
 
@@ -7,10 +7,11 @@ Requests, each answered by one reply (``wire``):
     round   run, plan, round, parameters     -> a message, "absent" by a coin, or a refusal
     done    run, plan                        -> that the run is committed to the ledger
 
-A round is answered once: the same request gets the same bytes again, and one with other parameters
-a refusal, because the same noise on two sums would cancel. A request is on the disk before it is
-computed, and a reply before it is sent. A round's draws come from a number that is drawn when the
-round is requested, so that a folder restored from a copy draws other numbers.
+A round is answered once. The same request gets the same bytes again. A request for the same round
+with other parameters is refused, because the same noise on two sums would cancel. A request is
+logged to the disk before it is computed, and a reply before it is sent. A round's randomness comes
+from a number that is drawn when the round is requested, so that a folder that was restored from a
+copy draws other noise.
 """
 
 from __future__ import annotations
@@ -51,23 +52,24 @@ from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.run.pipeline import Charge
 from dpfl_jax.run.report import environment
 
-# The reply to all failures whose reason may depend on the silo's data.
+# The reply to every failure whose reason may depend on the silo's data.
 UNSAID = "its operator knows why (its log says so)"
 _MOST_LOGGED = 500  # characters of a request
 _HELD: dict[str, Any] = {"silos": federated.FederatedSiloData, "isrl": isrl.IsrlSiloData}
 
 
 def study_config(folder: pathlib.Path, silo: SiloConfig) -> Any:
-    """The study's configuration with the data of this silo.
+    """Returns the study's configuration with the data section of this silo.
 
     Raises:
-      BadInputError: a configuration of another kind, or one that remote silos cannot run.
+      BadInputError: remote silos cannot run the configuration, or ``silo.yaml`` changes a key on
+        which all parties agreed.
     """
     path = folder / silo.config
     config = read_study(path)
     study_of(config)
     data = dict(silo.data)
-    # A path of the silo's file is relative to its folder.
+    # A path in silo.yaml is relative to the silo's folder.
     if isinstance(data.get("path"), str) and not data["path"].startswith("hf:"):
         data["path"] = str(folder / os.path.expandvars(os.path.expanduser(data["path"])))
     raw = config_to_dict(config)
@@ -77,15 +79,15 @@ def study_config(folder: pathlib.Path, silo: SiloConfig) -> Any:
     before, after = study_of(config), study_of(merged)
     if before != after:
         raise BadInputError(
-            f"{folder / CONFIG}: data: {first_difference(after, before)}: that part is the "
-            "study's, the same at all silos"
+            f"{folder / CONFIG}: data: {first_difference(after, before)}: the study decides this "
+            "key for all silos, so remove it there"
         )
     return merged
 
 
 @dataclasses.dataclass
 class _AcceptedRun:
-    """A run whose plan was accepted."""
+    """A run whose plan this silo accepted."""
 
     plan: StudyPlan
     work: Any
@@ -94,7 +96,7 @@ class _AcceptedRun:
 
 
 class SiloClient:
-    """Answers requests from the folder that ``dpfl silo init`` made.
+    """A silo that answers requests, from the folder that ``dpfl silo init`` made.
 
     Examples:
       >>> import tempfile
@@ -108,21 +110,27 @@ class SiloClient:
     """
 
     def __init__(self, folder: str | os.PathLike[str], console: Console | None = None) -> None:
-        """Reads data, key, ledger and log; one process at a time.
+        """Reads data, key, ledger and log, and locks the folder for this process.
+
+        Args:
+          folder: the silo's folder.
+          console: shows messages to the silo's operator; None: none are shown.
 
         Raises:
-          BadInputError: anything wrong with them.
+          BadInputError: one of them is missing or wrong, or another process has locked the folder.
         """
         self.folder = pathlib.Path(folder).absolute()
         self.console = console or Console(quiet=True)
         self.config = read_silo_config(self.folder)
         self._key = read_key(self.folder)
-        # The key is locked, as without it there is no silo any more.
+        # The lock is on the key's file, because no silo can work without it.
         self._lock = (self.folder / KEY).open("r+")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise BadInputError(f"another process works for the silo in {self.folder}") from None
+            raise BadInputError(
+                f"another process works for the silo in {self.folder}: end that one first"
+            ) from None
         self.name, self.policy = self.config.name, self.config.policy
         study = study_config(self.folder, self.config)
         self.study = study_of(study)
@@ -133,39 +141,37 @@ class SiloClient:
         self._check_ledger()
 
     def _check_ledger(self) -> None:
-        """Raises BadInputError where the log knows of a run that the ledger does not."""
+        """Raises BadInputError if the log has an accepted run that the ledger has not."""
         charged = self._charged()
         for row in self.log.rows:
             if row["kind"] == "accepted" and row["run"] not in charged:
                 raise BadInputError(
                     f"run {row['run']} is in {self.folder / LOG} but not in {LEDGER}, so that it "
-                    "is not known any more what was spent: bring the ledger back, or begin a new "
+                    "is no longer known what was spent: bring the ledger back, or begin a new "
                     "silo with `dpfl silo init`"
                 )
 
     def _charged(self) -> set[str]:
-        """Runs of the ledger, in all its accounts."""
+        """The runs in all accounts of the ledger."""
         return {run for account in self.ledger.accounts() for run in self.ledger.runs(account)}
 
     @property
     def largest_request(self) -> int:
-        """Bytes of the largest message that a server may send: parameters, or a plan.
-
-        Parameters have four bytes each, or eight; a plan has a line for each silo.
-        """
+        """Bytes of the largest message that a server may send: parameters, or a plan."""
+        # At most eight bytes a parameter, and 1 MiB for a plan, which has a line for each silo.
         return (1 << 20) + 8 * self.held.num_params
 
     def close(self) -> None:
-        """Lets another process work."""
+        """Unlocks the folder, so that another process can work for the silo."""
         self._lock.close()
 
     # ---- requests --------------------------------------------------------------------------
 
     def answer(self, request: bytes) -> bytes:
-        """The reply to a request; a refusal is a reply, too.
+        """Returns the reply to a request; a refusal is a reply, too.
 
-        What is wrong with the silo's data is said to its operator alone: a sentence may name a
-        record.
+        What is wrong with the silo's data is shown only to its operator, because the sentence may
+        name a record.
         """
         header: dict[str, Any] = {}
         try:
@@ -174,7 +180,7 @@ class SiloClient:
             kept = {key: header.get(key) for key in ("kind", "run", "round")}
             about = {k: str(v)[:_MOST_LOGGED] for k, v in kept.items() if isinstance(v, str | int)}
             expected = isinstance(error, BadInputError | RecursionError)
-            # A server's words move no cursor on the operator's screen, and fill no disk.
+            # A server's words must not control the operator's terminal, nor fill the disk.
             why = str(error) if expected else f"it failed with {type(error).__name__}"
             why = "".join(c if c.isprintable() else "?" for c in why)[:_MOST_LOGGED]
             self.log.append("refused", asked=about, why=why)
@@ -186,12 +192,12 @@ class SiloClient:
             return pack({"kind": "refused", "silo": self.name, "why": why})
 
     def _answer(self, request: bytes, header: dict[str, Any]) -> bytes:
-        """The reply; ``header`` is filled in as soon as it is known."""
+        """The reply; fills ``header`` in as soon as it is read, for the log of a failure."""
         unpacked, arrays = unpack(request)
         header |= unpacked
         kind = header.get("kind")
         if read_silo_config(self.folder) != self.config:
-            raise RefusedError(f"{CONFIG} has changed since this silo began: start it again")
+            raise RefusedError(f"{CONFIG} has changed since this silo started: restart it")
         if kind == "hello":
             return self._hello(header)
         if kind == "plan":
@@ -213,7 +219,7 @@ class SiloClient:
             "name": self.name,
             "facts": self.held.facts,
             "task": dataclasses.asdict(task),
-            # By this a restarted server recognises the silo; no other silo can compute it.
+            # With this the server recognises a silo that restarts; no other silo can compute it.
             "token": self._key.keyed_digest("hello", json.dumps(self.study, sort_keys=True)),
         }
         self.log.append("hello", told=introduction)
@@ -234,28 +240,29 @@ class SiloClient:
         return pack({"kind": "accepted", "silo": self.name, "plan": plan.digest})
 
     def _accept(self, run: _AcceptedRun, begun: dict[str, Any] | None) -> None:
-        """Everything that is irrevocable, in an order in which a crash can only over-report."""
+        """Makes the irrevocable changes, in an order in which a crash can only over-report."""
         plan, work = run.plan, run.work
         guarantee = self.held.about(work.guarantee(), self.name)
-        self._check_ledger()  # it may have been removed since this process began
+        self._check_ledger()  # the ledger may have been removed since this process started
         (charge, account), most = self._charge(work), self.policy.total_epsilon
         others = [other for other in self.ledger.accounts() if other != account]
         if others and most is not None:
             raise BadInputError(
-                f"the ledger counts other runs by another measure ({others[0].adjacency}), which "
-                f"does not add up with this run's ({account.adjacency}): keep to one policy.unit "
-                "and to plans of one measure, or remove policy.total_epsilon"
+                f"the ledger has runs with another adjacency ({others[0].adjacency}), which do not "
+                f"add up with this run's ({account.adjacency}): keep to one policy.unit and to "
+                "plans with one adjacency, or remove policy.total_epsilon"
             )
         if begun is None and plan.run in self._charged():
             raise RefusedError(
                 f"run {plan.run} is in the ledger but not in the log, so that it is not known what "
-                "was sent in it: begin another run"
+                "this silo sent in that run: begin another run"
             )
         row = {"run": plan.run, "plan": plan.digest, "nonce": run.nonce, "data": self._data(work)}
         if begun is None:
             self.log.append("accepting", **row)  # after a crash here the same plan is resumed
         spent = self.ledger.reserve(account, plan.run, charge.event, charge.delta, most)
-        work.check()  # on sampled records: whether it fails depends on them, and is paid for by now
+        # Runs on sampled records, so that its outcome depends on them: it is paid for by now.
+        work.check()
         write_atomically(run.folder / "plan.json", json.dumps(plan.to_json()), mode=0o600)
         self.log.append(
             "accepted",
@@ -271,7 +278,7 @@ class SiloClient:
         return charge, charge.account(self.name)
 
     def _opened(self, plan: StudyPlan, begun: dict[str, Any] | None) -> _AcceptedRun:
-        """The run of a plan, after everything about it was checked."""
+        """The run of a plan, once everything about the plan is checked."""
         if plan.run in self.runs and self.runs[plan.run].plan.digest == plan.digest:
             return self.runs[plan.run]
         different = first_difference(self.study, plan.study)
@@ -283,14 +290,15 @@ class SiloClient:
             raise RefusedError(f"the plan has {len(plan.names)} silos, but the study {count}")
         if any(set(row) != {"name", *self.held.facts} for row in plan.silos):
             raise RefusedError(
-                f"the plan's silos are not described by {sorted(self.held.facts)} alone"
+                f"the plan must describe silos by name and {sorted(self.held.facts)} and by "
+                "nothing else"
             )
         index = plan.names.index(self.name)
         different = first_difference(self.held.facts | {"name": self.name}, plan.silos[index])
         if different:
-            raise RefusedError(f"the plan's facts of this silo are not what it holds: {different}")
+            raise RefusedError(f"the plan's sizes of this silo are not those it has: {different}")
         nonce = secrets.token_hex(32) if begun is None else begun["nonce"]
-        # From the plan, and a number that only this silo drew: no other run has these draws.
+        # From the plan and a random number of this silo, so that no other run has these draws.
         key = self._key.child(f"run:{plan.digest}:{nonce}")
         work = self.held.work(plan, index, key)
         if begun is not None and begun["data"] != self._data(work):
@@ -320,7 +328,7 @@ class SiloClient:
         return self.folder / "runs" / hashlib.sha256(run.encode()).hexdigest()[:24]
 
     def accepted_run(self, header: dict[str, Any]) -> _AcceptedRun:
-        """The accepted run that a request is about."""
+        """Returns the accepted run that a request is about, opening it again after a restart."""
         name = header.get("run")
         accepted = self.log.find("accepted", run=name)
         if accepted is None:
@@ -356,8 +364,8 @@ class SiloClient:
         sent = None if reply is None else hashlib.sha256(reply).hexdigest()
         if sent != (None if answered is None else answered["message"]):
             raise RefusedError(
-                f"what was sent in round {number} of run {name} is not what the log says, so that "
-                "it is not known what a second answer would give away: begin another run"
+                f"the stored reply to round {number} of run {name} is not the one in the log, so "
+                "that a second reply might reveal more than was accounted: begin another run"
             )
         if reply is not None:
             self.log.append("repeated", run=name, round=number)
@@ -365,8 +373,8 @@ class SiloClient:
         here = json.dumps(environment(), sort_keys=True)
         if asked is not None and asked["computed_with"] != here:
             raise RefusedError(
-                f"round {number} of run {name} was begun with other software: it could not be "
-                "repeated to the last bit"
+                f"round {number} of run {name} was begun with other software, so that it cannot be "
+                "repeated to the last bit: bring that software back, or begin another run"
             )
         later = [r for r in self._rounds(name, "asked") if r > number]
         if later:
@@ -396,7 +404,7 @@ class SiloClient:
         return reply
 
     def _catch_up(self, run: _AcceptedRun) -> None:
-        """Logs what may have been sent before the silo crashed or its disk was full."""
+        """Logs replies that may have been sent before the silo crashed or its disk was full."""
         name = run.plan.run
         for number in sorted({*self._rounds(name, "asked")} - {*self._rounds(name, "answered")}):
             path = run.folder / f"{number:06d}.message"
@@ -409,7 +417,7 @@ class SiloClient:
         self.log.append("answered", run=name, round=number, sent=sent, message=digest)
 
     def _state(self, run: _AcceptedRun, answered: list[int]) -> Any:
-        """What the silo kept after the last round in which it took part."""
+        """The silo's state after the last round in which it took part."""
         if not answered:
             return run.work.start()
         path = run.folder / f"{max(answered):06d}.state"
@@ -432,5 +440,5 @@ class SiloClient:
 
 
 def drawn_key(run_key: RootKey, nonce: str) -> RootKey:
-    """The key of a round's coin, sample and noise; its ``nonce`` is drawn when it is requested."""
+    """Returns the key of a round's coin, sample and noise, from the nonce drawn for the round."""
     return run_key.child(f"drawn:{nonce}")

@@ -22,8 +22,8 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import private_folder
 
 CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log.jsonl"
-# Of a round's records. Arrays have one shape for all silos: it follows from what the plan says of
-# the others, too.
+# Largest memory for a round's records. Arrays have one shape for all silos, which depends on what
+# the plan says about other silos, too.
 _MOST_BYTES = 4 << 30
 
 
@@ -31,7 +31,7 @@ _MOST_BYTES = 4 << 30
 
 
 class RefusedError(BadInputError):
-    """A silo refuses a request.
+    """Raised when a silo refuses a request.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -42,25 +42,25 @@ class RefusedError(BadInputError):
 
 
 def check_memory(arrays: float) -> None:
-    """Raises RefusedError where a plan's arrays would take too many bytes."""
+    """Raises RefusedError if a plan's arrays would take too many bytes."""
     if arrays > _MOST_BYTES:
         raise RefusedError(
-            f"with the sizes that the plan says silos have, a round would take {arrays:.3g} bytes "
-            f"of memory here, but {_MOST_BYTES:.3g} is the most: take smaller batches or fewer "
+            f"with the silos' sizes in the plan, a round would take {arrays:.3g} bytes of memory "
+            f"here, but at most {_MOST_BYTES:.3g} are allowed: take smaller batches or fewer "
             "local steps"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanDemands:
-    """What a plan needs a silo to allow, computed by the silo.
+    """What a plan needs a silo's policy to allow, as computed by the silo.
 
     Attributes:
       mechanism: kind of the mechanism.
       rounds: number of rounds.
-      noise_multiplier: of the silo's steps.
-      epsilon: of one of the silo's people (``Policy.unit``), at the policy's delta.
-      unit: whom that is for.
+      noise_multiplier: noise multiplier of the silo's steps.
+      epsilon: epsilon of one unit of the silo, at the policy's delta.
+      unit: the unit, ``"subject"`` or ``"record"``.
     """
 
     mechanism: str
@@ -71,19 +71,21 @@ class PlanDemands:
 
 
 class Policy(Section):
-    """What a silo's operators signed off. Each limit is checked against what the silo computes.
+    """The limits that a silo's operators agreed to, checked against what the silo computes itself.
 
     Attributes:
-      epsilon: largest of one run, for one of the silo's people. Personal budgets (rPDP) hold per
-        run, too: a person's add up over runs, and total_epsilon counts each run's epsilon alone.
-      delta: at which epsilon is computed.
-      unit: who these people are: subject (with all records here and in other silos), or record.
-      total_epsilon: largest of all runs together, by the silo's ledger, also if a run is chosen by
-        what earlier ones showed. The first run fixes it, and a larger one later is what holds for
-        all. null: no limit but an earlier one, so that a server may begin one run after the other.
-      least_noise_multiplier: of a step.
-      most_rounds: of a run.
-      mechanisms: kinds that are allowed (mechanism.kind).
+      epsilon: largest epsilon of one run for one unit. Personal budgets (rPDP) also hold per run:
+        a person's budgets add up over runs, and total_epsilon counts only each run's epsilon.
+      delta: delta at which epsilon is computed.
+      unit: what is protected: subject (a person with all their records here and in other silos),
+        or record.
+      total_epsilon: largest epsilon of all runs together, by the silo's ledger. It also holds if
+        runs are chosen by the results of earlier ones. The first run sets it; if it is raised
+        later, the raised one is what holds for all runs. null: no limit unless an earlier run set
+        one, so that a server may begin any number of runs.
+      least_noise_multiplier: least noise multiplier of a step.
+      most_rounds: largest number of rounds in a run.
+      mechanisms: kinds of mechanisms that are allowed (mechanism.kind).
 
     Examples:
       >>> from dpfl_jax.flower import Policy
@@ -104,10 +106,10 @@ class Policy(Section):
     mechanisms: tuple[str, ...] = Field(min_length=1)
 
     def check(self, demands: PlanDemands) -> None:
-        """Raises RefusedError, in one sentence, unless all of it is allowed."""
+        """Raises RefusedError unless the policy allows all that a plan demands."""
         if demands.mechanism not in self.mechanisms:
             raise RefusedError(
-                f"the plan is of mechanism {demands.mechanism}, but policy.mechanisms allows "
+                f"the plan has the mechanism {demands.mechanism}, but policy.mechanisms allows "
                 f"{', '.join(self.mechanisms)}"
             )
         if demands.rounds > self.most_rounds:
@@ -133,19 +135,20 @@ class Policy(Section):
 
 
 class SiloConfig(Section):
-    """``silo.yaml``: what concerns this silo alone.
+    """``silo.yaml``: the configuration of one silo.
 
     Attributes:
-      name: of the silo; the order of names is the order of silos.
-      config: the study's configuration, agreed on by all parties; relative to the silo's folder.
-      data: keys of its section ``data`` that each silo sets for itself, such as path.
-      policy: limits.
-      server: HOST:PORT of the server's SuperLink.
-      root_certificates: file with the certificate that the server's is checked with; null: those of
-        the system.
+      name: name of the silo; silos are ordered by name.
+      config: file of the study's configuration, on which all parties agreed, relative to the silo's
+        folder.
+      data: keys of the section ``data`` that each silo sets for itself, such as path.
+      policy: limits on what the silo accepts.
+      server: HOST:PORT of the server.
+      root_certificates: file with the certificate that the server's certificate is checked with;
+        null: the system's root certificates.
       certificate: file with the silo's certificate, for a server that asks for one
-        (``--silo-certificates``), and its key ``certificate_key``; null: none.
-      certificate_key: likewise.
+        (``--silo-certificates``); null: none.
+      certificate_key: file with the private key of ``certificate``; null: none.
     """
 
     name: str = Field(pattern=NAME)
@@ -169,7 +172,7 @@ def read_silo_config(folder: pathlib.Path) -> SiloConfig:
         return SiloConfig.model_validate(read_yaml(path.read_text(), str(path)))
     except FileNotFoundError:
         raise BadInputError(
-            f"{folder} is no folder of a silo (it has no {CONFIG}): make one with `dpfl silo init`"
+            f"{folder} is not a silo's folder (it has no {CONFIG}): make one with `dpfl silo init`"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
@@ -178,7 +181,7 @@ def read_silo_config(folder: pathlib.Path) -> SiloConfig:
 
 
 def make_key(folder: pathlib.Path) -> None:
-    """Writes a new secret root key, which only the owner can read; never over another one."""
+    """Writes a new secret root key, readable only by its owner; fails if there already is one."""
     private_folder((folder / KEY).parent)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with os.fdopen(os.open(folder / KEY, flags, 0o600), "w") as file:
@@ -189,7 +192,7 @@ def read_key(folder: pathlib.Path) -> RootKey:
     """Reads a silo's root key.
 
     Raises:
-      BadInputError: there is none, or others can read it.
+      BadInputError: the key is missing or damaged, or other users can read it.
     """
     path = folder / KEY
     try:
@@ -208,9 +211,9 @@ def read_key(folder: pathlib.Path) -> RootKey:
 
 
 class SiloLog:
-    """What a silo was asked and what it answered; it holds no records and no keys.
+    """The log of what a silo was asked and what it answered. It holds no records and no keys.
 
-    Append-only: each line has the hash of the one before it, and the silo's seal.
+    The log is append-only: each line has the hash of the line before it, and the silo's seal.
     """
 
     def __init__(self, path: pathlib.Path, key: RootKey) -> None:
@@ -218,7 +221,7 @@ class SiloLog:
 
         Args:
           path: the file.
-          key: of the silo, which seals its lines.
+          key: the silo's root key, which seals the lines.
 
         Raises:
           BadInputError: a line was changed or removed.
@@ -236,8 +239,8 @@ class SiloLog:
                     raise ValueError
             except (ValueError, KeyError, AttributeError):
                 raise BadInputError(
-                    f"{path}, line {number}: a line was changed or removed, so that it is not "
-                    "known any more what this silo has answered: bring the file back, or begin a "
+                    f"{path}, line {number}: a line was changed or removed, so that it is no "
+                    "longer known what this silo has answered: bring the file back, or begin a "
                     "new silo with `dpfl silo init`"
                 ) from None
             self.rows.append(row)
@@ -247,7 +250,7 @@ class SiloLog:
                 file.truncate(len(data) - len(torn))
 
     def append(self, kind: str, **row: Any) -> dict[str, Any]:
-        """Writes a row, and returns once it is on the disk."""
+        """Writes a row to the disk, and returns it with its kind and time."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         row = {"kind": kind, "time": now, **row}
         sealed = json.loads(json.dumps({**row, "previous": self._previous}))
@@ -260,7 +263,7 @@ class SiloLog:
                 file.write(line + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:  # a part of a line would make the next one unreadable
+        except BaseException:  # removes a partial line, which would make the next one unreadable
             os.truncate(self.path, before)
             raise
         self._previous = hashlib.sha256(line).hexdigest()
@@ -271,11 +274,11 @@ class SiloLog:
         return self._key.keyed_digest("log", json.dumps(row, sort_keys=True))
 
     def all(self, kind: str, **like: Any) -> list[dict[str, Any]]:
-        """The rows of this kind with these values."""
+        """Returns the rows of this kind with these values."""
         wanted = {"kind": kind, **like}
         return [row for row in self.rows if all(row.get(k) == v for k, v in wanted.items())]
 
     def find(self, kind: str, **like: Any) -> dict[str, Any] | None:
-        """The last row of this kind with these values, if there is one."""
+        """Returns the last row of this kind with these values, or None."""
         rows = self.all(kind, **like)
         return rows[-1] if rows else None

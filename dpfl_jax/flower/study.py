@@ -1,4 +1,4 @@
-"""What all parties of a run agree on: the study, and the plan made of it."""
+"""What all parties of a run agree on: the study, and the plan that is made from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_CODE = "a silo runs what is installed with it: name a column, or a data set o
 _MOST_NAME = 300
 _NAME = re.compile(r"[^/\\.\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*")
 
-# Left out of the study, as each party sets it: where its data lie, what it keeps, its ledger.
+# Keys that each party sets for itself: where its data are, what it keeps, its ledger.
 _LOCAL_DATA = (
     "source", "path", "user_column", "text_column", "target_column", "input_columns", "silo_column",
     "delimiter", "encoding", "decimal", "on_bad_row", "tokenizer", "public_fraction",
@@ -30,17 +30,17 @@ _LOCAL_PRIVACY = ("ledger", "account", "budget")
 
 
 def is_name(value: Any) -> bool:
-    """Whether it may name a run or a silo: it becomes part of a path and of a log."""
+    """Returns whether a value may name a run or a silo, in a path and in a log."""
     if not isinstance(value, str) or len(value) > _MOST_NAME or not value.isprintable():
         return False
     return _NAME.fullmatch(value) is not None
 
 
 def study_of(config: Any) -> dict[str, Any]:
-    """The part of a configuration that is the same at all parties.
+    """Returns the part of a configuration that is the same for all parties.
 
     Raises:
-      BadInputError: a configuration that remote silos cannot run.
+      BadInputError: remote silos cannot run the configuration.
     """
     _check(config)
     sections = json.loads(json.dumps(config_to_dict(config), sort_keys=True))
@@ -51,7 +51,7 @@ def study_of(config: Any) -> dict[str, Any]:
 
 
 def digest_of(config: Any) -> str:
-    """16 hexadecimal digits by which parties can compare their studies."""
+    """Returns 16 hexadecimal digits with which parties can compare their studies."""
     text = json.dumps(study_of(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -59,25 +59,25 @@ def digest_of(config: Any) -> str:
 def _check(config: RunConfig) -> None:
     if config.variant == "central":
         raise BadInputError(
-            f"mechanism.kind is {config.mechanism.kind}, which trains in one place: silos "
-            "elsewhere add noise of their own (hi_grad_avg, minibatch_sgd, ...), while users of "
-            "central training, devices with local steps too, trust a server that has their updates "
-            "before noise, which is simulated alone (dpfl train)"
+            f"mechanism.kind is {config.mechanism.kind}, which needs a server that is trusted with "
+            "users' gradients or updates before noise, and runs only in simulation (dpfl train): "
+            "for remote silos take a mechanism in which silos add noise (hi_grad_avg, "
+            "minibatch_sgd, ...)"
         )
     wrong = None
     if config.seed is not None:
         wrong = (
-            "seed is set, but a silo's key is secret and its own: leave seed unset in the "
-            "configuration of a federation"
+            "seed is set, but every silo has a secret key of its own: leave seed unset in the "
+            "configuration of a study"
         )
     elif config.eval.baseline:
         wrong = (
-            "eval.baseline trains without privacy, which no silo elsewhere does: set it to false"
+            "eval.baseline trains without privacy, which remote silos do not do: set it to false"
         )
     elif config.federation.partition != "natural":
         wrong = (
-            f"federation.partition is {config.federation.partition}: silos hold their own, set "
-            "natural"
+            f"federation.partition is {config.federation.partition}, but remote silos already hold "
+            "their own records: set it to natural"
         )
     wrong = wrong or (_wrong_isrl(config) if config.variant == "isrl" else _wrong_silos(config))
     if wrong:
@@ -85,7 +85,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _wrong_silos(config: RunConfig) -> str | None:
-    """What remote silos cannot run of a study with a server rule, in a sentence."""
+    """Why remote silos cannot run this study with a server rule, in a sentence, or None."""
     section, privacy = config.federation, config.privacy
     if config.model.module is not None:
         return (
@@ -94,55 +94,58 @@ def _wrong_silos(config: RunConfig) -> str | None:
         )
     if section.silos_per_round is not None:
         return (
-            "federation.silos_per_round is drawn by a server, which a silo cannot check: set "
-            "federation.participation_prob, by which every silo draws for itself"
+            "federation.silos_per_round is set, but silos cannot check a server's draw: set "
+            "federation.participation_prob instead, with which every silo draws for itself"
         )
     if privacy.delta is None:
         return (
-            "privacy.delta is not set, and it is not known how many subjects all silos hold "
-            "together: set it"
+            "privacy.delta is not set, and has no default, because it is not known how many "
+            "subjects all silos have together: set it"
         )
     if not config.mechanism.private:
-        return f"mechanism.kind is {config.mechanism.kind}, as configured without any guarantee"
+        return (
+            f"mechanism.kind is {config.mechanism.kind}, which as configured has no guarantee: "
+            "remote silos run only with privacy"
+        )
     if config.data.split != "by_user":
-        return "data.split is within_user: silos hold out subjects, set by_user"
+        return "data.split is within_user, but remote silos hold out subjects: set it to by_user"
     if config.mechanism.participation.personal and privacy.unreachable != "exclude":
         return (
-            "privacy.unreachable is error, but a silo that refuses would tell the server of its "
-            "people's least budget: set exclude"
+            "privacy.unreachable is error, but a silo that refuses for this reason would reveal to "
+            "the server its people's least budget: set it to exclude"
         )
     if section.max_silos_per_subject is None:
         return (
-            "federation.max_silos_per_subject is not set: state in how many silos a person may "
-            "have records"
+            "federation.max_silos_per_subject is not set: set it to the number of silos in which a "
+            "person may have records"
         )
     return None
 
 
 def _wrong_isrl(config: RunConfig) -> str | None:
-    """What remote silos cannot run of a study without a trusted server, in a sentence."""
+    """Why remote silos cannot run this study without a trusted server, in a sentence, or None."""
     data, section = config.data, config.federation
     task = SETS[data.source].task if data.source in SETS else None
-    if not data.scale and not (task is not None and task.scaled):  # by constants
+    if not data.scale and not (task is not None and task.scaled):  # scaled by public constants
         return (
-            "data.scale is not set, and no public records of all silos can be set aside: declare "
-            "the middle and half width of each column"
+            "data.scale is not set, but remote silos cannot set public records aside to learn it "
+            "from: set it to the middle and half width of each column"
         )
     if section.answering is not None:
         key = "silos_law" if section.silos_law is not None else "silos_per_round"
-        return f"federation.{key} is set, but who answers shows in the run: remove it"
+        return f"federation.{key} is set, but only the run shows which silos answer: remove it"
     if config.privacy.epsilon is None:
-        return "privacy.epsilon is null: silos run with privacy"
+        return "privacy.epsilon is null, but remote silos run only with privacy: set it"
     return None
 
 
 def read_study(path: pathlib.Path) -> RunConfig:
-    """Reads a study, which a server may have sent, without expanding environment variables.
+    """Reads the configuration of a study, without expanding environment variables.
 
-    Otherwise a server could name a variable, and learn its value from how the studies differ.
+    A server may have sent it, and could name a variable to learn its value from how studies differ.
 
     Raises:
-      BadInputError: it is wrong, or names code.
+      BadInputError: the configuration is wrong, or names code.
     """
     raw = read_sections(path)
     refuse_code(raw, str(path), NO_CODE)
@@ -150,22 +153,22 @@ def read_study(path: pathlib.Path) -> RunConfig:
 
 
 def first_difference(mine: Any, theirs: Any) -> str | None:
-    """Where two studies differ, in words; None if nowhere.
+    """Returns in words which key differs between two studies; None if they are equal.
 
-    Without the values, which the reader may not be allowed to know.
+    The words hold no values, which the reader may not be allowed to know.
     """
     key = differing_key(mine, theirs)
-    return None if key is None else f"{key} is another here than there"
+    return None if key is None else f"{key} is not the same here and there"
 
 
 @dataclasses.dataclass(frozen=True)
 class StudyPlan:
-    """The plan of one run: public, and the same at all parties to the last digit.
+    """The plan of one run: public, and the same for all parties to the last digit.
 
     Attributes:
-      run: name of the run, unlike any other's.
-      study: what was agreed on (``study_of``).
-      silos: of each its ``name`` and public sizes, in order.
+      run: unique name of the run.
+      study: the study that all parties agreed on (``study_of``).
+      silos: ``name`` and public sizes of each silo, in order.
       noise: noise multiplier of each silo.
 
     Examples:
@@ -186,11 +189,11 @@ class StudyPlan:
 
     @classmethod
     def from_json(cls, plain: Any) -> StudyPlan:
-        """The inverse of ``to_json``.
+        """Returns the plan that ``to_json`` wrote.
 
         Raises:
-          MessageError: it is none.
-          BadInputError: noise that is no noise multiplier.
+          MessageError: ``plain`` is not a plan.
+          BadInputError: a noise multiplier is out of range.
         """
         try:
             plan = cls(**plain)

@@ -1,6 +1,6 @@
-"""Messages: a header of plain JSON and named arrays, as a safetensors file.
+"""Messages between server and silos: a header of plain JSON and named arrays, as safetensors.
 
-Nothing is unpickled: reading a message runs no code of its sender.
+Nothing is unpickled, so that reading a message runs none of its sender's code.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PyTree = Any
 
 
 class MessageError(BadInputError):
-    """The bytes are no message of this protocol, or not the one that was expected."""
+    """Raised for bytes that are no message of this protocol, or not the expected message."""
 
 
 _HEADER = "dpfl"
 
 
 def pack(header: dict[str, Any], **trees: PyTree) -> bytes:
-    """Header and trees of arrays as bytes, the same for the same content.
+    """Returns a header and pytrees of arrays as bytes, deterministically.
 
     Args:
       header: plain JSON.
-      **trees: by name, pytrees of arrays.
+      **trees: pytrees of arrays by name.
     """
     arrays = {}
     for name, tree in trees.items():
@@ -41,10 +41,10 @@ def pack(header: dict[str, Any], **trees: PyTree) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The header, and the arrays by name.
+    """Returns the header, and the arrays by name, from bytes of ``pack``.
 
     Raises:
-      MessageError: they are no such bytes.
+      MessageError: the bytes are no message of this protocol.
     """
     try:
         arrays = load(data)
@@ -53,25 +53,25 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         header = None
     if not isinstance(header, dict):
-        raise MessageError("these bytes are no message of this protocol")
+        raise MessageError("these bytes are no message of this protocol: look at what sent them")
     return header, arrays
 
 
 def why_of(header: dict[str, Any]) -> str:
-    """Why a silo refuses, in its words, which are not trusted: on one line, cut."""
+    """Returns why a silo refuses, in its own words: untrusted, so one line of limited length."""
     return one_line(str(header.get("why", header["kind"]))[:500])
 
 
 def tree_of(arrays: dict[str, np.ndarray], name: str, like: PyTree) -> PyTree:
-    """The tree that was packed as ``name``.
+    """Returns the pytree that was packed as ``name``.
 
     Args:
-      arrays: of ``unpack``.
-      name: of the tree.
-      like: pytree with the shapes and types that are expected.
+      arrays: arrays that ``unpack`` returned.
+      name: name of the tree.
+      like: pytree with the expected structure, shapes and dtypes.
 
     Raises:
-      MessageError: another tree, or other shapes or types.
+      MessageError: structure, shapes or dtypes differ.
     """
     expected = {
         name + jax.tree_util.keystr(path): leaf
@@ -95,5 +95,5 @@ def tree_of(arrays: dict[str, np.ndarray], name: str, like: PyTree) -> PyTree:
 
 
 def is_finite(tree: PyTree) -> bool:
-    """Whether all numbers of a tree are finite."""
+    """Returns whether all numbers of a pytree are finite."""
     return all(math.isfinite(np.abs(leaf).max(initial=0.0)) for leaf in jax.tree.leaves(tree))

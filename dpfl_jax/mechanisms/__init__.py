@@ -1,6 +1,7 @@
-"""Mechanisms: a participation, a clip rule and a noise strategy make one value; see ``mechanism``.
+"""Mechanisms: values made of a participation, a clip rule and a noise strategy.
 
-``presets`` has those with names, read like the papers' pseudo-code.
+``mechanism`` has the general class. ``presets`` has the published mechanisms by name, each with
+its pseudo-code.
 """
 
 from dpfl_jax.mechanisms.calibrated import Calibrated

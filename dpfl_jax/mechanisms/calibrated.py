@@ -1,7 +1,7 @@
-"""A mechanism with its noise: what can be run, and what it guarantees.
+"""A mechanism with its noise multiplier: what can be run, and what it guarantees.
 
-``Mechanism.calibrate`` makes it. Of what is here nothing is known before: sigma, the noise of a
-step, the event of a run and its guarantee.
+``Mechanism.calibrate`` makes it. Everything here needs the noise multiplier: the noise of a step,
+the event of a run, and the guarantee.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-    """A mechanism with its noise, for so many steps over a population.
+    """A mechanism with its noise multiplier, for a number of steps over a population.
 
     Attributes:
-      mechanism: its noise strategy and budgets are fitted to the steps.
-      noise_multiplier: sigma, the stddev of each entry of Z over the largest norm of what a unit
-        adds to the sum of a step. 0 without privacy. It is not divided by the sensitivity of K:
-        compare sigmas of one K alone.
-      population: what is sampled from.
-      steps: T.
-      delta: of the guarantee.
+      mechanism: the mechanism, whose noise strategy and budgets are fitted to the steps.
+      noise_multiplier: sigma, the standard deviation of each entry of Z over the largest norm of
+        what a unit adds to the sum of a step; 0 without privacy. It is not divided by the
+        sensitivity of K: compare noise multipliers only for the same K.
+      population: the counts of what is sampled from.
+      steps: number of steps T.
+      delta: delta of the guarantee.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -64,39 +64,39 @@ class Calibrated:
         """Checks the noise multiplier.
 
         Raises:
-          BadInputError: it is negative, beyond a million, or too small for users' own budgets.
+          BadInputError: it is negative, above a million, or too small for individual budgets.
         """
         check_noise_multiplier(self.noise_multiplier)
         if self.mechanism.budget is not None and self.noise_multiplier < LEAST_NOISE:
             raise BadInputError(
-                f"noise_multiplier is {self.noise_multiplier:g}, but without noise nobody can pay "
-                "for a step: set it higher, or let nobody have a budget of their own"
+                f"noise_multiplier is {self.noise_multiplier:g}, but with so little noise no "
+                "individual budget pays for a step: set it higher, or leave out mechanism.budget"
             )
 
     def to_section(self) -> dict[str, Any]:
-        """The section of the mechanism, and its noise multiplier, where there is noise."""
+        """Returns the mechanism's section of a configuration, with any noise multiplier."""
         section = self.mechanism.to_section()
         return section | ({"noise_multiplier": self.noise_multiplier} if self.private else {})
 
     @property
     def private(self) -> bool:
-        """Whether it guarantees anything."""
+        """Whether the mechanism has a privacy guarantee."""
         return self.mechanism.private
 
     # ---- what runs -------------------------------------------------------------------------
 
     @property
     def noise_stddev(self) -> float:
-        """Standard deviation of each entry of Z (of independent noise: of the noise on the sum)."""
+        """Standard deviation of each entry of Z; for independent noise, of the noise on the sum."""
         # proof: noise-1
         return self.noise_multiplier * self.mechanism.clip.sensitivity if self.private else 0.0
 
     @property
     def noise_on_gradients(self) -> np.ndarray:
-        """Float [T]: standard deviation of the noise on each entry of the mean gradient, by step.
+        """Standard deviation of the noise on each entry of the mean gradient, float [T] by step.
 
-        Noise that is correlated over steps is K^-1 Z: that of a step has the norm of a row of K^-1.
-        Where the clip norm adapts it is that over the clip norm of the step.
+        For correlated noise K^-1 Z, that of step t is proportional to the norm of row t of K^-1. If
+        the clip norm adapts, it is relative to the clip norm of the step.
         """
         if not self.private:
             return np.zeros(self.steps)
@@ -105,13 +105,13 @@ class Calibrated:
         return self.noise_stddev / self.mechanism.participation.divisor * np.sqrt(np.cumsum(row**2))
 
     def noise_transform(self) -> optax.GradientTransformationExtraArgs:
-        """Adds the noise of a step to the sum, and divides by the expected size."""
+        """Returns the transformation that adds noise to a sum, and divides by the expected size."""
         clip, divisor = self.mechanism.clip, self.mechanism.participation.divisor
         made = self.mechanism.noise.transform(self.noise_stddev, clip.sensitivity, divisor)
         return adapting_noise(clip, made) if isinstance(clip, Adaptive) else made
 
     def at_own_rates(self) -> Mechanism:
-        """The mechanism with the sampling rate of this population fixed."""
+        """Returns the mechanism with the sampling rate fixed to that for this population."""
         fixed: Any = self.mechanism.participation
         if hasattr(fixed, "scheme"):
             fixed = dataclasses.replace(fixed, scheme=self.scheme)
@@ -119,14 +119,14 @@ class Calibrated:
 
     @property
     def scheme(self) -> Any:
-        """Which units are drawn at each step, with the rate of this population."""
+        """The sampling scheme with its rate for this population."""
         return self.mechanism.participation.scheme_of(self.population)
 
     @property
     def is_stateful(self) -> bool:
-        """Whether noise or sampling of a step depends on earlier steps' draws.
+        """Whether noise or sampling at a step depends on the draws of earlier steps.
 
-        Then a run cannot go on as another computation, which draws anew.
+        Then a run can be resumed only under the key that it began with.
         """
         stateful = self.mechanism.noise.is_correlated or self.mechanism.budget is not None
         return bool(stateful or self.scheme.is_stateful)
@@ -135,17 +135,17 @@ class Calibrated:
 
     @property
     def matrix(self) -> cells.StrategyMatrix:
-        """That of the noise of all steps."""
+        """The strategy matrix K of the noise of all steps."""
         return self.mechanism.noise.matrix(self.steps)
 
     def filter(self) -> RenyiFilter:
-        """What a step costs each user, where budgets are individual."""
+        """Returns the Renyi filter that charges each user for a step, for individual budgets."""
         assert self.mechanism.budget is not None
         contribution = self.mechanism.participation.contribution
         return self.mechanism.budget.filter(self.noise_multiplier, self.scheme, contribution)
 
     def event(self, steps: int | None = None) -> Any:
-        """The ``dp_accounting.DpEvent`` of the first ``steps`` steps (all) for one privacy unit."""
+        """Returns the ``DpEvent`` of the first ``steps`` steps (None: all) for one privacy unit."""
         steps, budget = self._of(steps), self.mechanism.budget
         if not self.private:
             return dp_accounting.NonPrivateDpEvent()
@@ -155,7 +155,7 @@ class Calibrated:
         return budget.event(self.noise_multiplier, self.scheme, contribution, steps)
 
     def budget_event(self) -> Any:
-        """Where budgets are individual: what everybody can pay for, without a filter."""
+        """Returns the event of the steps that every individual budget pays for; no filter."""
         assert self.mechanism.budget is not None
         assert self.mechanism.budget.least_steps is not None
         return self._sums(self.mechanism.budget.least_steps).event()
@@ -169,7 +169,7 @@ class Calibrated:
         return cells.NoisedSums(*given, matrix, contribution)
 
     def epsilons(self, counts: Sequence[int]) -> list[float]:
-        """Upper bounds on epsilon after these numbers of steps; inf where there is none."""
+        """Returns upper bounds on epsilon after these numbers of steps; inf where there is none."""
         total = self.guarantee().epsilon
         counts = [self._of(count) for count in counts]
         curve = accounting.epsilons_midway(self.event, self.steps, counts, self.delta)
@@ -179,13 +179,13 @@ class Calibrated:
         steps = self.steps if steps is None else steps
         if not 0 <= steps <= self.steps:
             raise BadInputError(
-                f"{steps} steps are asked for, but the plan is of {self.steps}: make a plan of as "
-                "many as will be taken"
+                f"{steps} steps are asked for, but the plan is for {self.steps}: make a plan for "
+                "as many steps as will be taken"
             )
         return steps
 
     def sampling_description(self, steps: int | None = None) -> str:
-        """The sampling that runs, for the guarantee."""
+        """Returns the sampling in words, with the number of steps, for the guarantee."""
         mechanism = self.mechanism
         drawn = mechanism.participation.describe(self.population, mechanism.update.description)
         if mechanism.budget is not None:
@@ -195,9 +195,9 @@ class Calibrated:
     def guarantee(
         self, steps: int | None = None, caveats: tuple[str, ...] = ()
     ) -> accounting.Guarantee:
-        """What the first ``steps`` steps (all) guarantee each user; ``caveats`` are appended.
+        """Returns the guarantee of the first ``steps`` steps (None: all) for each user.
 
-        Where records have several owners, it is of all of them.
+        If records have several owners, it covers all of them. ``caveats`` are appended.
         """
         steps, mechanism, delta = self._of(steps), self.mechanism, self.delta
         sampling = self.sampling_description(steps)
@@ -223,7 +223,7 @@ class Calibrated:
                 *COMMON_ASSUMPTIONS,
                 *([mechanism.clip.assumption] if isinstance(mechanism.clip, Adaptive) else ()),
                 *accounting.noise_assumptions(mechanism.noise.arithmetic, epsilon, delta, steps),
-                # A cyclic scheme of one period draws nothing that a run would have to keep.
+                # A cyclic scheme with period 1 draws nothing that the assumptions could be about.
                 *(cell.assumptions if self.scheme.is_stateful else ()),
                 *mechanism.noise.assumptions,
             ),
@@ -239,7 +239,7 @@ class Calibrated:
         return _for_owners(made) if shared else made
 
     def statement(self, guarantee: accounting.Guarantee, steps: int | None = None) -> Statement:
-        """What guarantee.json says of the first ``steps`` steps (all), with their guarantee."""
+        """Returns the contents of guarantee.json for the first ``steps`` steps (None: all)."""
         steps = self._of(steps)
         basis = {
             "system": "central",
@@ -252,7 +252,7 @@ class Calibrated:
 
 
 def check_noise_multiplier(value: float) -> None:
-    """Raises BadInputError unless it is from 0 to a million."""
+    """Raises BadInputError unless ``value`` is from 0 to a million."""
     if not 0 <= value < math.inf:
         raise BadInputError(f"noise_multiplier is {value}, but it must be finite and >= 0")
     if value > MOST_NOISE:
@@ -271,7 +271,7 @@ COMMON_ASSUMPTIONS = (
 )
 
 
-# Of records with several owners, instead of the first of these (Ganesh et al. 2025, section 2).
+# For records with several owners, instead of the first assumption (Ganesh et al. 2025, section 2).
 SHARED_ADJACENCY = "empty all records that one user owns or co-owns (fixed graph)"
 SHARED_ASSUMPTIONS = (
     "a record belongs to every one of its owners; who owns which, how many records there are, and "
@@ -285,7 +285,7 @@ SHARED_CAVEAT = (
 
 
 def _for_owners(guarantee: accounting.Guarantee) -> accounting.Guarantee:
-    """A guarantee that was stated for records of one owner, of records with several."""
+    """The guarantee in the words for records with several owners."""
     assert guarantee.assumptions[0] == COMMON_ASSUMPTIONS[0]
     return dataclasses.replace(
         guarantee,
@@ -296,7 +296,7 @@ def _for_owners(guarantee: accounting.Guarantee) -> accounting.Guarantee:
 
 
 def _nothing(delta: float, sampling: str, caveats: tuple[str, ...]) -> accounting.Guarantee:
-    """A guarantee that says there is none."""
+    """The guarantee of a run without privacy: an infinite epsilon."""
     return accounting.Guarantee(
         unit="none",
         adjacency="none",

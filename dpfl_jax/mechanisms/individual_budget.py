@@ -1,4 +1,4 @@
-"""Individual privacy budgets: a user who has spent theirs takes part no longer.
+"""Individual privacy budgets: a user whose budget is spent no longer takes part.
 
 Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2021, arXiv
 2008.11193), with users for points and Poisson sampling:
@@ -10,17 +10,22 @@ Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2
       U   = each unit of A independently with probability q          # Poisson
       g   = (sum over U of clip(gradient, b_u) + N(0, (C sigma)^2)) / M
 
-A step costs a user the Renyi divergence of a Poisson-sampled Gaussian that moves by b_u (where a
-user has several units: of a mixture of these). The budget of everybody is that of `least_steps`
-steps at b = C (and a whole group of units). So nobody leaves before that. Users with small
-gradients leave later, or never. Without such budgets the accounting ends for all at once.
+A step costs a user the Renyi divergence of a Poisson-sampled Gaussian whose mean moves by b_u (of a
+mixture of such Gaussians if a user has several units). Everybody's budget pays for `least_steps`
+steps at b = C, with a whole group of units. So no user leaves before that, and users with small
+gradients leave later or never. Without individual budgets, training ends for all users at once.
 
-Departures: b_u is of the last look, not of this step, whose gradient is taken of those alone who
-are drawn: a bound that is taken when a user is drawn would tell that they were. So it is clipped
-to, whatever the gradient is by now. All units of a user are clipped to the user's bound: one of
-each would clip closer, and save nobody anything, as the largest would still be paid for. Who cannot
-pay at b_u sits out until the next look, at which b_u may be smaller. The divisor stays, and nobody
-is told how many users are left. The run is that of ``training.filtered``.
+Departures:
+
+* b_u is measured at the last refresh, not at this step. Only the gradients of drawn users are
+  computed at a step, and a bound that changes when a user is drawn would reveal the draw. So
+  gradients are clipped to b_u, even if they have grown since.
+* All units of a user are clipped to one bound per user. A bound for each unit would not save
+  budget: the cost follows from the largest.
+* A user who cannot pay at b_u sits out until the next refresh, when b_u may be smaller.
+* The divisor stays the same, and how many users are left is kept secret.
+
+``training.filtered`` runs it.
 """
 
 from __future__ import annotations
@@ -54,12 +59,13 @@ CAVEAT = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndividualBudget(Named, kinds=BUDGETS):
-    """A budget of each user's own, before units that are drawn by Poisson.
+    """A privacy budget for each user, with Poisson sampling (Feldman and Zrnic 2021).
 
     Attributes:
-      refresh: steps between two looks at everybody's gradients; each is a pass over all users.
-      least_steps: steps that everybody can pay for; None: half of the run's.
-      renyi_order: of the filter; None: the best for ``least_steps``.
+      refresh: number of steps after which the norms of all users' gradients are measured again,
+        each time with a pass over all users.
+      least_steps: number of steps that every budget pays for; None: half of the run's steps.
+      renyi_order: Renyi order of the filter; None: the best for ``least_steps``.
 
     Examples:
       >>> from dpfl_jax.experimental import IndividualBudget, individual
@@ -85,47 +91,47 @@ class IndividualBudget(Named, kinds=BUDGETS):
             )
 
     def check(self, clip: Any) -> None:
-        """Raises BadInputError unless users can have budgets with this clip rule."""
-        if type(clip) not in (Flat, Normalized):  # what is run instead bounds as these do
+        """Raises BadInputError unless individual budgets work with this clip rule."""
+        if type(clip) not in (Flat, Normalized):  # OwnBound, which runs instead, bounds like these
             raise BadInputError(
-                f"mechanism.clipping is {clip.kind}, but a user's own bound is that of the whole "
-                "gradient: set it to flat"
+                f"mechanism.clipping is {clip.kind}, but individual budgets bound the norm of the "
+                "whole gradient: set it to flat"
             )
 
     def rule(self, clip: Any) -> OwnBound:
-        """To each user's own bound, at most the clip norm."""
+        """Returns the rule that clips to each user's own bound, at most the clip norm."""
         assert isinstance(clip, (Flat, Normalized))
         return OwnBound(clip.clip_norm, isinstance(clip, Normalized))
 
     def empty_sampler(self, made: Any) -> Any:
-        """The sampler without budgets, in which every unit has left already.
+        """Returns a sampler like ``made`` that never draws any unit.
 
-        The run (``training.filtered``) replaces that as it learns how long each stays.
+        The run (``training.filtered``) replaces it once it knows how long each unit stays.
         """
-        nobody = np.zeros(made.population, np.int64)
-        return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.draw_prob, nobody))
+        stay = np.zeros(made.population, np.int64)
+        return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.draw_prob, stay))
 
     def fitted_to(self, steps: int) -> IndividualBudget:
-        """With the budget of half the steps, unless it has one.
+        """Returns the budget with ``least_steps`` set, by default to half of the steps.
 
         Raises:
-          BadInputError: everybody can pay for all steps.
+          BadInputError: every user could pay for all steps.
         """
         least = max(1, steps // 2) if self.least_steps is None else self.least_steps
         if least >= steps:
             raise BadInputError(
-                f"mechanism.least_steps is {least}, but the run has {steps} steps, so that nobody "
-                "would ever leave: set it lower, or let nobody have a budget of their own "
+                f"mechanism.least_steps is {least}, but the run has {steps} steps, so that no user "
+                "would ever leave: set it lower, or do without individual budgets "
                 "(mechanism.kind=uls or els), which needs less noise"
             )
         return dataclasses.replace(self, least_steps=least)
 
     def with_order(self, budget_event: Any, delta: float) -> IndividualBudget:
-        """With the order at which the budget costs least, unless it has one.
+        """Returns the budget with ``renyi_order`` set, by default to the one of least epsilon.
 
         Args:
-          budget_event: of ``least_steps`` steps.
-          delta: of the guarantee.
+          budget_event: event of ``least_steps`` steps.
+          delta: delta of the guarantee.
         """
         if self.renyi_order is not None:
             return self
@@ -140,23 +146,23 @@ class IndividualBudget(Named, kinds=BUDGETS):
         return self.least_steps, self.renyi_order
 
     def filter(self, sigma: float, scheme: Any, contribution: Contribution | None) -> RenyiFilter:
-        """What a step costs each user."""
+        """Returns the filter that charges each user for a step with this noise multiplier."""
         of = (*self._chosen(), _max_units(contribution))
         return RenyiFilter.of(sigma, _poisson(scheme).draw_prob, *of)
 
     def event(
         self, sigma: float, scheme: Any, contribution: Contribution | None, steps: int
     ) -> Any:
-        """The filter's, once anybody can have spent a budget."""
+        """Returns the event of ``steps`` steps: the filter's after ``least_steps``."""
         given = (sigma, _poisson(scheme).draw_prob, *self._chosen(), steps)
         return accounting.events.individual(*given, group_size=_max_units(contribution))
 
     def accountant(self, scheme: Any) -> Accountant:
-        """Which calibrates the noise of a budget."""
+        """Returns the name of the accountant that calibrates the noise."""
         return "pld" if _poisson(scheme).draw_prob == 1 else "rdp"
 
     def describe(self, sampling: str, contribution: Contribution | None) -> str:
-        """The sampling in words, with who leaves."""
+        """Returns the sampling in words, with when users leave, for the guarantee."""
         leaving, costliest = "who leaves", "at the clip norm"
         if contribution:
             leaving = "of users who leave"
@@ -169,7 +175,7 @@ class IndividualBudget(Named, kinds=BUDGETS):
         )
 
     def accountant_description(self, contribution: Contribution | None) -> str:
-        """How the epsilon of the filter is computed, for the guarantee."""
+        """Returns in words how epsilon is computed, for the guarantee."""
         over = "Poisson-subsampled Gaussians of each user's own bound"
         if contribution:
             over = "mixtures of Gaussians of each user's own bound and number of examples"
@@ -188,7 +194,7 @@ def _max_units(contribution: Contribution | None) -> int:
 def _poisson(scheme: Any) -> Poisson:
     if not isinstance(scheme, Poisson):
         raise BadInputError(
-            "budgets of users' own are proven for Poisson sampling alone: take it, or leave out "
-            "mechanism.budget"
+            "individual budgets are proven for Poisson sampling only: set "
+            "mechanism.participation.scheme to poisson, or leave out mechanism.budget"
         )
     return scheme

@@ -1,4 +1,4 @@
-"""A mechanism: one value of which follow what is sampled, clipped, noised and accounted.
+"""A mechanism: one value that decides what is sampled, clipped, noised and accounted.
 
     Mechanism(
         participation=Users(group_size=4, cohort_size=512, scheme=CyclicPoisson(period=8)),
@@ -6,11 +6,11 @@
         noise=Banded(bands=8),
     )
 
-Because all four come from the same parts, what is accounted cannot differ from what runs. What a
-participation with a noise strategy costs is looked up in the table of proven cells
-(``accounting.cells``); a combination that is not in it is refused. ``presets`` has the mechanisms
-that have names. How much noise there is follows from a target, or is given: ``calibrate`` makes a
-``Calibrated``.
+Because all four come from the same parts, what is accounted cannot differ from what runs. The
+privacy cost of a participation with a noise strategy is looked up in the table of proven cells
+(``accounting.cells``); a combination that is not in the table is refused. ``presets`` has the
+published mechanisms by name. A mechanism has no noise multiplier: ``calibrate`` finds or takes one,
+and returns a ``Calibrated``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from dpfl_jax.sampling import Sampler
 
 for _rule in (NoClip, Flat, Normalized, Automatic, PerLayer, PerGroup, Adaptive):
     CLIPS.register(_rule)
-# Clip rules that presets name by a word, with a clip norm.
+# Clip rules that presets make from a word (``clipping``) and a clip norm.
 NAMED_CLIPS: dict[str, Callable[[float], Rule]] = {
     "flat": Flat,
     "normalized": Normalized,
@@ -90,10 +90,10 @@ class Mechanism(Composed):
 
     Attributes:
       participation: which units contribute to which step.
-      clip: limits what a unit adds to the sum; it has the sensitivity that noise is scaled to.
+      clip: the clip rule, whose sensitivity the noise is scaled to.
       noise: how noise is correlated over steps.
-      update: what is clipped of a unit, its gradient or a user update.
-      budget: of each user's own; None: nobody leaves before the last step.
+      update: what is clipped for each unit: its gradient or a user update.
+      budget: individual privacy budgets; None: no user leaves before the last step.
 
     Examples:
       >>> from dpfl_jax.clipping import Flat
@@ -116,12 +116,12 @@ class Mechanism(Composed):
         """Checks that the parts go together.
 
         Raises:
-          BadInputError: they do not.
+          BadInputError: two of the parts exclude each other.
         """
         check_types(self)
         if isinstance(self.update, UserUpdate) and isinstance(self.clip, NoClip):
             raise BadInputError(
-                "mechanism.clip is none, but user updates are clipped: take another rule"
+                "mechanism.clip is none, but user updates are clipped: set it to another rule"
             )
         if not self.private:
             return
@@ -134,20 +134,20 @@ class Mechanism(Composed):
         self.noise.check_sensitivity(self.clip.sensitivity)
         if isinstance(self.clip, Adaptive) and self.noise.is_correlated:
             raise BadInputError(
-                "mechanism.clip is adaptive, which is proven for independent noise alone: take it, "
-                "or another clip rule"
+                "mechanism.clip is adaptive, which is proven for independent noise only: set "
+                "mechanism.noise to independent, or take another clip rule"
             )
         if isinstance(self.update, UserUpdate) and self.participation.unit_examples is None:
             raise BadInputError(
-                "user updates (mechanism.update) are of users with several examples: take a "
-                "participation of users"
+                "user updates (mechanism.update) are computed from all examples of a user: set "
+                "mechanism.participation to users"
             )
         if self.budget is not None:
             self.budget.check(self.clip)
             if self.noise.is_correlated:
                 raise BadInputError(
-                    "budgets of users' own are proven for independent noise alone: take it, or "
-                    "leave out mechanism.budget"
+                    "individual budgets are proven for independent noise only: set mechanism.noise "
+                    "to independent, or leave out mechanism.budget"
                 )
 
     def preset_options(self) -> dict[str, Any]:
@@ -163,52 +163,52 @@ class Mechanism(Composed):
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """What bounds a unit's contribution: public constants, by name."""
-        found: dict[str, Any] = {"clip_norm": self.clip.threshold}
+        """The public constants that bound a unit's contribution, by name; None where not used."""
+        constants: dict[str, Any] = {"clip_norm": self.clip.threshold}
         for name in ("group_size", "sets_per_user"):
-            found[name] = getattr(self.participation, name, None)
-        return found
+            constants[name] = getattr(self.participation, name, None)
+        return constants
 
     @property
     def private(self) -> bool:
-        """Whether it guarantees anything."""
+        """Whether the mechanism has a privacy guarantee."""
         return self.noise.is_private
 
     @property
     def privacy_unit(self) -> str:
-        """Whom it protects, what adjacency adds or removes."""
+        """What adjacency adds or removes: ``"user"``, or ``"none"`` without privacy."""
         return "user" if self.private else "none"
 
     @property
     def clip_norm(self) -> float:
-        """C, above which gradients are clipped; 1 of rules that have no such norm."""
+        """The clip norm C; 1 for rules without one."""
         return 1.0 if self.clip.threshold is None else float(self.clip.threshold)
 
     @property
     def group_size(self) -> int:
-        """Most examples of a user, where that is bounded; else 1."""
+        """The bound on the examples of one user; 1 where there is no such bound."""
         return getattr(self.participation, "group_size", None) or 1
 
     @property
     def compute_budget(self) -> float:
-        """Expected gradient evaluations of a step."""
+        """Expected number of gradient evaluations per step and pass over a unit's examples."""
         return self.participation.divisor * (self.participation.unit_examples or 1)
 
     @property
     def clips_user_updates(self) -> bool:
-        """Whether users are devices of a federated round (``UserUpdate``)."""
+        """Whether user updates are clipped (``UserUpdate``), not gradients."""
         return isinstance(self.update, UserUpdate)
 
     def bounded(self, data: Readable) -> Readable:
-        """What may be used of the data; see ``Participation.bounded``."""
-        # With budgets of their own a record of several owners would leave with the first of them:
-        # such data are refused, even by participations that bound what each owner has part in.
+        """Returns the part of the data that may be used; see ``Participation.bounded``."""
+        # With individual budgets, a record of several owners would leave with the first of them. So
+        # such data are refused here, even if the participation bounds the records of each owner.
         if self.budget is not None:
             return Participation.bounded(self.participation, data)
         return self.participation.bounded(data)
 
     def check_owners(self, shared: bool) -> None:
-        """Raises BadInputError if examples have several owners, of whom it protects none."""
+        """Raises BadInputError if examples have several owners and the mechanism expects one."""
         protects = self.participation.several_owners and self.budget is None
         if shared and self.private and not protects:
             raise BadInputError(
@@ -217,13 +217,18 @@ class Mechanism(Composed):
             )
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> Sampler:
-        """Returns the sampler of a run."""
-        made = self.participation.sampler(user_offsets, key)
-        return made if self.budget is None else self.budget.empty_sampler(made)
+        """Returns the sampler of a run with this root key.
+
+        Args:
+          user_offsets: int64 [num_users + 1], where each user's examples begin.
+          key: root key of the run.
+        """
+        sampler = self.participation.sampler(user_offsets, key)
+        return sampler if self.budget is None else self.budget.empty_sampler(sampler)
 
     @property
     def rule(self) -> Rule:
-        """The clip rule that runs; of one that adapts, that of the first step."""
+        """The clip rule that runs; if the clip norm adapts, the rule of the first step."""
         if isinstance(self.clip, Adaptive):
             return self.clip.rule()
         return self.clip if self.budget is None else self.budget.rule(self.clip)
@@ -240,9 +245,9 @@ class Mechanism(Composed):
 
         Args:
           loss_fn: ``(params, example) -> scalar`` for one example.
-          examples_at_once: examples of a unit processed at once; the gradients of the rest are
-            accumulated before the norm is taken. None: all.
-          example_sharding: how these examples are split over devices; None: not.
+          examples_at_once: examples of a unit that are processed at once; gradients of such
+            microbatches are accumulated before the norm is taken. None: all examples.
+          example_sharding: how these examples are split over devices; None: not split.
           **options: passed to ``clipping.clipped_grad`` (``strategy``, ...).
         """
         if isinstance(self.clip, NoClip):
@@ -257,14 +262,14 @@ class Mechanism(Composed):
         )
 
     def sum_fn(self, gradient: Any) -> Callable[..., ClippedGradResult]:
-        """What a step sums: ``(clip_norm, params, units, mask=...) -> ClippedGradResult``.
+        """Returns a step's sum: ``(clip_norm, params, units, mask=...) -> ClippedGradResult``.
 
         Args:
           gradient: what ``clipped_grad`` returned.
 
         Returns:
-          A function whose ``clip_norm`` is that of this step if the clip norm adapts (None: the
-          first one), and is not used else. The sum of one that adapts is a ``CountedSum``.
+          A function that uses ``clip_norm`` only if the clip norm adapts (None: the clip norm of
+          the first step). The sum is then a ``CountedSum``.
         """
         if not isinstance(self.clip, Adaptive):
             return lambda clip_norm, *args, **options: gradient(*args, **options)
@@ -277,11 +282,11 @@ class Mechanism(Composed):
 
     @property
     def initial_extra_args(self) -> tuple[np.float32, ...]:
-        """The clip norm of the first step, where it adapts; else nothing."""
+        """Further arguments of the first step's sum: the clip norm if it adapts, else none."""
         return (np.float32(self.clip.clip_norm),) if isinstance(self.clip, Adaptive) else ()
 
     def zero_sum(self, params: PyTree, *lead: int) -> PyTree:
-        """Zeros in the structure of what a step sums, float32, with leading axes ``lead``."""
+        """Returns zeros in the structure of a step's sum: float32 [*lead, *parameter shape]."""
         zeros = jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), jnp.float32), params)
         if not isinstance(self.clip, Adaptive):
             return zeros
@@ -299,19 +304,19 @@ class Mechanism(Composed):
         delta: float | None = None,
         optimizer: optax.GradientTransformation | None = None,
     ) -> Calibrated:
-        """With the least noise known to meet a target, or with the noise that is given.
+        """Returns the mechanism with the least noise that meets a target, or with given noise.
 
         Args:
-          population: what is sampled from.
-          steps: T; the noise strategy and budgets are fitted to them.
+          population: the counts of the data that units are sampled from.
+          steps: number of steps T, which the noise strategy and budgets are fitted to.
           epsilon: the target.
           noise_multiplier: sigma, instead of a target.
           delta: of the guarantee; None: number of examples ** -1.1.
-          optimizer: that will train; see ``noise.workload_of``.
+          optimizer: will train with the noise; see ``noise.workload_of``.
 
         Raises:
-          BadInputError: neither of the two or both are given, nobody is there to protect, the
-            target is out of reach, or of this combination nothing is proven.
+          BadInputError: neither or both of epsilon and noise_multiplier are given, the population
+            is empty, the target is out of reach, or nothing is proven for this combination.
         """
         at_least("the number of steps", steps, 1, whole=True)
         steps = int(steps)
@@ -362,7 +367,7 @@ class Mechanism(Composed):
             ordered = fitted.budget.with_order(made.budget_event(), delta)
             fitted = dataclasses.replace(fitted, budget=ordered)
             made = dataclasses.replace(made, mechanism=fitted)
-        made.event()  # what nothing is proven of is refused here, not at the end
+        made.event()  # refuses here what is not proven, not after training
         return made
 
     def plan(
@@ -386,12 +391,12 @@ class Mechanism(Composed):
           noise_multiplier: sigma, instead of a target.
           delta: of the guarantee; default: number of examples ** -1.1.
           execution: how steps are computed.
-          mesh: what they are computed on; default: that of the execution over all devices.
-          optimizer: that will train: if it is SGD, noise that is correlated between steps is made
-            for its schedule and momentum; default, and of others, for sums of gradients.
+          mesh: the devices that compute; default: ``execution.mesh`` over all devices.
+          optimizer: will train with the noise. Correlated noise is fitted to the schedule and
+            momentum of SGD; by default, and for other optimisers, to prefix sums of gradients.
 
         Raises:
-          BadInputError: no target, or one that is out of reach; data without examples.
+          BadInputError: as for ``calibrate``, or the data have no examples.
         """
         expect_store(data, "data")
         if execution is not None:
@@ -420,5 +425,5 @@ def check_bounded(clip: Rule | Adaptive) -> None:
     if isinstance(clip, NoClip):
         raise BadInputError(
             "mechanism.clip is none, but noise hides only what is bounded: take another clip "
-            "rule, or set mechanism.noise to none"
+            "rule, or set mechanism.noise to none for a run without privacy"
         )

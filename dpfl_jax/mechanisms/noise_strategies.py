@@ -1,10 +1,11 @@
-"""Noise strategies: how the noise of a step is correlated with that of others, K^-1 Z.
+"""Noise strategies: how noise is correlated over steps.
 
-A *row* is one of K G, where row t of G is the clipped sum of step t, and of Z, the noise drawn.
+Row t of G is the clipped sum of step t, and the rows of Z are independent noise. What is released
+is K^-1 (K G + Z) = G + K^-1 Z, where K is the strategy matrix. A *row* below is a row of K G or Z.
 
-A strategy is fitted to the number of steps, to how far apart a unit's steps are and to what the
-optimiser does with gradients (``fitted_to``); then it has a matrix, by which it is accounted, and a
-transformation, which runs. No strategy holds a standard deviation. A new one is a frozen dataclass
+A strategy is fitted to the number of steps, to the least number of steps between two steps of a
+unit, and to the optimiser (``fitted_to``). Then it has a matrix for the accounting, and an Optax
+transformation for the run. No strategy holds a standard deviation. A new one is a frozen dataclass
 that extends ``NoiseStrategy``.
 """
 
@@ -47,7 +48,7 @@ from dpfl_jax.noise import (
 )
 
 Self = TypeVar("Self", bound="NoiseStrategy")
-_LARGEST_SENSITIVITY = 1e20  # float32 ends at 3e38: for 1e9 people in 1e9 steps
+_LARGEST_SENSITIVITY = 1e20  # sums of 1e9 users over 1e9 steps stay below float32's maximum, 3e38
 _KEPT_SUMS = "checkpoints are as secret as the root key: they hold sums of {} steps without noise"
 
 
@@ -56,8 +57,8 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
     """How noise is correlated over steps.
 
     Attributes:
-      arithmetic: ``"exact"`` (noise is drawn and added in integers: low bits tell nothing of the
-        sum), or ``"float"`` (float32, as elsewhere; the guarantee says what that leaves open).
+      arithmetic: ``"exact"`` (noise is drawn and added in integers, so that low bits do not reveal
+        the sum), or ``"float"`` (float32; the guarantee says what that leaves open).
 
     Examples:
       >>> from dpfl_jax.mechanisms import Banded, Independent, NoiseStrategy
@@ -71,28 +72,28 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
 
     @property
     def is_correlated(self) -> bool:
-        """Whether the noise of a step depends on that of others."""
+        """Whether the noise of a step depends on the noise of other steps."""
         return False
 
     @property
     def keys_per_step(self) -> int:
-        """Steps whose noise is drawn at a step: its own, and those before it."""
+        """Number of steps whose noise is drawn at each step: this step, and any before it."""
         return 1
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What must be kept secret of a run besides its key."""
+        """Assumptions for the guarantee: what must be kept secret besides the key."""
         return ()
 
     def check_sensitivity(self, sensitivity: float) -> None:
-        """Raises BadInputError if sums of so large contributions may not stay finite."""
+        """Raises BadInputError if sums of contributions of this norm may overflow float32."""
 
     def fitted_to(self: Self, steps: int, separation: int | None, workload: Workload) -> Self:
-        """With what is best for these, of all that was not given.
+        """Returns the strategy with the options that were left open set to the best ones.
 
         Args:
-          steps: T.
-          separation: steps from one of a unit to its next, at least; None: no bound.
+          steps: number of steps T.
+          separation: least number of steps from one step of a unit to its next; None: no bound.
           workload: what the optimiser makes of gradients.
         """
         del steps, separation, workload
@@ -100,28 +101,32 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
 
     @abc.abstractmethod
     def matrix(self, steps: int) -> StrategyMatrix:
-        """K; raises BadInputError before it is fitted, or beyond the steps it was fitted to."""
+        """Returns K for the first ``steps`` steps.
+
+        Raises:
+          BadInputError: the strategy is not fitted yet, or was fitted to fewer steps.
+        """
 
     def error(self, steps: int, workload: Workload) -> float:
-        """``Workload.error`` of K; 1 of independent noise."""
+        """Returns ``Workload.error`` of K, relative to the error of independent noise."""
         return prefix_error(self.matrix(steps).column, steps, workload)
 
     @abc.abstractmethod
     def transform(
         self, stddev: float, sensitivity: float, divisor: float
     ) -> optax.GradientTransformationExtraArgs:
-        """Adds noise to the clipped sum of a step, and divides it.
+        """Returns the Optax transformation that adds noise to a clipped sum, and divides it.
 
         Args:
-          stddev: of each number of Z.
+          stddev: standard deviation of each entry of Z.
           sensitivity: largest norm of what a unit adds to the sum of a step.
-          divisor: of the noised sum.
+          divisor: constant that the noised sum is divided by.
         """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoNoise(NoiseStrategy):
-    """No noise: for baselines, which guarantee nothing.
+    """No noise, for baselines without a privacy guarantee.
 
     Examples:
       >>> from dpfl_jax.mechanisms import NoNoise
@@ -143,7 +148,7 @@ class NoNoise(NoiseStrategy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Independent(NoiseStrategy):
-    """Noise of each step's own.
+    """Independent noise at each step, as in DP-SGD.
 
     Examples:
       >>> from dpfl_jax.mechanisms import Independent
@@ -164,15 +169,17 @@ class Independent(NoiseStrategy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Banded(NoiseStrategy):
-    """K has few bands: the noise of a step is subtracted again, in parts, over the next steps.
+    """Banded noise (BandMF): K is a banded Toeplitz matrix.
+
+    The noise of a step is partly subtracted again in the steps that follow.
 
     Source: Choquette-Choo et al. 2023 (arXiv 2306.08153); strategies of McKenna 2024 (arXiv
-    2405.15913). The matrix is that of ``matrices/strategies.py``.
+    2405.15913). ``matrices/strategies.py`` computes the matrix.
 
     Attributes:
-      bands: b. 1 is independent noise.
-      column: the first of K, one number for each band; None: the best for the number of steps and
-        the optimiser.
+      bands: number of bands b of K; 1 is independent noise.
+      column: the first ``bands`` entries of K's first column; None: the best for the number of
+        steps and the optimiser.
 
     Examples:
       >>> from dpfl_jax.mechanisms import Banded
@@ -198,7 +205,7 @@ class Banded(NoiseStrategy):
                 f"mechanism.column has {len(column)} numbers, but it must have one for each of "
                 f"the {self.bands} bands, all finite and the first above 0"
             )
-        # As it runs, so that no other number is accounted.
+        # Rounded to float32, as it runs, so that the same numbers are accounted.
         object.__setattr__(self, "column", tuple(map(float, column)))
 
     @property
@@ -216,7 +223,7 @@ class Banded(NoiseStrategy):
 
     @property
     def chosen(self) -> tuple[float, ...]:
-        """The column; raises BadInputError before it is fitted."""
+        """The fitted column; raises BadInputError before ``fitted_to``."""
         if self.column is not None:
             return self.column
         if self.bands == 1:
@@ -232,7 +239,6 @@ class Banded(NoiseStrategy):
     def transform(
         self, stddev: float, sensitivity: float, divisor: float
     ) -> optax.GradientTransformationExtraArgs:
-        """Noise of the standard deviation in every row of K G, correlated as the bands say."""
         column = self.chosen
         reach = float(np.linalg.norm(column)) * sensitivity
         # proof: bandmf-noise-2
@@ -241,10 +247,10 @@ class Banded(NoiseStrategy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
-    """K is lower triangular and Toeplitz; the noise of a step shows in all later ones.
+    """K is lower triangular and Toeplitz, and the noise of a step shows in all later steps.
 
     Attributes:
-      horizon: most steps of the run; None: those it is fitted to.
+      horizon: most steps of the run; None: the number of steps that it is fitted to.
     """
 
     horizon: int | None = None
@@ -269,15 +275,10 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
             )
 
     def _round_to_float32(self, name: str, count: int, what: str) -> None:
-        """Checks numbers from 0 to 1, and makes them those of float32: no others are accounted.
+        """Checks that a field has ``count`` numbers from 0 to 1, and rounds them to float32.
 
-        Args:
-          name: field.
-          count: how many there must be.
-          what: one for each of these.
-
-        Raises:
-          BadInputError: other numbers, or more.
+        What runs is float32; rounding first makes the accounting use the same numbers. ``what``
+        names, in the error, the things of which each must have one number.
         """
         given = np.asarray(getattr(self, name) or (), np.float32)
         if len(given) != count or not ((given >= 0) & (given <= 1)).all():
@@ -292,7 +293,7 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
         if (total := math.fsum(getattr(self, name) or ())) > 1:
             raise BadInputError(
                 f"mechanism.{name} add up to {total:g}, but they must add up to at most 1, so that "
-                "a step never weighs more in later ones than in its own: make them smaller"
+                "the noise of a step never grows in later steps: make them smaller"
             )
 
     @property
@@ -306,7 +307,7 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
 
     @abc.abstractmethod
     def _matrix(self, steps: int) -> StrategyMatrix:
-        """K of so many steps, at least 1."""
+        """K for ``steps`` >= 1, within the horizon."""
 
     @abc.abstractmethod
     def _correlated(self, noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
@@ -322,10 +323,10 @@ class _Toeplitz(NoiseStrategy, abc.ABC, kinds=NOISES):
     def transform(
         self, stddev: float, sensitivity: float, divisor: float
     ) -> optax.GradientTransformationExtraArgs:
-        """Noise of the standard deviation in every row of K G, correlated over all steps."""
-        # Only the grid on which exact noise is drawn follows from reach and rows. One participation
-        # of a unit moves rows by so much, less than all of them together, which is accounted; and
-        # with room for 4 times as many rows as there are steps the grid is fine enough for these.
+        # ``reach`` and ``rows`` only set the grid on which exact noise is drawn. ``reach`` is how
+        # far one participation of a unit moves K G. All its participations together, which are
+        # accounted, move it further; room for 4 times as many rows as steps makes the grid fine
+        # enough for these, too.
         matrix = self._matrix(self._steps)
         reach = float(np.linalg.norm(matrix.bounding_column or matrix.column)) * sensitivity
         # proof: in-turns-noise-1
@@ -338,13 +339,13 @@ class Buffered(_Toeplitz):
     """Buffered linear Toeplitz noise (BLT): a few decaying buffers carry it over all steps.
 
     Source: Dvijotham et al. 2024 (arXiv 2404.16706); McMahan, Xu and Xu 2024 (arXiv 2408.08868).
-    The matrix is that of ``matrices/strategies.py``.
+    ``matrices/strategies.py`` computes the matrix.
 
     Attributes:
-      buffers: B.
-      decays: of the buffers, in [0, 1]; None, with scales: the best for the number of steps and the
-        optimiser.
-      scales: of the buffers, 0 or more, which add up to 1 at most.
+      buffers: number of buffers.
+      decays: decay of each buffer per step, in [0, 1]. If neither decays nor scales are given, the
+        best ones for the number of steps and the optimiser are taken.
+      scales: weight of each buffer, 0 or more; they add up to 1 at most.
 
     Examples:
       >>> from dpfl_jax.mechanisms import Buffered
@@ -376,7 +377,7 @@ class Buffered(_Toeplitz):
 
     @property
     def chosen(self) -> Buffers:
-        """Decays and scales; raises BadInputError before it is fitted."""
+        """The fitted decays and scales; raises BadInputError before ``fitted_to``."""
         if self.decays is None or self.scales is None:
             raise BadInputError(
                 "this buffered noise has no buffers yet: give mechanism.decays and scales, or make "
@@ -396,19 +397,19 @@ class Buffered(_Toeplitz):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandedInverse(_Toeplitz):
-    """K^-1 has few bands.
+    """Noise whose inverse strategy matrix K^-1 is a banded Toeplitz matrix.
 
-    Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128). The matrix is that of
-    ``matrices/strategies.py``. At the same memory ``Buffered`` is as good to 0.1 % where units
-    pause for 6 to 10 steps, and else less.
+    Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128).
+    ``matrices/strategies.py`` computes the matrix. At the same memory the error of ``Buffered`` is
+    within 0.1 % of it where units pause for 6 to 10 steps, and higher elsewhere.
 
     Attributes:
-      bands: b, of K^-1.
-      fractions: of a step's noise, subtracted in each of the next b - 1 steps, 0 or more, which add
-        up to 1 at most; None: the best for the number of steps and the optimiser.
-      redrawn: whether past noise is drawn again from its keys, bands times as much of it at every
-        step, where else 3 (bands - 1) numbers a parameter are kept. ``fractions`` are then rounded
-        down to multiples of 2^-16.
+      bands: number of bands b of K^-1.
+      fractions: parts of a step's noise that are subtracted in each of the next b - 1 steps, 0 or
+        more, which add up to 1 at most; None: the best for the number of steps and the optimiser.
+      redrawn: whether past noise is drawn again from its keys, which saves keeping 3 (bands - 1)
+        numbers for each parameter, but draws bands times as much noise at every step.
+        ``fractions`` are then rounded down to multiples of 2^-16.
 
     Examples:
       >>> from dpfl_jax.mechanisms import BandedInverse
@@ -438,7 +439,7 @@ class BandedInverse(_Toeplitz):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Checkpoints hold no sums if noise is drawn again."""
+        # If noise is drawn again, checkpoints hold no sums that would have to be kept secret.
         return () if self.redrawn else super().assumptions
 
     def fitted_to(self, steps: int, separation: int | None, workload: Workload) -> BandedInverse:
@@ -446,12 +447,12 @@ class BandedInverse(_Toeplitz):
         if self.fractions is not None:
             return made
         apart = _steps_apart(separation, steps)
-        found = inverse_strategy(self.bands, steps, apart, workload)
-        return dataclasses.replace(made, fractions=found)
+        best = inverse_strategy(self.bands, steps, apart, workload)
+        return dataclasses.replace(made, fractions=best)
 
     @property
     def chosen(self) -> tuple[float, ...]:
-        """The fractions; raises BadInputError before it is fitted."""
+        """The fitted fractions; raises BadInputError before ``fitted_to``."""
         if self.fractions is None:
             raise BadInputError(
                 "this banded inverse noise has no bands yet: give mechanism.fractions, or make a "
@@ -471,9 +472,10 @@ class BandedInverse(_Toeplitz):
         rows = redrawn_rows(inverse_bound(self.chosen, self._steps))
         if self.arithmetic == "exact" and noise.stddev > MOST_NOISE / rows**0.5 * noise.sensitivity:
             raise BadInputError(
-                "mechanism.redrawn rounds noise at every step, which bands that forget so slowly "
-                f"(mechanism.fractions adds up to {math.fsum(self.chosen):g}) pass on for too "
-                "long: leave it out, set mechanism.fractions to less, or ask for a larger epsilon"
+                "mechanism.redrawn rounds noise at every step, and these rounding errors add up "
+                f"over too many steps (mechanism.fractions adds up to {math.fsum(self.chosen):g}): "
+                "leave mechanism.redrawn out, make mechanism.fractions smaller, or ask for a "
+                "larger epsilon"
             )
         return redrawn(dataclasses.replace(noise, rows=rows), self.chosen, divisor)
 
@@ -484,4 +486,4 @@ def _steps_apart(separation: int | None, steps: int) -> int:
             "this noise is fitted to how many steps a unit pauses, which the sampling does not "
             "bound: take cyclic participation"
         )
-    return min(separation, steps)  # beyond the last step nobody takes part again
+    return min(separation, steps)  # after the last step no unit takes part again

@@ -1,8 +1,9 @@
-"""Participation: which units contribute to which step, and how much of a privacy unit they are.
+"""Participation: which units contribute to which step, and how many of a privacy unit's.
 
 A participation resolves to a sampling scheme (``sampling.schemes``) once it knows the population,
-and to what one privacy unit has in a draw (``contribution``). With the clip rule and the noise it
-makes a mechanism. A new one is a frozen dataclass that extends ``Participation``.
+and bounds how much one privacy unit contributes to a draw (``contribution``). A participation, a
+clip rule and a noise strategy make a mechanism. A new participation is a frozen dataclass that
+extends ``Participation``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LossFn = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Population:
-    """What a mechanism must know of a data set to sample and to account: public facts.
+    """The public counts of a data set that sampling and accounting depend on.
 
     Attributes:
       num_users: users in the training set.
@@ -65,7 +66,7 @@ class Population:
     shared: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON; that owners are one each is not said."""
+        """Returns the counts as JSON; ``shared`` is left out if it is false."""
         return {n: v for n, v in dataclasses.asdict(self).items() if n != "shared" or v}
 
     @property
@@ -77,12 +78,12 @@ class Population:
         return f"{words}, {self.num_units:,} units that may be drawn"
 
     def default_delta(self) -> float:
-        """num_examples ** -1.1 (Charles et al. 2024, section 5)."""
+        """Returns num_examples ** -1.1 (Charles et al. 2024, section 5)."""
         return float(self.num_examples) ** -1.1
 
 
 def require_positive(name: str, value: float) -> None:
-    """Raises BadInputError unless it is above 0, and float32 holds it with room for sums."""
+    """Raises BadInputError unless 0 < value <= 1e30 (float32 with room for sums)."""
     if not 0 < value <= 1e30:
         raise BadInputError(f"{name} is {value}, but it must be a number above 0, at most 1e30")
 
@@ -100,15 +101,16 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
     """
 
     several_owners: ClassVar[bool] = False
-    owners_only: ClassVar[bool] = False  # whether it is for examples with several owners alone
+    owners_only: ClassVar[bool] = False  # whether it is only for examples with several owners
 
     # ---- the data --------------------------------------------------------------------------
 
     def bounded(self, data: Readable) -> Readable:
-        """What may be used of the data; all, unless examples have several owners.
+        """Returns the part of the data that may be used: all, unless examples have several owners.
 
         Raises:
-          BadInputError: they have, and this would take a set of owners for a user.
+          BadInputError: examples have several owners, and this participation would take each set
+            of owners for one user.
         """
         if shared_store(data) is not None:
             raise BadInputError(
@@ -119,27 +121,27 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
 
     @abc.abstractmethod
     def population(self, user_offsets: np.ndarray) -> Population:
-        """Counts what is sampled from. user_offsets: int64 [num_users + 1]."""
+        """Returns the counts of what is sampled from. user_offsets: int64 [num_users + 1]."""
 
     def population_of(self, data: Readable) -> Population:
-        """The public numbers of data that ``bounded`` gave."""
-        found = self.population(np.asarray(data.user_offsets))
+        """Returns the public counts of data that ``bounded`` returned."""
+        counts = self.population(np.asarray(data.user_offsets))
         if not isinstance(data, BoundedStore):
-            return found
+            return counts
         shared = data.shared
         return dataclasses.replace(
-            found, num_users=shared.num_users, num_examples=shared.num_examples, shared=True
+            counts, num_users=shared.num_users, num_examples=shared.num_examples, shared=True
         )
 
     def declared_population(
         self, num_users: int, num_examples: int, limited: Mapping[int, int]
     ) -> Population:
-        """The same of a data set that is not here.
+        """Returns the public counts of a data set that is not at hand, from declared numbers.
 
         Args:
-          num_users: how many there are.
-          num_examples: their examples.
-          limited: by group size, examples left with at most so many of a user.
+          num_users: number of users.
+          num_examples: number of their examples.
+          limited: for each group size, the number of examples if each user keeps at most so many.
 
         Raises:
           BadInputError: a number that this participation needs is missing.
@@ -148,14 +150,14 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
         return Population(num_users, num_examples, num_examples)
 
     def unit_bounds(self, population: Population) -> tuple[int, int]:
-        """The fewest and the most units that so many users with so many examples can have."""
+        """Returns the least and the largest number of units that these counts allow."""
         return 1, population.num_examples
 
     def check_population(self, population: Population) -> None:
-        """Raises BadInputError unless there can be data with these numbers."""
+        """Raises BadInputError unless these counts can belong to one data set."""
         numbers = dataclasses.asdict(population)
         examples = whole_number(numbers, "num_examples", 1)
-        # Records with several owners may be fewer than these.
+        # There may be fewer records than owners if records have several.
         users = whole_number(numbers, "num_users", 1, None if population.shared else examples)
         units = whole_number(numbers, "num_units", 1)
         least, most = self.unit_bounds(population)
@@ -171,20 +173,20 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
     @property
     @abc.abstractmethod
     def divisor(self) -> float:
-        """The constant that the noised sum is divided by: the expected size, never the actual."""
+        """The constant that the noised sum is divided by: the expected, never the actual size."""
 
     @property
     def unit_examples(self) -> int | None:
-        """Most examples of a unit in a step; None if a unit is one example."""
+        """The largest number of examples of a unit in a step; None if a unit is one example."""
         return None
 
     @abc.abstractmethod
     def scheme_of(self, population: Population) -> SamplingScheme:
-        """The sampling scheme with its rate; raises BadInputError if there are too few units."""
+        """Returns the sampling scheme with its rate; BadInputError if there are too few units."""
 
     @property
     def contribution(self) -> Contribution | None:
-        """What one privacy unit has in a draw; None: it is itself what is drawn."""
+        """What one privacy unit contributes to a draw; None: privacy units are what is drawn."""
         return None
 
     @abc.abstractmethod
@@ -192,35 +194,37 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
         """Returns the sampler of a run: an ``ExampleSampler`` or a ``UserSampler``."""
 
     def unit_counts(self, user_offsets: np.ndarray) -> np.ndarray:
-        """int64 [users]: units of each user that may be drawn in a step, for individual budgets.
+        """Returns the number of units of each user that a draw can hold, int64 [users].
+
+        Individual budgets need it.
 
         Raises:
-          BadInputError: a user has several units, and it is not known how many.
+          BadInputError: a user has several units, and their number is not known.
         """
         if self.contribution is not None:
             raise BadInputError(
-                f"users with budgets of their own cannot take part as {self.kind}: take users or "
-                "examples, or leave out mechanism.budget"
+                f"mechanism.participation is {self.kind}, which cannot have individual budgets: "
+                "set it to users or examples, or leave out mechanism.budget"
             )
         return np.ones(len(user_offsets) - 1, np.int64)
 
     @abc.abstractmethod
     def describe(self, population: Population, more: str = "") -> str:
-        """The sampling in words, for the guarantee, before the number of steps.
+        """Returns the sampling in words, for the guarantee, without the number of steps.
 
         Args:
-          population: what is sampled from.
-          more: what else is said of the examples of a unit that takes part.
+          population: the counts of what is sampled from.
+          more: added to what is said of the examples of a unit.
         """
 
     # ---- a unit ----------------------------------------------------------------------------
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
-        """Turns the loss of one example into the loss of one unit."""
+        """Returns the loss of one unit, made from the loss of one example."""
         return loss_fn
 
     def units(self, examples: PyTree, example_mask: Any) -> PyTree:
-        """Turns the examples of some units into what ``unit_loss`` takes.
+        """Returns the examples of some units in the form that ``unit_loss`` takes.
 
         Args:
           examples: pytree of arrays [..., (group_size,) ...], zero where there is no example.
@@ -235,12 +239,12 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
     def microbatched(
         self, loss_fn: LossFn, size: int, sharding: jax.sharding.NamedSharding | None
     ) -> tuple[LossFn, Callable[[PyTree], PyTree]]:
-        """Returns the loss of a part of a unit, and what cuts a unit into such parts.
+        """Returns the loss of a microbatch of a unit, and a function that cuts a unit into these.
 
         Args:
-          loss_fn: of one example.
-          size: examples of a part.
-          sharding: how these are split over devices; None: not.
+          loss_fn: loss of one example.
+          size: examples of a microbatch.
+          sharding: how these are split over devices; None: not split.
 
         Raises:
           BadInputError: a unit is one example.
@@ -260,9 +264,9 @@ class Examples(Participation):
     constants; by default the number of examples kept is taken as public.
 
     Attributes:
-      batch_size: B, expected number of examples per step (the divisor).
-      group_size: most examples of one user in the whole run, on which privacy depends; None: all,
-        and nothing is guaranteed.
+      batch_size: expected number of examples per step, B, which is the divisor.
+      group_size: most examples of one user in the whole run, on which privacy depends; None: all
+        examples, without any guarantee.
       scheme: how examples are drawn.
 
     Examples:
@@ -297,7 +301,10 @@ class Examples(Participation):
         return Population(len(user_offsets) - 1, examples, units)
 
     def bounded(self, data: Readable) -> Readable:
-        """Nobody owns more than ``group_size`` examples of it, alone or with others."""
+        """Returns data in which no user owns more than ``group_size`` examples that have co-owners.
+
+        Examples with one owner are limited later, by ``sampler``.
+        """
         shared = shared_store(data)
         if self.group_size is None:
             return grouped_by_owner_set(data)
@@ -317,7 +324,6 @@ class Examples(Participation):
         return Population(num_users, num_examples, limited[self.group_size])
 
     def unit_bounds(self, population: Population) -> tuple[int, int]:
-        """Nobody has more than ``group_size`` of them, alone or with others."""
         if self.group_size is None:
             return super().unit_bounds(population)
         return 1, min(population.num_examples, self.group_size * population.num_users)
@@ -327,7 +333,7 @@ class Examples(Participation):
         return self.scheme.of_size(self.batch_size, population.num_units, "mechanism.batch_size")
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:
-        """Limits contributions once (from the key), then draws among what is kept."""
+        """Returns a sampler that limits contributions once, from the key, and then draws."""
         scheme = self.scheme_of(self.population(user_offsets))
         if self.group_size is None:
             every = np.arange(user_offsets[0], user_offsets[-1], dtype=np.int64)
@@ -340,7 +346,7 @@ class Examples(Participation):
 
     @property
     def contribution(self) -> Contribution | None:
-        """A draw holds at most ``group_size`` examples of a user (Theorem 1)."""
+        """At most ``group_size`` examples of a user in a draw (Charles et al. 2024, Theorem 1)."""
         return None if self.group_size is None else SeveralUnits(self.group_size)
 
     def unit_counts(self, user_offsets: np.ndarray) -> np.ndarray:
@@ -359,11 +365,11 @@ class Examples(Participation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SeveralExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
-    """Participations whose units have several examples, of which some are drawn at each step.
+    """Participations whose units have several examples, some of which are drawn at each step.
 
     Attributes:
       group_size: most examples of a unit per step (privacy does not depend on it).
-      cohort_size: M, expected number of units per step (the divisor).
+      cohort_size: expected number of units per step, M, which is the divisor.
       scheme: how units are drawn.
     """
 
@@ -390,28 +396,27 @@ class _SeveralExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
         return self.group_size
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
-        """Draws units, and examples within each, afresh at each step."""
+        """Returns a sampler that draws units, and examples within each, afresh at each step."""
         scheme = self.scheme_of(self.population(user_offsets))
         return UserSampler(scheme, np.asarray(user_offsets), self.group_size, key)
 
     def population(self, user_offsets: np.ndarray) -> Population:
-        """Users are drawn, so there are as many units as users."""
         users = len(user_offsets) - 1
         return Population(users, int(user_offsets[-1] - user_offsets[0]), users)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
-        """The mean of the losses of the unit's examples."""
+        """Returns the mean of the losses of the unit's examples."""
         # proof: uls-sensitivity-1
         return mean_of_examples(loss_fn)
 
     def units(self, examples: PyTree, example_mask: Any) -> PyTree:
-        """A unit is ``{"examples": [group_size, ...], "mask": bool [group_size]}``."""
+        """Returns ``{"examples": [..., group_size, ...], "mask": bool [..., group_size]}``."""
         return {"examples": examples, "mask": example_mask}
 
     def microbatched(
         self, loss_fn: LossFn, size: int, sharding: jax.sharding.NamedSharding | None
     ) -> tuple[LossFn, Callable[[PyTree], PyTree]]:
-        """A part is a unit with fewer examples, which knows how many there are in all."""
+        # A microbatch is a unit with fewer examples, and the count of all of the unit's.
         axis = None if sharding is None else sharding.spec[0]
         cut = functools.partial(pieces_of_unit, microbatch_size=size, sharding=sharding)
         return mean_of_examples(loss_fn, axis), cut
@@ -423,7 +428,7 @@ class _SeveralExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Users(_SeveralExamples):
-    """Users, each with the mean gradient of some of their examples.
+    """Users, each of whom contributes the mean gradient of some of their examples.
 
     Source: Charles et al. 2024, Algorithm 2 and Theorem 2. Departures: M and the sampling
     probability may be declared as constants; by default the number of users is taken as public.
@@ -443,7 +448,6 @@ class Users(_SeveralExamples):
         return Population(num_users, num_examples, num_users)
 
     def unit_bounds(self, population: Population) -> tuple[int, int]:
-        """Users are drawn, so there are as many units as users."""
         return population.num_users, population.num_users
 
     def describe(self, population: Population, more: str = "") -> str:
@@ -453,16 +457,17 @@ class Users(_SeveralExamples):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnerSets(_SeveralExamples):
-    """Sets of owners of records, of which each owner is in several: for records with co-owners.
+    """Sets of co-owners, for records that have several owners.
 
     Source: bounding as in Ganesh et al. 2025 (arXiv 2503.03622).
 
-    A set is what the same people wrote together: a conversation, the papers of some co-authors.
-    Emptying all records of one user empties every record of at most L = sets_per_user sets, and
-    touches no other: what is accounted is ELS of L examples, with sets for examples.
+    The units are sets of owners, each with all records that exactly these people own together: a
+    conversation, or the papers of some co-authors. Emptying all records of one user changes at most
+    L = sets_per_user sets. So the accounting is that of ELS with group size L, with sets in the
+    place of examples.
 
     Attributes:
-      sets_per_user: L, most sets of one user that are used in the whole run.
+      sets_per_user: most sets of one user that are used in the whole run, L.
 
     Examples:
       >>> from dpfl_jax.mechanisms import OwnerSets
@@ -481,7 +486,7 @@ class OwnerSets(_SeveralExamples):
         at_least("sets_per_user", self.sets_per_user, 1)
 
     def bounded(self, data: Readable) -> Readable:
-        """Nobody is in more than ``sets_per_user`` of the sets whose records are kept."""
+        """Returns data in which no user is in more than ``sets_per_user`` of the owner sets."""
         shared = shared_store(data)
         if shared is None:
             raise BadInputError(
@@ -494,18 +499,17 @@ class OwnerSets(_SeveralExamples):
     def declared_population(
         self, num_users: int, num_examples: int, limited: Mapping[int, int]
     ) -> Population:
-        """Refused: how many sets are kept follows from who owns what."""
+        # How many sets are kept depends on who owns what, not on counts.
         raise BadInputError(
             "mechanism.kind=owner_sets needs the data themselves: leave out the section population"
         )
 
     def unit_bounds(self, population: Population) -> tuple[int, int]:
-        """Nobody is in more than ``sets_per_user`` sets, and each holds a record."""
         return 1, min(population.num_examples, self.sets_per_user * population.num_users)
 
     @property
     def contribution(self) -> SeveralUnits:
-        """A user is in at most ``sets_per_user`` of the sets, each moving the sum by C."""
+        """At most ``sets_per_user`` sets of a user, each of which moves the sum by at most C."""
         return SeveralUnits(self.sets_per_user)
 
     def describe(self, population: Population, more: str = "") -> str:
@@ -520,16 +524,16 @@ class OwnerSets(_SeveralExamples):
 
 
 def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
-    """Lifts a loss of one example to the loss of one unit: the mean over its examples.
+    """Returns the loss of one unit: the mean of ``loss_fn`` over the unit's examples.
 
     The unit is ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``. The divisor
-    is the unit's own count, as in Algorithm 2 of Charles et al. 2024; no unit without examples.
-    A unit with a further entry ``"count"`` is a piece of one (see ``pieces_of_unit``): its loss is
-    the sum over the piece, divided by the count of the whole.
+    is the number of the unit's examples, as in Algorithm 2 of Charles et al. 2024; a unit without
+    examples has loss 0. A unit with a further entry ``"count"`` is a piece of a unit (see
+    ``pieces_of_unit``): its loss is the sum over the piece, divided by the count of the whole unit.
 
     Args:
-      loss_fn: of one example.
-      axis: mesh axis over which the examples are split, where they are.
+      loss_fn: loss of one example.
+      axis: mesh axis over which the examples are split; None: not split.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -555,10 +559,10 @@ def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
 
 
 def _without_absent(unit: PyTree) -> PyTree:
-    """A unit's examples, with one that is there in the place of each that is not.
+    """A unit's examples, with padding replaced by one of the unit's real examples.
 
-    Where a loss is not differentiable at what fills the gaps (a norm at zeros), even a loss that
-    counts nothing would have a gradient of NaN.
+    Padding is zeros, at which a loss may not be differentiable (a norm, say): then its gradient
+    would be NaN even with weight 0.
     """
     mask = unit["mask"]
     some = jnp.argmax(mask)
@@ -572,12 +576,12 @@ def _without_absent(unit: PyTree) -> PyTree:
 def pieces_of_unit(
     unit: PyTree, microbatch_size: int, sharding: jax.sharding.NamedSharding | None = None
 ) -> PyTree:
-    """Cuts a unit into pieces whose losses (``mean_of_examples``) add up to the unit's.
+    """Cuts a unit into pieces whose losses (``mean_of_examples``) add up to the unit's loss.
 
     Args:
       unit: ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``.
-      microbatch_size: examples of a piece, >= 1; the last piece is filled up with absent ones.
-      sharding: how the examples of a piece are split over devices; None: not.
+      microbatch_size: examples of a piece, >= 1; the last piece is padded.
+      sharding: how the examples of a piece are split over devices; None: not split.
 
     Returns:
       Units of ``microbatch_size`` examples with a ``"count"``, stacked: a pytree of arrays

@@ -1,7 +1,7 @@
-"""The mechanisms that have names: each is a function, and a ``kind`` of the section mechanism.
+"""The published mechanisms: each is a function, and a ``kind`` of the section ``mechanism``.
 
-Their options are those of the parts (``participation``, ``noise_strategies``, clip rules,
-``individual_budget``, ``user_update``) under the same names.
+Options have the names of the fields of the parts that they set (``participation``,
+``noise_strategies``, clip rules, ``individual_budget``, ``user_update``).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Clipping = Literal["flat", "normalized", "per_layer", "automatic"]
 
 
 class CommonOptions(TypedDict, total=False):
-    """What all presets take.
+    """Options of all presets.
 
     Attributes:
       clip_norm: C, the largest norm of one unit's gradient.
-      clipping: ``"flat"`` (min(1, C/n) times the gradient; contribution at most C),
-        ``"normalized"`` (min(1/C, 1/n); at most 1, so that the learning rate does not scale with
-        C; De et al. 2022), or ``"per_layer"`` (each parameter's gradient apart, to C over the root
-        of their number; McMahan et al. 2018: faster where gradients are formed for their norms,
-        and more of the gradient is lost for the same noise), or ``"automatic"`` (1/(n + 0.01), for
-        which ``clip_norm`` means nothing; Bu et al. 2023).
+      clipping: what a gradient of norm n is multiplied by. ``"flat"``: min(1, C/n), so that a unit
+        contributes at most C. ``"normalized"``: min(1/C, 1/n), so that a unit contributes at most
+        1, and the learning rate does not depend on C (De et al. 2022). ``"per_layer"``: flat for
+        the gradient of each of L parameters, with C/sqrt(L) (McMahan et al. 2018); faster where
+        norms need gradients, but more of the gradient is lost for the same noise.
+        ``"automatic"``: 1/(n + 0.01), which does not use ``clip_norm`` (Bu et al. 2023).
       clip: a clip rule, instead of these two: ``Adaptive(...)``, ``PerGroup(...)``.
-      arithmetic: of the noise, ``"exact"`` or ``"float"``.
+      arithmetic: how noise is drawn and added, ``"exact"`` or ``"float"``.
     """
 
     clip_norm: float
@@ -59,13 +59,13 @@ class CommonOptions(TypedDict, total=False):
 
 
 class UserOptions(CommonOptions, total=False):
-    """What presets take whose units are users.
+    """Options of the presets whose units are users.
 
     Attributes:
-      user_learning_rate: of a user update (``UserUpdate``), which is then clipped; None: a user's
-        gradient is.
-      user_batch_size: most examples of a step of it; None: all.
-      user_epochs: passes over the user's examples.
+      user_learning_rate: learning rate of a user update (``UserUpdate``), which is then clipped;
+        None: a user's gradient is clipped.
+      user_batch_size: most examples in a local step of the update; None: all.
+      user_epochs: passes of the update over the user's examples.
     """
 
     user_learning_rate: float | None
@@ -90,8 +90,8 @@ def _mechanism(
     one_of("clipping", clipping, NAMED_CLIPS)
     if clip is not None and (clip_norm, clipping) != (1.0, "flat"):
         raise BadInputError(
-            "mechanism.clip is given, and clip_norm or clipping beside it: leave these out, and "
-            "set the fields of clip"
+            "mechanism.clip and mechanism.clip_norm or clipping are given: leave clip_norm and "
+            "clipping out, and set the fields of clip"
         )
     update: UnitUpdate = Gradient()
     if user_learning_rate is not None:
@@ -102,8 +102,8 @@ def _mechanism(
         )
     elif user_batch_size is not None or user_epochs != 1:
         raise BadInputError(
-            "user_batch_size and user_epochs are of a user update: give user_learning_rate, too, "
-            "or leave them out"
+            "user_batch_size and user_epochs are options of a user update: give "
+            "user_learning_rate, too, or leave them out"
         )
     return Mechanism(
         participation=participation,
@@ -128,7 +128,7 @@ def _users(
 
 
 def non_private(*, batch_size: float) -> Mechanism:
-    """No privacy: plain SGD on Poisson-sampled examples, the baseline of the others.
+    """Plain SGD on Poisson-sampled examples, without privacy: a baseline.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -212,10 +212,10 @@ def truncated(
 ) -> Mechanism:
     """User-level sampling whose cohorts never exceed ``cap`` users (Chua et al. 2024).
 
-    From arXiv 2411.04205, with users for units. A user who is there can push another one out, which
-    is accounted for as that one's replacement: the cap should be seldom reached. By default it is
-    4 standard deviations above ``cohort_size``. (``uls``, which has none, makes room in memory for
-    what one draw in 10^15 exceeds, some 8 standard deviations.)
+    Source: arXiv 2411.04205, with users for examples. In a full cohort one user takes the place of
+    another, which is accounted as a replacement: choose a cap that is seldom reached. By default
+    it is 4 standard deviations above ``cohort_size``. (``uls``, which has no cap, reserves memory
+    for cohorts some 8 standard deviations above it, which one draw in 10^15 exceeds.)
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -238,14 +238,15 @@ def allocation(
     """Random allocation: each user in exactly one of every ``period`` steps, drawn uniformly.
 
     Source: Feldman and Shenfeld, "Efficient privacy loss accounting for subsampling and random
-    allocation" (2026, arXiv 2602.17284); "balls in bins" in Chua et al. 2024. Nobody is drawn twice
-    or never in a stretch, as happens with Poisson sampling of the same rate: so less noise does,
-    most of all in runs of one or few stretches. A ``period`` that is given decides who takes part;
-    by default it is (number of users) / ``cohort_size``, which always is the divisor.
+    allocation" (2026, arXiv 2602.17284); "balls in bins" in Chua et al. 2024. With Poisson sampling
+    of the same rate a user may be drawn twice in a period, or not at all. Here neither happens, so
+    less noise is needed, most of all in runs of one or few periods. ``period`` is by default
+    (number of users) / ``cohort_size``; if it is given, it decides how many users take part, and
+    ``cohort_size`` is still the divisor.
 
-    Departures: k of T steps are one of T / k in each of k stretches, which is what the paper's
-    bound for k of T is of; draws of different stretches are independent. A run may end within a
-    stretch.
+    Departures: a user takes part in k of T steps by being allocated to one of T / k steps in each
+    of k periods, independently. The paper's bound for k of T steps is for this sampling, too. A run
+    may end within a period.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -267,7 +268,7 @@ def bandmf(
     sampling_prob: float | None = None,
     **common: Unpack[UserOptions],
 ) -> Mechanism:
-    """BandMF: users in ``bands`` groups that have turns, Poisson within one, and banded noise.
+    """BandMF: ``bands`` groups of users take turns, with Poisson sampling and banded noise.
 
     Source: Choquette-Choo et al., "(Amplified) Banded Matrix Factorization: a unified approach to
     private training" (2023, arXiv 2306.08153), Algorithm 2 and Theorem 4, with users for examples.
@@ -281,13 +282,14 @@ def bandmf(
 
     b is ``bands``: the number of bands, of groups, and of steps from one turn of a user to the
     next. p is ``sampling_prob``, or by default b M / (number of users).
-    K has as many bands as a user pauses for steps: so a user pays for T / b steps at b
-    times the probability, and the noise of a step is subtracted again in the steps that follow.
-    Optimisers add up gradients, so that what counts is the noise of their prefix sums.
+    Two steps of a user are at least b apart, so that K maps them to different rows: a user pays
+    for T / b steps at b times the probability. The noise of a step is partly subtracted again in
+    the steps that follow. Optimisers add up gradients, so this lowers the noise that matters, that
+    of prefix sums.
 
-    Departures: groups are drawn user by user, not cut to equal sizes: a partition into equal parts
-    depends on everybody. So p follows from the number of users, whatever the groups' sizes are; M
-    is expected over the draws of groups, too.
+    Departures: each user's group is drawn independently, because a partition into groups of equal
+    size depends on all users. So p follows from the number of users, whatever the sizes of the
+    groups are, and M is an expectation over the groups, too.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -313,7 +315,7 @@ def blt(
     horizon: int | None = None,
     **common: Unpack[UserOptions],
 ) -> Mechanism:
-    """BLT: each user at every ``period``-th step, and noise that a few buffers correlate.
+    """BLT: each user takes part at every ``period``-th step; a few buffers correlate the noise.
 
     Source: McMahan, Xu and Xu, "A hassle-free algorithm for private learning in practice" (2024,
     arXiv 2408.08868).
@@ -325,10 +327,10 @@ def blt(
           g_t = sum over U of clip(mean over D_u of grad, C)
           g   = (g_t + C sigma (K^-1 Z)_t) / M
 
-    In T steps a user takes part at most k = ceil(T / s) times, and two of these steps are s apart.
-    What that moves K G by is bounded for whoever knows whose turn it is: nothing rests on sampling
-    being secret, and nothing is gained by it. Turns are drawn user by user, not by devices that
-    check in, nor by cutting a list of users: a list of equal parts depends on everybody.
+    In T steps a user takes part at most k = ceil(T / s) times, s steps apart. The accounting bounds
+    how far this moves K G, and lets the attacker know whose turn it is: there is no amplification
+    by sampling, and turns need not be secret. Each user's turn is drawn independently, because a
+    partition into groups of equal size depends on all users.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -353,7 +355,9 @@ def banded_inverse(
     horizon: int | None = None,
     **common: Unpack[UserOptions],
 ) -> Mechanism:
-    """Each user at every ``period``-th step, as ``blt``, with noise whose inverse has few bands.
+    """Each user takes part at every ``period``-th step; K^-1 of the noise is banded.
+
+    Like ``blt``, with ``BandedInverse`` in the place of ``Buffered``.
 
     Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128).
 
@@ -377,7 +381,7 @@ def owner_sets(
     sampling_prob: float | None = None,
     **common: Unpack[UserOptions],
 ) -> Mechanism:
-    """User-level sampling where records have several owners: sets of owners are drawn.
+    """User-level privacy for records with several owners: sets of owners are drawn.
 
     S_sub = sets of owners, at most sets_per_user of each user       # once, by who owns what
     at each step:

@@ -1,7 +1,8 @@
-"""What is clipped of a unit: its gradient, or, in federated rounds, a *user update*.
+"""What is clipped for each unit: its gradient, or, in federated rounds, a *user update*.
 
-A user update is what some SGD steps on a user's own data, without noise, subtract from the
-parameters. It is clipped once. (The local steps of a silo are others: each of them is noised.)
+A user update is the sum of what some SGD steps on a user's data subtract from the parameters. These
+steps have no noise; the update is clipped once. (In the local steps of a silo, every step has
+noise.)
 
 Source: McMahan, Ramage, Talwar and Zhang 2018, "Learning differentially private recurrent language
 models" (arXiv 1710.06963), Algorithm 1, DP-FedAvg; with noise that is correlated between rounds it
@@ -13,13 +14,14 @@ is DP-FTRL as of Kairouz et al. 2021 (arXiv 2103.00039) and McMahan et al. 2024 
         u = u + learning rate * (gradient of the batch's mean loss at p - u)     # without noise
       gives clip(u, C) to the server, which adds up, adds noise, and divides by M
 
-So a round is a step of central training in which the gradient of a user is u: the server's
-optimiser (sgd with rate 1 is federated averaging) is given it, and who takes part, the noise and
-what it costs are the mechanism's own. One step at rate 1 is ``uls``.
+So a round is a step of central training in which u takes the place of a user's gradient.
+Participation, noise and accounting are unchanged. The server's optimiser gets the noised mean (SGD
+with learning rate 1 is federated averaging). With one local step at learning rate 1, u is the
+gradient, as in ``uls``.
 
-Departures: examples are those that the mechanism draws of a user, at most ``group_size``, in the
-order in which they were drawn or, of a user with fewer, stored. A device that fails is one whose
-update is not finite: it adds nothing, and the divisor stays.
+Departures: a device uses the at most ``group_size`` examples that the mechanism draws for its user,
+in the order in which they were drawn, or stored if the user has no more. A device whose update is
+not finite counts as failed: it adds nothing, and the divisor stays the same.
 """
 
 from __future__ import annotations
@@ -47,28 +49,28 @@ from dpfl_jax.mechanisms.participation import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitUpdate(Named, abc.ABC, kinds=UPDATES):
-    """What is clipped of a unit."""
+    """What is clipped for each unit: its gradient, or an update."""
 
     @property
     def passes(self) -> int:
-        """How often a step evaluates the gradient of each example that it has."""
+        """How often a step evaluates the gradient of each of its examples."""
         return 1
 
     @property
     def description(self) -> str:
-        """What a guarantee adds to the examples of a unit."""
+        """What the guarantee's sampling description says after the examples of a unit."""
         return ""
 
     @abc.abstractmethod
     def clipped(
         self, participation: Participation, loss_fn: LossFn, rule: Rule, **options: Any
     ) -> ClippedGrad:
-        """Returns the function that sums what units give, clipped.
+        """Returns the function that sums the units' clipped gradients or updates.
 
         Args:
-          participation: whose units they are.
+          participation: the mechanism's, which says what a unit is.
           loss_fn: ``(params, example) -> scalar`` for one example.
-          rule: clips.
+          rule: the clip rule.
           **options: ``examples_at_once`` and ``example_sharding`` of ``Mechanism.clipped_grad``,
             and those of ``clipping.clipped_grad``.
 
@@ -102,11 +104,11 @@ class Gradient(UnitUpdate):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UserUpdate(UnitUpdate):
-    """Parameters before minus after some SGD steps on the user's own examples, without noise.
+    """Parameters before minus after some SGD steps on the user's examples, without noise.
 
     Attributes:
-      user_learning_rate: of these steps.
-      user_batch_size: most examples of such a step; None: all.
+      user_learning_rate: learning rate of these steps.
+      user_batch_size: most examples in one of these steps; None: all.
       user_epochs: passes over the user's examples.
 
     Examples:
@@ -135,7 +137,7 @@ class UserUpdate(UnitUpdate):
 
     @property
     def description(self) -> str:
-        # `dpfl verify` compares these words with those of files that were written before.
+        # `dpfl verify` compares these words with those in guarantee files of earlier versions.
         epochs = "one epoch" if self.user_epochs == 1 else f"{self.user_epochs} epochs"
         size = self.user_batch_size
         batches = "" if size is None else f" in batches of {size}"
@@ -147,30 +149,30 @@ class UserUpdate(UnitUpdate):
         pieces = [options.pop(name, None) for name in ("examples_at_once", "example_sharding")]
         if pieces != [None, None]:
             raise BadInputError(
-                "a user update takes one batch after the other: set "
+                "a user update processes one batch after the other: set "
                 "mechanism.user_batch_size, and leave out execution.examples_at_once and "
                 "execution.split_users"
             )
         if options.get("unit_sharding") is not None:
             raise BadInputError(
-                "mechanism.user_learning_rate: a device's update is formed in one place, which a "
-                "mesh that splits parameters has not: use execution.mesh with data alone"
+                "user updates (mechanism.user_learning_rate) need all parameters on every device, "
+                "but this mesh splits them: use execution.mesh with data alone"
             )
         asked = options.pop("strategy", "auto")
         if asked == "ghost":
             raise BadInputError(
-                "execution.strategy=ghost forms no user's gradient, and user updates "
-                "(mechanism.user_learning_rate) do: set it to auto, scan or vmap"
+                "execution.strategy=ghost forms no user's gradient, but user updates "
+                "(mechanism.user_learning_rate) need it: set it to auto, scan or vmap"
             )
         loss = self.loss_of_update(loss_fn, options.get("trainable"))
         strategy: Any = "scan" if asked == "auto" else asked  # one user after the other
         return clipped_grad(loss, rule=rule, strategy=strategy, **options)
 
     def loss_of_update(self, loss_fn: LossFn, trainable: Trainable) -> LossFn:
-        """A loss of one user whose gradient is the update; its value is the mean loss on the way.
+        """Returns a loss of one user whose gradient is the user update.
 
-        It is linear in the parameters about where they are, with the update as slope: so clipping,
-        checks and layouts are those of any other loss.
+        It is linear in the parameters, with the update as its slope, so that clipping, checks and
+        sharding work as for any other loss. Its value is the mean loss over the local steps.
         """
         of_batch = mean_of_examples(loss_fn)
         rate, epochs = self.user_learning_rate, self.user_epochs
@@ -178,14 +180,14 @@ class UserUpdate(UnitUpdate):
         def loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
             if "count" in user:
                 raise BadInputError(
-                    "execution.packing lays a user's sequences into common rows, of which user "
-                    "updates (mechanism.user_learning_rate) cannot make batches: set it to 0"
+                    "execution.packing puts several sequences of a user into one row, which user "
+                    "updates (mechanism.user_learning_rate) cannot cut into batches: set it to 0"
                 )
             trained, frozen = split(params, trainable)
             start = jax.lax.stop_gradient(trained)
             size = user["mask"].shape[0]
             batches = pieces_of_unit(user, min(self.user_batch_size or size, size))
-            del batches["count"]  # that of the whole user
+            del batches["count"]  # each batch is divided by its own count, not by the user's
 
             def mean(at: PyTree, batch: PyTree) -> jax.Array:
                 return of_batch(join(at, frozen), batch, **kwargs)
@@ -208,7 +210,7 @@ class UserUpdate(UnitUpdate):
             def slope(p: jax.Array, at: jax.Array, u: jax.Array) -> jax.Array:
                 return jnp.sum((p - at).astype(jnp.float32) * jax.lax.stop_gradient(u))
 
-            # A loss that is linear in the parameters, with the update for its gradient.
+            # Linear in the parameters, with the update as its gradient.
             # proof: user-update-sensitivity-1
             slopes = jax.tree.map(slope, trained, start, update)
             return jax.lax.stop_gradient(value) + sum(jax.tree.leaves(slopes))

@@ -1,4 +1,4 @@
-"""Which algorithm and group size for a compute budget: estimates, planner, inverse questions.
+"""Planning: which algorithm and group size to take for a compute budget.
 
 The quantity compared is the standard deviation of the noise on the averaged gradient, for clip
 norms at the size of typical gradients (Charles et al. 2024, section 3, equations (5) to (7)).

@@ -1,6 +1,6 @@
-"""What a planner weighs: presets, how each spends a compute budget, and what is said of it.
+"""The presets that a planner compares, and how each spends a compute budget.
 
-A new preset is weighed once it has an entry in ``CANDIDATES``.
+A new preset is compared once it has an entry in ``CANDIDATES``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dpfl_jax.config.kinds import CENTRAL, options
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.mechanism import Mechanism
 
-# What mechanisms of all kinds take.
+# Options of presets of all kinds.
 _USER_UPDATE = ("user_learning_rate", "user_batch_size", "user_epochs")
 _COMMON = ("clip_norm", "clipping", "clip", "arithmetic", *_USER_UPDATE)
 
@@ -23,14 +23,15 @@ class Candidate:
     """A preset as a way to spend a compute budget.
 
     Attributes:
-      name: for people.
-      is_plain: whether it is Poisson sampling with independent noise: scaling laws of the loss are
-        fitted to these, and questions (``dpfl plan --ask``) are about them. There is one of
-        examples and one of users.
-      bands: numbers of bands that are tried; () if it has no bands, or its default ones.
+      name: name to show.
+      is_plain: whether it is Poisson sampling with independent noise. Scaling laws are fitted to
+        plain candidates, and questions (``dpfl plan --ask``) are about them. One plain candidate
+        draws examples, one draws users.
+      bands: numbers of bands to try; () if it has no bands, or only its default number.
       is_slow: whether a calibration takes seconds.
-      sentence: of a winner; fields are ``period`` (steps between two of a unit), ``bands``,
-        ``noise_multiplier`` and ``error`` (of prefix sums, relative to independent noise).
+      sentence: what to say if it wins. Its fields are ``period`` (steps between two steps of a
+        unit), ``bands``, ``noise_multiplier`` and ``error`` (error of prefix sums, relative to
+        independent noise).
     """
 
     name: str
@@ -41,18 +42,18 @@ class Candidate:
 
 
 _IN_TURNS = (
-    "Its users take part in every {period}th step, and nothing is gained by sampling: a noise "
-    "multiplier of {noise_multiplier:.3g}, of which all but {error:.0%} cancels in sums of "
-    "gradients"
+    "Its users take part in every {period}th step, without amplification by sampling. So it needs "
+    "a noise multiplier of {noise_multiplier:.3g}, but all but {error:.0%} of this noise cancels "
+    "in sums of gradients"
 )
 CANDIDATES = {
     "els": Candidate("ELS", is_plain=True),
     "uls": Candidate("ULS", is_plain=True),
     "bandmf": Candidate(
         "BandMF",
-        bands=(2, 4, 8, 16, 32),  # more are seldom worth 8 (b - 1) bytes a trained parameter
-        sentence="Its {bands} groups of users take turns: that needs a noise multiplier of "
-        "{noise_multiplier:.3g}, but later steps take back all but {error:.0%} of what independent "
+        bands=(2, 4, 8, 16, 32),  # more seldom pay for their 8 (b - 1) bytes a trained parameter
+        sentence="Its {bands} groups of users take turns. So it needs a noise multiplier of "
+        "{noise_multiplier:.3g}, but correlated noise leaves only {error:.0%} of what independent "
         "noise would leave in sums of gradients",
     ),
     "blt": Candidate("BLT", sentence=_IN_TURNS),
@@ -63,33 +64,34 @@ CANDIDATES = {
         sentence="Every user takes part in exactly one of every {period} steps",
     ),
 }
-# Presets whose events have Renyi divergences, by which the best of several runs is accounted.
+# Presets whose events have Renyi divergences, which the accounting of private sweeps needs.
 RENYI_KINDS = "uls, els or bandmf"
 
 
 @functools.cache
 def draws_examples(kind: str) -> bool:
-    """Whether units of a preset are single examples."""
+    """Returns whether the units of a preset are single examples."""
     return "batch_size" in options(CENTRAL[kind])
 
 
 def plain(examples: bool) -> str:
-    """The plain candidate of examples, or of users."""
-    found = (kind for kind, candidate in CANDIDATES.items() if candidate.is_plain)
-    return next(kind for kind in found if draws_examples(kind) == examples)
+    """Returns the kind of the plain candidate that draws examples, or that draws users."""
+    kinds = (kind for kind, candidate in CANDIDATES.items() if candidate.is_plain)
+    return next(kind for kind in kinds if draws_examples(kind) == examples)
 
 
 def at_budget(
     chosen: Mechanism | None, kind: str, budget: float, group_size: int, **more: Any
 ) -> Mechanism:
-    """A mechanism at a compute budget.
+    """Returns a mechanism of a kind that spends a compute budget.
 
     Args:
-      chosen: what all mechanisms have is taken from it; of its own kind all else, too.
-      kind: of the one that is made.
-      budget: expected gradient evaluations a step.
-      group_size: for kinds that have one.
-      **more: options of its own; those that it does not have are left out.
+      chosen: mechanism to copy options from: those that all kinds have, and if it is of the same
+        kind, all but sizes. None: the defaults.
+      kind: kind of the returned mechanism.
+      budget: expected gradient evaluations per step.
+      group_size: group size, for kinds that have one.
+      **more: further options; those that the kind does not have are ignored.
 
     Raises:
       BadInputError: ``chosen`` is no preset, or the sizes do not fit.
@@ -97,8 +99,8 @@ def at_budget(
     known, section = options(CENTRAL[kind]), {} if chosen is None else chosen.to_section()
     if chosen is not None and "kind" not in section:
         raise BadInputError(
-            "the mechanism is spelled out part by part, of which no other size can be made: name a "
-            "preset (mechanism.kind)"
+            "the mechanism is given part by part, so that it cannot be made in other sizes: name "
+            "a preset (mechanism.kind)"
         )
     sizes = {
         "group_size": group_size,

@@ -1,9 +1,9 @@
 """What the cells of a plan cost: operations, chip-hours, money, and whether they fit a device.
 
-``Chip`` turns operations into hours by what a chip is stated, or was measured, to do.
-``this_machine`` measures it: a step takes some time for each row of units, and some that does not
-depend on them (noise, optimiser): a line through two sizes. Seconds are those of all cores together
-on a CPU, and wall-clock seconds on other devices.
+``Chip`` turns operations into hours by the stated or measured speed of a chip. ``this_machine``
+measures this speed: it fits a line through the times of two batch sizes, because a step takes some
+time per row of units, and some that does not depend on them (noise, optimiser). Seconds are CPU
+seconds of all cores together on a CPU, and wall-clock seconds on other devices.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ GPU_BYTES = {"a100": 40 * 10**9, "h100": 80 * 10**9, "h200": 141 * 10**9}
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What pays for operations.
+    """The speed and price of one chip.
 
     Attributes:
-      peak: FLOP/s of one chip.
+      peak: peak FLOP/s of one chip.
       mfu: share of the peak that a run reaches, in (0, 1].
-      price: of one chip for an hour, in any currency; None: no money.
-      watts: of one chip; None: no energy.
-      step_seconds: of a step, whatever its batch: noise, optimiser, dispatch.
+      price: price of one chip-hour, in any currency; None: no money is stated.
+      watts: power of one chip in watts; None: no energy is stated.
+      step_seconds: seconds of a step that do not depend on its batch: noise, optimiser, dispatch.
     """
 
     peak: float
@@ -71,10 +71,14 @@ class Chip:
 
     @classmethod
     def named(cls, name: str, **rest: float | None) -> Chip:
-        """By its name in ``PEAK``, or by its FLOP/s written as a number.
+        """Returns the chip with this name in ``PEAK``, or with this number of FLOP/s.
+
+        Args:
+          name: a name, or FLOP/s written as a number.
+          **rest: other fields; None: the default.
 
         Raises:
-          BadInputError: neither.
+          BadInputError: ``name`` is neither.
         """
         try:
             peak = PEAK[name] if name in PEAK else float(name)
@@ -86,7 +90,7 @@ class Chip:
         return cls(peak, **{key: value for key, value in rest.items() if value is not None})
 
     def bill(self, flops: float, steps: int = 0) -> dict[str, float]:
-        """Chip-hours of so many operations and steps; money and kWh where price and watts are."""
+        """Returns ``flops``, ``chip_hours``, and ``money`` and ``kwh`` if they can be known."""
         hours = (flops / (self.peak * self.mfu) + steps * self.step_seconds) / 3600.0
         costs = {"flops": flops, "chip_hours": hours}
         if self.price is not None:
@@ -96,10 +100,10 @@ class Chip:
         return costs
 
     def largest_budget(self, hours: float, flops_per_gradient: float, steps: int) -> int:
-        """The largest power-of-two compute budget whose run takes at most so many chip-hours.
+        """Returns the largest power-of-two compute budget that so many chip-hours pay for.
 
         Raises:
-          BadInputError: not even one gradient a step is paid for.
+          BadInputError: they do not pay for one gradient a step.
         """
         one = self.bill(flops_per_gradient * steps)["chip_hours"]
         if not hours >= one:
@@ -111,7 +115,7 @@ class Chip:
 
 
 def expected_rows(size: float, row: int) -> float:
-    """Mean number of rows of ``row`` units that a Poisson draw of ``size`` expected units needs."""
+    """Returns the mean number of rows of ``row`` units for Poisson draws of mean ``size``."""
     if size > 1e4:
         return size / row + 0.5
     most = int(size + 12 * math.sqrt(size) + 12)
@@ -120,7 +124,7 @@ def expected_rows(size: float, row: int) -> float:
     return float(sum(p * -(-n // row) for n, p in zip(drawn, probs, strict=True)))
 
 
-_WARM = 2  # first steps, which compile
+_WARM = 2  # first steps, which compile and are not timed
 
 
 def time_steps(
@@ -129,7 +133,7 @@ def time_steps(
     """Takes training steps as ``dpfl train`` does, and discards the result.
 
     Returns:
-      Seconds of ``steps`` steps after the program is compiled, and the rows of units they had.
+      Seconds of ``steps`` steps without compilation, and the number of rows of units in them.
     """
     from dpfl_jax.training.fitting import algorithm_of
     from dpfl_jax.training.optimizers import make_optimizer
@@ -168,21 +172,21 @@ def this_machine(
     steps: int = 6,
     **rest: float | None,
 ) -> Chip:
-    """This machine as a chip, measured at a model's step: its peak is the speed that was reached.
+    """Returns this machine as a chip whose peak is the speed that steps of the model reach here.
 
     Args:
-      config: the run's.
-      data: read.
-      model: of the data's task.
-      params: any parameters of it.
-      flops_per_gradient: of one gradient evaluation.
-      steps: timed, at each of two sizes.
+      config: configuration of the run.
+      data: its data set, as read.
+      model: its model.
+      params: any parameters of the model.
+      flops_per_gradient: FLOPs of one gradient evaluation.
+      steps: number of steps to time, at each of two batch sizes.
       **rest: price and watts.
     """
     mechanism: Any = config.mechanism
     group, row = mechanism.participation.unit_examples or 1, config.execution.microbatch_size
     times: dict[int, list[tuple[float, int]]] = {row: [], 4 * row: []}
-    for _ in range(3):  # alternated: a busy machine disturbs both
+    for _ in range(3):  # alternates, so that other load on the machine disturbs both sizes
         for size, timed in times.items():
             one = at_budget(mechanism, mechanism.kind, float(size * group), mechanism.group_size)
             timed.append(time_steps(config, data, model, params, one, steps))
@@ -194,27 +198,27 @@ def this_machine(
     return Chip(speed, mfu=1.0, step_seconds=per_step, **given)
 
 
-_COMPILED = 3  # rows of the table, from the top, that are compiled
+_COMPILED = 3  # how many rows at the top of the table are compiled
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyStart:
-    """Data, model and starting parameters of a configuration, read once and only if needed."""
+    """The data, model and starting parameters of a configuration, read once and only if needed."""
 
     config: Any
     console: Any
 
     @functools.cached_property
     def data(self) -> Any:
-        """(data set, model)."""
-        # Most plans read no data: what trains (and Orbax) takes half a second to import.
+        """The data set and the model."""
+        # Imported here because most plans read no data, and this import takes half a second.
         from dpfl_jax.training.central_run import read_data
 
         return read_data(self.config, self.console)
 
     @functools.cached_property
     def params(self) -> Any:
-        """Parameters before the first step."""
+        """The parameters before the first step."""
         from dpfl_jax.training.start import starting_params
 
         data, model = self.data
@@ -231,23 +235,23 @@ def prices(
     watts: float | None = None,
     vocab: int | None = None,
 ) -> Any:
-    """By plain candidate, the chip and a gradient evaluation's FLOPs.
+    """Returns, by plain candidate, the chip and the FLOPs of a gradient evaluation.
 
     Args:
-      start: of the configuration.
-      chip_name: as of ``Chip.named``, or here: this machine, timed.
-      console: for people.
-      mfu: as of ``Chip``.
-      price: as of ``Chip``.
-      watts: as of ``Chip``.
-      vocab: size of the vocabulary, where the tokeniser is not at hand.
+      start: data, model and parameters of the configuration.
+      chip_name: a name for ``Chip.named``, or ``"here"`` to time this machine.
+      console: shows progress.
+      mfu: as for ``Chip``.
+      price: as for ``Chip``.
+      watts: as for ``Chip``.
+      vocab: size of the vocabulary, if the tokeniser is not at hand.
 
     Raises:
       BadInputError: this machine is to be timed, but there are no data.
     """
     config, is_here = start.config, chip_name == "here"
     if is_here and config.population is not None:
-        raise BadInputError("--chip here takes steps, but this configuration has statistics alone")
+        raise BadInputError("--chip here needs data, but this configuration has none: name a chip")
     flops, chips = {}, {}
     more: dict[str, Any] = {"price": price, "watts": watts}
     if is_here:
@@ -259,7 +263,7 @@ def prices(
             group = getattr(config.mechanism, "group_size", 1)
             cell = _with_cell(config, kind, group)
             flops[kind] = slices.gradient_cost(cell, vocab)["flops_per_gradient"]
-            if is_here:  # what is reached depends on the algorithm
+            if is_here:  # the speed that is reached depends on the algorithm
                 chip = this_machine(cell, data, model, params, flops[kind], **more)
                 console.print(
                     f"this machine, {CANDIDATES[kind].name}: {chip.peak:.3g} FLOP/s reached, and "
@@ -273,7 +277,7 @@ def add_bills(result: dict[str, Any], price: Any, row: int) -> None:
     """Adds ``bill`` to each option of a plan's JSON; ``row`` is the microbatch size."""
     chips, each = price
     for option in (result["best"], *result["options"]):
-        kind = plain(draws_examples(option["kind"]))  # whose gradients are all the others'
+        kind = plain(draws_examples(option["kind"]))  # has the same gradients as the option
         units = expected_rows(option["size"], row) * row
         flops = each[kind] * units * option["gradients"] * result["steps"]
         option["bill"] = chips[kind].bill(flops, result["steps"])
@@ -288,9 +292,10 @@ def add_memory(
     chip_name: str | None = None,
     vocab: int | None = None,
 ) -> None:
-    """Adds ``memory`` to the options whose programs are those of the table's first rows.
+    """Adds ``memory`` to the options that share a program with one of the table's first rows.
 
-    ``peak_bytes`` of a device, its ``limit_bytes`` (None: not known) and ``fits`` (likewise).
+    It holds a device's ``peak_bytes``, its ``limit_bytes`` and whether it ``fits``; the last two
+    are None if the limit is not known.
     """
     mesh = slices.slice_mesh(topology, config.execution.mesh.axes)
     limit = slices.memory_of(topology) or GPU_BYTES.get(chip_name or "")
@@ -316,13 +321,13 @@ def add_memory(
 
 
 def in_order(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The options as they are listed: by predicted loss, else by noise."""
+    """Returns the options in the order of the table: by predicted loss, or without it by noise."""
     by = "loss" if "prediction" in result else "noise"
     return sorted(result["options"], key=lambda option: option[by])
 
 
 def _program(option: dict[str, Any]) -> tuple[str, int, int]:
-    """What an option's program depends on: of drawn examples not the group size."""
+    """What an option's compiled program depends on; with drawn examples not the group size."""
     return option["kind"], option["gradients"], option["bands"]
 
 

@@ -1,7 +1,7 @@
-"""What the planner needs to know of data and model: group sizes, and typical gradient norms.
+"""What the planner needs to know about data and model: group sizes, and typical gradient norms.
 
-Computed from private data without noise: for planning on public data or data whose privacy is paid
-for, or not to be published. The report says so.
+**These are computed without noise.** Use them on public data, or do not publish what follows from
+them. The report says so.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ PyTree = Any
 def median_group_size(
     sizes: Sequence[int] | np.ndarray, rounding: Literal["none", "pow2_floor"] = "pow2_floor"
 ) -> int:
-    """The group size near-best for drawn examples (Charles et al. 2024, section 6): the median.
+    """Returns the median number of examples per user, a good group size for ELS.
+
+    Source: Charles et al. 2024, section 6.
 
     Args:
-      sizes: int [n], examples of each user.
-      rounding: ``"pow2_floor"`` (183 becomes 128) or ``"none"``.
+      sizes: int [n], number of examples of each user.
+      rounding: ``"pow2_floor"`` (down to a power of two: 183 becomes 128) or ``"none"``.
 
     Raises:
-      BadInputError: no users.
+      BadInputError: there are no users.
 
     Examples:
       >>> from dpfl_jax.planning import median_group_size
@@ -55,12 +57,12 @@ def private_median_group_size(
     rng: np.random.Generator,
     rounding: Literal["none", "pow2_floor"] = "pow2_floor",
 ) -> int:
-    """``median_group_size``, epsilon-DP for adding or removing a user.
+    """Returns ``median_group_size`` with pure epsilon-DP for adding or removing a user.
 
     Args:
-      sizes: int [n], examples of each user.
-      epsilon: of the release; it adds to the run's.
-      largest: public upper bound.
+      sizes: int [n], number of examples of each user.
+      epsilon: epsilon of this release, which adds to the run's epsilon.
+      largest: public upper bound on the result.
       rng: secret randomness.
       rounding: see ``median_group_size``.
 
@@ -80,13 +82,13 @@ def private_median_group_size(
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivities:
-    """Typical gradient norms, which a good clip norm is about.
+    """Typical gradient norms; a good clip norm is of about this size.
 
     Attributes:
-      example: L_ELS, of one example.
-      user: {G: L_ULS(G)}, of the mean over up to G examples of one user.
-      intervals: {G: (low, high)}, 90 % bootstrap intervals of ``user``; 0 for the example's.
-      source: how they were obtained, in words.
+      example: L_ELS, norm of one example's gradient.
+      user: {G: L_ULS(G)}, norms of the mean gradient over up to G examples of one user.
+      intervals: {G: (low, high)}, 90 % bootstrap intervals of ``user``.
+      source: how the norms were obtained, in words.
 
     Examples:
       >>> from dpfl_jax.planning import Sensitivities
@@ -102,26 +104,32 @@ class Sensitivities:
 
     @classmethod
     def assumed(cls, decay: float, groups: Sequence[int]) -> Sensitivities:
-        """L_ULS(G) = G^-decay, L_ELS = 1: 0 for identical gradients, 1/2 for orthogonal ones."""
+        """Returns L_ELS = 1 and L_ULS(G) = G^-decay for these group sizes.
+
+        Decay is 0 if all gradients of a user are identical, and 1/2 if they are orthogonal.
+        """
         at_least("the decay of gradient norms", decay, 0, most=1)
         norms = {int(g): float(g) ** -decay for g in groups}
         return cls(1.0, norms, {}, f"assumed: L_ULS(G) = L_ELS G^-{decay:g}")
 
     def norm(self, kind: str, group: int) -> float:
-        """Norm of a candidate's unit: an example's where examples are drawn, whatever the group."""
+        """Returns the norm of a unit of a candidate: L_ELS if examples are drawn, else L_ULS(G)."""
         return self.example if draws_examples(kind) else self.at(group)
 
     def at(self, group: int) -> float:
-        """L_ULS(G), between known sizes by a power law.
+        """Returns L_ULS(G), interpolated between known group sizes by a power law.
 
         Raises:
-          BadInputError: beyond the largest known size.
+          BadInputError: ``group`` is below the least or above the largest known group size.
         """
         known = sorted(self.user)
         if group in self.user:
             return self.user[group]
         if not known or group > known[-1] or group < known[0]:
-            raise BadInputError(f"gradient norms are not known at group size {group}")
+            raise BadInputError(
+                f"gradient norms are not known for group size {group}: take a size between the "
+                "least and the largest for which they are"
+            )
         high = next(g for g in known if g > group)
         low = max(g for g in known if g < group)
         share = math.log(group / low) / math.log(high / low)
@@ -138,19 +146,19 @@ def estimate_sensitivities(
     batch: int = 8,
     trainable: Trainable = None,
 ) -> Sensitivities:
-    """Median norms of per-example and per-user gradients at ``params``, over a sample of users.
+    """Returns median norms of per-example and per-user gradients, over a sample of users.
 
-    Each user's examples are one nested sample (the first G of a fixed random order), so that ratios
-    between group sizes are not noise.
+    The examples for each G are the first G in one random order per user, so that norms of two group
+    sizes differ by little sampling noise.
 
     Args:
       loss_fn: ``(params, example) -> scalar``.
       params: the starting model.
-      store: ``user_offsets`` and ``read``.
+      store: store with ``user_offsets`` and ``read``.
       groups: group sizes G.
-      users: sampled (the paper: 128).
-      batch: users at a time.
-      trainable: which parameters are trained, as in ``fit``: norms are of these alone.
+      users: number of users to sample (the paper takes 128).
+      batch: number of users processed at a time.
+      trainable: which parameters are trained, as in ``fit``; norms are over these only.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Figures of `dpfl plan` and `dpfl sweep`: noise, scaling laws, answers, caps, losses of cells."""
+"""Figures of ``dpfl plan`` and ``dpfl sweep``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dpfl_jax.planning.candidates import CANDIDATES, draws_examples, plain
 
 
 def draw_heat_map(planner: Any, plan: Any, file: pathlib.Path) -> None:
-    """Predicted noise of sampled users over (G, M); the budget outlined, the best marked."""
+    """Draws the noise of ULS over group and cohort size, with the budget and the best option."""
     groups = sorted(planner.sensitivities.user)
     top = int(math.log2(min(planner.users.num_users, 4 * plan.budget)))
     cohorts = [2**k for k in range(max(0, top - 5), top + 1)]
     noise = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
-    # What is recommended is a row on top: perhaps of another mechanism, or of a cohort not here.
+    # The recommendation gets a row on top: it may be another mechanism, or a cohort not shown.
     best, rows = plan.best, [[noise[g, m] for m in cohorts] for g in groups]
     image = np.array([*rows, [best.noise] * len(cohorts)])
     figure = Figure(figsize=(8, 5.5), layout="constrained")
@@ -62,7 +62,7 @@ def draw_heat_map(planner: Any, plan: Any, file: pathlib.Path) -> None:
 
 
 def draw_law(law: Any, file: pathlib.Path) -> None:
-    """Runs and scaling law: loss over effective noise, a line for each of four numbers of steps."""
+    """Draws a law with its runs: loss over noise for four numbers of steps, and fitted losses."""
     figure = Figure(figsize=(10, 4.2))
     left, right = figure.subplots(1, 2)
     steps = np.array([row["steps"] for row in law.rows])
@@ -106,7 +106,7 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
 
 
 def draw_answer(answer: dict[str, Any], title: str, file: pathlib.Path) -> None:
-    """The curves of an answer, with their bands."""
+    """Draws the curves of an answer, with their bands."""
     figure = Figure(figsize=(7, 4.5))
     ax = figure.subplots()
     for label, points in answer["series"].items():
@@ -130,14 +130,14 @@ def draw_answer(answer: dict[str, Any], title: str, file: pathlib.Path) -> None:
 
 
 def draw_caps(options: list[Any], file: pathlib.Path) -> None:
-    """Noise over signal against the cap, of each mechanism."""
+    """Draws noise over signal against the cap on records, a line for each mechanism."""
     figure = Figure(figsize=(7, 4.2))
     ax = figure.subplots()
     for kind in sorted({option.kind for option in options}):
         same = sorted((c for c in options if c.kind == kind), key=lambda c: c.cap)
         ax.plot([c.cap for c in same], [c.ratio for c in same], "o-", label=kind)
     ax.axhline(1.0, color="0.5", linestyle=":", linewidth=1, label="noise = signal")
-    # The least: what has its cap in a step alone keeps all.
+    # Mechanisms whose cap holds per step keep all records: show the least share.
     caps = {o.cap: min(c.kept for c in options if c.cap == o.cap) for o in options}
     ax.set(xscale="log", yscale="log", xlabel="cap (share of the records that it keeps)")
     ax.set_ylabel("noise over the largest signal (lower is better)")
@@ -151,8 +151,8 @@ def draw_caps(options: list[Any], file: pathlib.Path) -> None:
 def draw_sweep(best: Sequence[Mapping[str, Any]], axes: Sequence[str], file: pathlib.Path) -> None:
     """Draws the best loss over the axes that are not tuned.
 
-    Two axes ``group_size`` and ``cohort_size`` make a heat map; else the first numeric axis is x,
-    with a line (and a band, where there are repeats) for every combination of the others.
+    The axes ``group_size`` and ``cohort_size`` alone make a heat map. Otherwise the first numeric
+    axis is x, with a line for every combination of the others, and a band if there are repeats.
     """
     figure = Figure(figsize=(6.5, 4.5))
     ax = figure.subplots()

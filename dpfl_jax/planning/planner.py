@@ -1,15 +1,15 @@
 """The planner: noise on the averaged gradient, for every way to spend a compute budget.
 
-A budget B is the expected number of gradient evaluations a step: a mechanism spends it on B
+A budget B is the expected number of gradient evaluations per step: a mechanism spends it on B
 examples, or on M users of G examples. The noise on the average has standard deviation L sigma / B,
 or L(G) sigma(M) / M (Charles et al. 2024, equations (5) and (6)).
 
-Where noise is correlated over steps, some of it cancels in later steps. An optimiser adds up
-gradients, so what is compared is the noise in their prefix sums, root mean square over the steps:
-of independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. The noise of
-an option is that of a step of independent noise with the same error in prefix sums.
+Correlated noise partly cancels in later steps. An optimiser adds up gradients, so mechanisms are
+compared by the noise in prefix sums of gradients, root mean square over the steps. (For independent
+noise this is sqrt((T + 1) / 2) times the noise of a step, whatever the algorithm.) What an option
+calls its noise is the noise of a step of independent noise with the same error in prefix sums.
 
-The mechanisms that are compared are those of ``planning.candidates``.
+``planning.candidates`` lists the mechanisms that are compared.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dpfl_jax.planning.estimates import Sensitivities, median_group_size
 
 @dataclasses.dataclass(frozen=True)
 class UserStatistics:
-    """Statistics of the users of a training set.
+    """How many users a training set has, and how many examples they have.
 
     Attributes:
-      num_users: N.
-      sizes: int [N], examples of each user; or None.
-      limited: {G: examples left with at most G a user}, where ``sizes`` are not known.
+      num_users: number of users N.
+      sizes: int [N], number of examples of each user; or None.
+      limited: {G: number of examples if each user keeps at most G}, if ``sizes`` are not known.
 
     Examples:
       >>> import numpy as np
@@ -58,10 +58,10 @@ class UserStatistics:
         at_least("the number of users", self.num_users, 1)
 
     def left(self, group: int) -> int:
-        """Examples left when every user keeps at most ``group``.
+        """Returns the number of examples left if every user keeps at most ``group``.
 
         Raises:
-          BadInputError: neither sizes nor this group size are known.
+          BadInputError: neither ``sizes`` nor the number for this group size is known.
         """
         if self.sizes is not None:
             return int(np.minimum(self.sizes, group).sum())
@@ -73,7 +73,7 @@ class UserStatistics:
         )
 
     def groups(self) -> list[int]:
-        """Group sizes whose examples are known: those given, or powers of two up to the largest."""
+        """Returns the group sizes that ``left`` knows: those given, or powers of two."""
         if self.sizes is None:
             return sorted(self.limited or {})
         top = int(self.sizes.max(initial=1))
@@ -82,19 +82,19 @@ class UserStatistics:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One way to spend the budget.
+    """One way to spend the compute budget.
 
     Attributes:
-      kind: a preset's, of ``planning.candidates``.
-      group_size: G.
-      size: expected examples or users a step.
-      sampling_prob: of each of these.
+      kind: kind of a preset, from ``planning.candidates``.
+      group_size: group size G.
+      size: expected examples or users per step.
+      sampling_prob: probability of an example or user to be drawn for a step.
       noise_multiplier: sigma.
-      sensitivity: L, the typical gradient norm.
-      bands: of the noise, where it has them; else 1.
-      error: of prefix sums, by independent noise of the same multiplier; else 1.
-      noise: standard deviation of the noise on the averaged gradient, per coordinate (of
-        independent noise with the same error in prefix sums).
+      sensitivity: typical gradient norm L.
+      bands: number of bands of the noise; 1 without bands.
+      error: error in prefix sums, relative to independent noise with the same multiplier.
+      noise: standard deviation of the noise on the averaged gradient, per coordinate. For
+        correlated noise: of independent noise with the same error in prefix sums.
 
     Examples:
       >>> from dpfl_jax.planning import Option
@@ -114,16 +114,16 @@ class Option:
 
     @property
     def noise(self) -> float:
-        """L sigma error / size: standard deviation on the averaged gradient."""
+        """The noise on the averaged gradient, sensitivity * noise_multiplier * error / size."""
         return self.sensitivity * self.noise_multiplier * self.error / self.size
 
     @property
     def gradients(self) -> int:
-        """Gradient evaluations of one unit."""
+        """Number of gradient evaluations for one unit."""
         return 1 if draws_examples(self.kind) else self.group_size
 
     def to_json(self) -> dict[str, Any]:
-        """Fields, ``noise`` and ``gradients``."""
+        """Returns the fields, ``noise`` and ``gradients`` as JSON."""
         return {**dataclasses.asdict(self), "noise": self.noise, "gradients": self.gradients}
 
 
@@ -132,14 +132,14 @@ class Recommendation:
     """What a planner recommends for a compute budget.
 
     Attributes:
-      budget: B.
-      epsilon, delta, steps: of the guarantee.
-      options: all that were priced.
-      best: of least noise.
-      median: of drawn examples, at the median group size, if known.
-      doubling: of drawn users, by Estimate-and-Double.
-      doubling_as_printed: the same as printed, for comparison.
-      reason: why ``best``, in a sentence.
+      budget: gradient evaluations per step, B.
+      epsilon, delta, steps: the guarantee, and the number of steps that it covers.
+      options: all options that were compared.
+      best: the option with the least noise.
+      median: the option that draws examples, with the median group size; None if it is not known.
+      doubling: the option that draws users, with the sizes of ``estimate_and_double``.
+      doubling_as_printed: as ``doubling``, with the rule as printed, for comparison.
+      reason: why ``best`` is recommended, in a sentence.
 
     Examples:
       >>> import numpy as np
@@ -163,7 +163,7 @@ class Recommendation:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON: the fields, each option as of ``Option.to_json``."""
+        """Returns the fields as JSON, with each option as ``Option.to_json`` returns it."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         single = {k: v.to_json() if isinstance(v, Option) else v for k, v in fields.items()}
         return single | {"options": [option.to_json() for option in self.options]}
@@ -180,22 +180,23 @@ def estimate_and_double(
     largest_group: int | None = None,
     literal: bool = False,
 ) -> tuple[int, int]:
-    """Estimate-and-Double (Charles et al. 2024, Algorithm 3): (G, M) with G M <= budget.
+    """Returns group and cohort size (G, M) with G M <= budget, by Estimate-and-Double.
 
-    As printed (``literal``) it compares L(2G)/L(G) with sigma(2M)/sigma(M). As sigma grows with M
-    the second is above 1 and the first is not, so that G is always doubled, against the paper's
-    own text. The noise on the average is L(G) sigma(M) / M, so that the second ratio must be
+    Source: Charles et al. 2024, Algorithm 3, with a correction. As printed (``literal``), the
+    algorithm compares L(2G)/L(G) with sigma(2M)/sigma(M). As sigma grows with M, the second ratio
+    is above 1, and the first is not: so G would always be doubled, against the paper's text. The
+    noise on the average is L(G) sigma(M) / M, so that the second ratio must be
     sigma(2M) / (2 sigma(M)).
 
     Args:
-      sensitivity: G -> L_ULS(G).
-      noise_multiplier: M -> sigma_ULS(M).
-      budget: B.
-      group: G_0.
-      cohort: M_0.
-      most_users: N, beyond which M cannot grow.
-      largest_group: beyond which G cannot grow.
-      literal: the printed rule.
+      sensitivity: function G -> L_ULS(G).
+      noise_multiplier: function M -> sigma_ULS(M).
+      budget: gradient evaluations per step, B.
+      group: starting group size G_0.
+      cohort: starting cohort size M_0.
+      most_users: number of users N, which bounds M.
+      largest_group: bound on G.
+      literal: whether to use the rule as printed.
 
     Examples:
       >>> from dpfl_jax.planning import estimate_and_double
@@ -223,7 +224,7 @@ def estimate_and_double(
 
 @dataclasses.dataclass(frozen=True)
 class _Uncalibrated:
-    """An option without its noise multiplier, and what is accounted of it."""
+    """An option without its noise multiplier, and the noised sums that are accounted."""
 
     option: Option
     sums: NoisedSums
@@ -233,12 +234,11 @@ class _Uncalibrated:
 
     @property
     def takes_all_units(self) -> bool:
-        """Whether every unit is in every step."""
         return bool(self.sums.scheme.rate >= 1.0)
 
 
 class Planner:
-    """Prices every option for one population, guarantee and model; calibrations are cached.
+    """Compares all options for one population, guarantee and model. Calibrations are cached.
 
     Examples:
       >>> import numpy as np
@@ -261,17 +261,18 @@ class Planner:
         example_group: int | None = None,
         workload: Workload = PREFIX_SUMS,
     ) -> None:
-        """Calibrates nothing yet.
+        """Stores the arguments; calibrations are made on demand.
 
         Args:
-          users: what is known of the training set.
+          users: statistics of the training set's users.
           sensitivities: typical gradient norms.
           epsilon: target over all steps.
-          delta: of the target.
-          steps: T.
-          example_group: the group size of drawn examples by the median heuristic, if it is not that
-            of ``users.sizes`` (a private median).
-          workload: what an optimiser makes of noise, with rates of T steps if they differ.
+          delta: delta of the target.
+          steps: number of steps T.
+          example_group: median group size for ELS, such as a private median; None: the median of
+            ``users.sizes``.
+          workload: what the optimiser makes of gradients; if learning rates differ, it must have
+            T of them.
         """
         at_least("the number of steps", steps, 1)
         self.example_group, self.workload = example_group, workload
@@ -284,30 +285,30 @@ class Planner:
     # ---- single options --------------------------------------------------------------------
 
     def option(self, kind: str, group: int, size: int, epsilon: float | None = None) -> Option:
-        """A candidate with so many examples, or users of up to ``group`` examples, a step.
+        """Returns a calibrated candidate with these sizes.
 
         Args:
-          kind: of ``planning.candidates``.
-          group: G; of drawn examples, the most of a user in the run.
-          size: expected examples or users.
-          epsilon: of the guarantee; None: the planner's.
+          kind: kind of the candidate, from ``planning.candidates``.
+          group: most examples of a user per step; if examples are drawn, in the whole run.
+          size: expected examples or users per step.
+          epsilon: epsilon of the guarantee; None: the planner's.
 
         Raises:
-          BadInputError: more than there are, an epsilon that no noise reaches, or the candidate is
-            the same mechanism as the plain one.
+          BadInputError: there are fewer units than ``size``, no noise reaches epsilon, or the
+            candidate is the same mechanism as the plain one.
         """
         option = self.try_option(kind, group, size, epsilon)
         if option is None:
             raise BadInputError(
-                f"with {size} a step, {CANDIDATES[kind].name} is no other mechanism than "
-                f"{CANDIDATES[plain(draws_examples(kind))].name}: take that, or fewer a step"
+                f"with {size} units per step, {CANDIDATES[kind].name} is the same mechanism as "
+                f"{CANDIDATES[plain(draws_examples(kind))].name}: take that, or fewer units"
             )
         return option
 
     def try_option(
         self, kind: str, group: int, size: int, epsilon: float | None = None
     ) -> Option | None:
-        """As ``option``; None if the candidate would be the same mechanism as the plain one."""
+        """Returns ``option``, or None if the candidate is the same mechanism as the plain one."""
         run = self._uncalibrated(kind, group, size)
         if run is None:
             return None
@@ -325,9 +326,9 @@ class Planner:
         return self._sigmas[key]
 
     def _slow_option(self, kind: str, options: Sequence[Option]) -> Option | None:
-        """A slowly calibrated candidate, at the sizes where the plain one has the least noise.
+        """A candidate that is slow to calibrate, at the sizes where the plain one is best.
 
-        A coarse bound will do where another option has less noise by more than it overstates.
+        If it loses by more than a coarse calibration overstates its noise, the coarse one will do.
         """
         same = [o for o in options if o.kind == plain(draws_examples(kind))]
         if not same:
@@ -343,7 +344,7 @@ class Planner:
         return self.option(kind, best.group_size, best.size)
 
     def _uncalibrated(self, kind: str, group: int, size: int) -> _Uncalibrated | None:
-        """A candidate at its sizes and best number of bands; None: the same as the plain one."""
+        """A candidate with its best number of bands; None if it is the same as the plain one."""
         candidate = CANDIDATES[kind]
         if not candidate.bands:
             run = self._sized(kind, group, size)
@@ -367,7 +368,7 @@ class Planner:
         at_least("what the compute budget pays for, a step,", size, 1, advice="raise the budget")
         if size > units:
             raise BadInputError(
-                f"{size} a step cannot be drawn from {units} {what}: lower the compute "
+                f"{size} per step cannot be drawn from {units} {what}: lower the compute "
                 "budget, or raise the group size"
             )
         budget, more = size * (1 if examples else group), {} if bands is None else {"bands": bands}
@@ -384,7 +385,7 @@ class Planner:
         return _Uncalibrated(option, sums)
 
     def heat_map(self, cohorts: Sequence[int]) -> list[Option]:
-        """Sampled users at every known group size and these cohort sizes, up to the population."""
+        """Returns ULS at every known group size and these cohort sizes, up to the population."""
         return [
             self.option(plain(False), group, cohort)
             for group in sorted(self.sensitivities.user)
@@ -397,14 +398,17 @@ class Planner:
     def recommend(
         self, budget: int, *, example_groups: Sequence[int] | None = None, every: bool = False
     ) -> Recommendation:
-        """Prices all (G, M) with G M = B, powers of two, and examples at all group sizes.
+        """Compares the ways to spend a budget, and recommends the one with the least noise.
 
         Args:
-          budget: B, gradient evaluations a step.
-          example_groups: group sizes of drawn examples; default all that can be priced.
-          every: whether all candidates are priced, at every (G, M), not the plain ones alone. Those
-            whose calibration takes seconds are priced where the plain one has the least noise, and
-            to 2.5 % where they cannot win.
+          budget: gradient evaluations per step, B.
+          example_groups: group sizes to compare if examples are drawn; None: all possible ones.
+          every: whether to compare all candidates, not only the plain ones. Candidates that are
+            slow to calibrate are compared only at the sizes where the plain one has the least
+            noise, and only to 2.5 % if they cannot win.
+
+        Raises:
+          BadInputError: the budget cannot be spent on these users.
         """
         at_least("the compute budget (gradients a step)", budget, 1, advice="raise it")
         kinds = [k for k, c in CANDIDATES.items() if c.is_plain or every]
@@ -418,8 +422,8 @@ class Planner:
             options += [option for option in tried if option is not None]
         if not options:
             raise BadInputError(
-                f"no way to spend a budget of {budget} a step on {self.users.num_users} users: "
-                "lower it, or allow larger groups"
+                f"a budget of {budget} gradients per step cannot be spent on "
+                f"{self.users.num_users} users: lower it, or allow larger groups"
             )
         groups = sorted(self.sensitivities.user)
         doubling, as_printed = (
@@ -454,7 +458,7 @@ class Planner:
     def cells(
         self, kind: str, budget: int, example_groups: Sequence[int] | None = None
     ) -> list[tuple[int, int]]:
-        """All (G, size) at a budget."""
+        """Returns the pairs (G, size) that spend a budget."""
         if draws_examples(kind):
             groups = self.users.groups() if example_groups is None else example_groups
             return [(group, budget) for group in groups if budget <= self.users.left(group)]
@@ -462,7 +466,7 @@ class Planner:
         return [(group, size) for group, size in pairs if 1 <= size <= self.users.num_users]
 
     def _median(self, budget: int) -> Option | None:
-        """Drawn examples at the median group size, where that is known and there are as many."""
+        """ELS at the median group size; None if it is not known, or leaves too few examples."""
         groups = self.users.groups()
         if self.example_group is not None:
             group = self.example_group
@@ -477,10 +481,10 @@ class Planner:
     # ---- inverse questions -----------------------------------------------------------------
 
     def smallest_epsilon(self, noise: float, budget: int) -> tuple[float, Option]:
-        """The smallest epsilon at which some option has this noise, and that option.
+        """Returns the smallest epsilon at which an option has this noise, and that option.
 
         Raises:
-          BadInputError: no option has a finite epsilon at so little noise.
+          BadInputError: no option has a finite epsilon with so little noise.
         """
         pairs = [(self.epsilon_of(option), option) for option in self._with_noise(noise, budget)]
         epsilon, option = min(pairs, key=lambda pair: pair[0])
@@ -492,7 +496,7 @@ class Planner:
         return epsilon, option
 
     def smallest_budget(self, noise: float) -> tuple[int, Option]:
-        """The smallest power-of-two budget at which some option has this noise within the target.
+        """Returns the smallest power-of-two budget that gives this noise within the target.
 
         Raises:
           BadInputError: no budget reaches it.
@@ -502,7 +506,7 @@ class Planner:
             options = self._with_noise(noise, 2**power)
             return next((o for o in options if self.epsilon_of(o) <= self.epsilon), None)
 
-        # More compute never needs more noise: halve the range of powers.
+        # More compute never needs more epsilon, so that bisection over the powers works.
         low, high = -1, int(math.log2(self.users.num_users * max(self.sensitivities.user)))
         best = fits(high)
         while best is not None and high - low > 1:
@@ -520,7 +524,7 @@ class Planner:
         )
 
     def _with_noise(self, noise: float, budget: int) -> list[Option]:
-        """Every plain option at this budget, with the noise multiplier that gives this noise."""
+        """The plain options at this budget, with the noise multipliers that give this noise."""
         positive("the target noise", noise)
         options = [
             dataclasses.replace(option, noise_multiplier=noise * option.size / option.sensitivity)
@@ -530,11 +534,13 @@ class Planner:
             for option in [self._sized(kind, *cell).option]
         ]
         if not options:
-            raise BadInputError(f"there is no way to spend a budget of {budget} a step")
+            raise BadInputError(
+                f"a budget of {budget} gradients per step cannot be spent on these users: lower it"
+            )
         return options
 
     def epsilon_of(self, option: Option) -> float:
-        """Epsilon of an option's noise multiplier; infinity where there is no bound."""
+        """Returns epsilon for an option's noise multiplier; infinity if there is no bound."""
         bands = option.bands if CANDIDATES[option.kind].bands else None
         run = self._sized(option.kind, option.group_size, option.size, bands)
         event = run.event(option.noise_multiplier)
@@ -544,10 +550,14 @@ class Planner:
             return math.inf
 
     def users_at_overtake(self, budget: int, example_group: int, most: int = 2**30) -> int | None:
-        """The number of users from which drawing users (best G) has no less noise than examples.
+        """Returns the number of users from which ELS has no more noise than ULS; None if no number.
 
-        Each user has ``example_group`` examples: drawing examples gains more from users, drawing
-        users more from compute (the paper's Figure 8). None if users are ahead up to ``most``.
+        More users help ELS more, and more compute helps ULS more (Charles et al. 2024, Figure 8).
+
+        Args:
+          budget: gradient evaluations per step.
+          example_group: number of examples of each user.
+          most: largest number of users to try.
         """
         count = max(2, budget)
         while count <= most:
@@ -566,14 +576,14 @@ class Planner:
                 )
                 if other.option(plain(True), example_group, budget).noise <= least:
                     return count
-            except BadInputError:  # so many users that hardly anyone is ever drawn: no noise
+            except BadInputError:  # with so many users hardly any is ever drawn: no noise is needed
                 return None
             count *= 4
         return None
 
 
 def in_words(cell: dict[str, Any]) -> str:
-    """A cell (an option or a trial, as JSON) as people read it."""
+    """Returns a cell (an option or a trial, as JSON) in words."""
     bands = f" b={cell['bands']}" if cell.get("bands", 1) > 1 else ""
     text = f"{CANDIDATES[cell['kind']].name}{bands} G={cell['group_size']}, {cell['size']} a step"
     return f"{text}, {cell['steps']} steps" if "steps" in cell else text

@@ -1,8 +1,9 @@
 """A sweep with one guarantee for all of it: the best of a random number of runs.
 
-A sweep is a folder. ``private/`` holds its key, from which the number of runs, their cells, their
-keys and the noise of their scores follow, and the runs until it has finished. ``best/`` is the run
-that is released; nothing of the others is kept. The guarantee is that of ``selection``.
+A sweep is a folder. ``private/`` holds its key, which decides the number of runs, their cells,
+their keys and the noise of their scores. Until the sweep has finished, it also holds the runs.
+``best/`` is the run that is released; the other runs are deleted. ``selection`` has the algorithm
+and its guarantee.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dpfl_jax.training.central_run import EVALUATION_CAVEAT, CentralRun, prepare
 from dpfl_jax.training.evaluate import Evaluator
 
 BEST = "best"
-# What cells may differ in: all have the same people, split and target.
+# Sections in which cells may differ; people, split and target are the same for all.
 _SECTIONS = ("mechanism", "optimizer", "train", "model", "pretrain", "execution", "init_seed")
 _LOSERS = (
     "deleted, and how many there were is secret; whoever saw how long the sweep took knows more "
@@ -50,13 +51,13 @@ _LOSERS = (
 
 @dataclasses.dataclass
 class ScoredRun(CentralRun):
-    """A run that is evaluated by a noisy score alone, and states the guarantee of the sweep.
+    """A run that is evaluated only by a noisy score, and states the guarantee of the sweep.
 
     Attributes:
-      selection: that it is a part of.
-      people: held out; ``held_out`` is None, so that no loss of theirs is saved.
-      values: of its cell.
-      charged: the account of the ledger that the sweep is charged to; None if there is none.
+      selection: the private selection that the run is a part of.
+      people: the held-out people; ``held_out`` is None, so that their losses are not saved.
+      values: the cell's value for each axis.
+      charged: the ledger's account that the sweep is charged to; None without a ledger.
     """
 
     selection: Selection
@@ -74,12 +75,12 @@ class ScoredRun(CentralRun):
         return (*super().public_inputs, "grid of the sweep", held_out)
 
     def caveats(self) -> tuple[str, ...]:
-        """As of a run, except what a private sweep covers, or does not compute."""
+        """The caveats of a central run, without those that a private sweep does not need."""
         covered = (PRIVATE_METRICS_CAVEAT, EVALUATION_CAVEAT, TUNING_CAVEAT)
         return tuple(c for c in super().caveats() if c not in covered)
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
-        """Of the whole sweep, whatever ``steps`` is."""
+        """Returns the guarantee of the whole sweep, whatever ``steps`` is."""
         del steps
         return self.selection.guarantee(caveats)
 
@@ -109,14 +110,14 @@ class ScoredRun(CentralRun):
 
 @dataclasses.dataclass(frozen=True)
 class PrivateSweep:
-    """Runs of a grid, of which the best is released.
+    """A sweep that releases the best of a random number of runs.
 
     Attributes:
       sweep: the grid, its folder and its base configuration.
-      expected_runs: mean of the number of runs, which is drawn.
-      loss_bound: most that a held-out person's mean loss counts for; default, of tokens and
-        classes, the logarithm of their number: the loss of a guess.
-      key: of a new sweep; None: a secret one.
+      expected_runs: mean of the number of runs, which is drawn at random.
+      loss_bound: the largest mean loss that counts for a held-out person, in nats. None: the loss
+        of a uniform guess, log(number of tokens or classes).
+      key: root key of a new sweep; None: a new secret key.
     """
 
     sweep: Sweep
@@ -131,8 +132,8 @@ class PrivateSweep:
         """Runs or resumes the sweep, and returns the report of the run that is released.
 
         Raises:
-          BadInputError: a cell that cannot be run, or what a private sweep does not support.
-            Nothing has been run then.
+          BadInputError: a cell cannot be run, or uses what a private sweep does not support.
+            Nothing was run then.
           LedgerError: the ledger refuses the sweep.
           StoppedError: interrupted; the same call resumes.
         """
@@ -142,7 +143,7 @@ class PrivateSweep:
         fingerprints = [*dict.fromkeys(run.train.fingerprint for run in runs)]
         fingerprints.append(first.people.fingerprint)
         for run in {run.config.model.checkpoint: run for run in runs}.values():
-            facts = run.facts()  # files may move, but other content would get the same noise
+            facts = run.facts()  # other content must not get the same noise; files may move
             fingerprints += [facts[name] for name in ("checkpoint", "public") if name in facts]
         grid = {axis: list(values) for axis, values in self.sweep.axes.items()}
         asked = {"grid": grid, "expected_runs": self.expected_runs, "loss_bound": self.loss_bound}
@@ -154,7 +155,7 @@ class PrivateSweep:
             {"data": ":".join(fingerprints), "selection": selection.to_json()},
         )
         try:
-            # With the noise that it began with, whatever a new calibration would give.
+            # A resumed sweep keeps the noise that it began with, even if calibration has changed.
             selection = Selection.from_json(directory.facts["selection"])
             runs = [
                 dataclasses.replace(
@@ -166,12 +167,12 @@ class PrivateSweep:
                 console.print(line)
             _refuse_another_version(directory)
             guarantee = first.about(selection.guarantee())
-            console.print(f"{len(runs)} cells, {self.expected_runs:g} runs expected; the whole:")
+            console.print(f"{len(runs)} cells, {self.expected_runs:g} runs expected; the sweep:")
             console.print(guarantee.summary(), highlight=False)
             self._charge(selection, first.unit_key, directory, console)
             console.print(
-                "how many runs there are is secret, and so is how far they are: nothing is "
-                "printed until the best is found",
+                "the number of runs and their progress are secret: nothing is printed until the "
+                "best run is found",
                 highlight=False,
             )
             with console.status("training and choosing"):
@@ -180,7 +181,7 @@ class PrivateSweep:
             directory.close()
 
     def priced(self) -> tuple[accounting.Guarantee, int]:
-        """What the sweep would guarantee, and the number of its cells; nothing is run."""
+        """Returns the guarantee of the sweep, and the number of its cells, without running it."""
         runs = [self._prepared(cell) for cell in self._cells]
         guarantee = self._calibrated(runs).guarantee(runs[0].caveats())
         return runs[0].about(guarantee), len(runs)
@@ -193,8 +194,8 @@ class PrivateSweep:
             name = ALIASES.get(axis, axis)
             if name not in SIZES and name.split(".")[0] not in _SECTIONS:
                 raise BadInputError(
-                    f"{axis} is an axis of a private sweep, but all its cells have the same people "
-                    f"and one target: take axes of {', '.join(_SECTIONS)} alone"
+                    f"{axis} is an axis of a private sweep, but all its cells must have the same "
+                    f"people and target: take only axes in the sections {', '.join(_SECTIONS)}"
                 )
         return self.sweep.cells()
 
@@ -203,7 +204,7 @@ class PrivateSweep:
         return functools.lru_cache(maxsize=1)(load_dataset)
 
     def _config(self, cell: SweepCell) -> RunConfig:
-        """The configuration of a cell, without a ledger: the sweep is charged."""
+        """The configuration of a cell, without a ledger, as the sweep is charged as a whole."""
         config = self.sweep.cell_config(cell)
         _refuse(config)
         unset = {"ledger": None, "account": None, "budget": None}
@@ -216,23 +217,24 @@ class PrivateSweep:
         except BadInputError as error:
             values = ", ".join(f"{axis} {value}" for axis, value in cell.values.items())
             raise BadInputError(
-                f"the cell {values} cannot be run: {error}; nothing was run or charged, change the "
+                f"the cell {values} cannot be run: {error}; nothing was run or charged: change the "
                 "grid"
             ) from error
         if made.held_out is None:
             raise BadInputError(
-                "a private sweep compares held-out people, but nobody is held out: set "
+                "a private sweep is scored by held-out people, but no one is held out: set "
                 "data.validation_fraction"
             )
         if config.data.split == "within_user" or (made.known and config.eval.split == "test"):
             raise BadInputError(
-                "a private sweep is scored by people who are not trained on, but held-out examples "
-                "here are of the same people: set data.split=by_user and eval.split=validation"
+                "a private sweep is scored by people who are not trained on, but these held-out "
+                "examples belong to people who are: set data.split=by_user and "
+                "eval.split=validation"
             )
         if made.calibrated.population.shared:
             raise BadInputError(
-                "some records have several owners, and a private sweep has no guarantee for them: "
-                "name one owner of each (data.user_column)"
+                "some records have several owners, for whom a private sweep has no guarantee: "
+                "name one owner of each record (data.user_column)"
             )
         fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.init}
         unset = Selection(
@@ -261,8 +263,8 @@ class PrivateSweep:
         kinds = made.train.schema.vocab_size if task.kind == "tokens" else task.classes
         if not kinds or kinds < 2:
             raise BadInputError(
-                "the loss of this task has no natural bound: give the most that one person's mean "
-                "loss may count for, a public number (--loss-bound 4)"
+                "the loss of this task has no natural bound: give the largest mean loss that "
+                "counts for one person, as a public number (--loss-bound 4)"
             )
         return math.log(kinds)
 
@@ -270,8 +272,8 @@ class PrivateSweep:
         first = runs[0].selection
         if any(run.selection.bound != first.bound for run in runs):
             raise BadInputError(
-                "the cells' losses have other natural bounds (vocabularies or classes), but one "
-                "score compares them: give the most that one person's mean loss may count for "
+                "the cells' losses have different natural bounds (vocabularies or classes), but "
+                "scores must share one: give the largest mean loss that counts for one person "
                 "(--loss-bound 4)"
             )
         trained = {repr(run.selection.cells): run.selection.cells[0] for run in runs}
@@ -289,9 +291,9 @@ class PrivateSweep:
     def _charge(
         self, selection: Selection, unit_key: str, directory: RunDirectory, console: Console
     ) -> None:
-        """Charges the whole sweep once, before its first run.
+        """Reserves the cost of the whole sweep in the ledger, before its first run.
 
-        It is never committed: that would cost no less, and reveal when the last run ended.
+        The reservation is never committed: this would reveal when the last run ended.
         """
         privacy = self.sweep.base.privacy
         if privacy.ledger is None or privacy.account is None:
@@ -316,7 +318,7 @@ class PrivateSweep:
         root, private = directory.root_key, directory.path / "private"
         if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
             compiled = private / "compiled"
-            _make_empty(compiled)  # no program that came with the folder is run
+            _make_empty(compiled)  # never run compiled programs that came with the folder
             jax.config.update("jax_compilation_cache_dir", str(compiled))
         best = math.inf
         winner: pathlib.Path | None = None
@@ -324,7 +326,7 @@ class PrivateSweep:
             # proof: selection-cell-1
             cell = int(root.numpy("selection:cell", number).integers(len(runs)))
             key = root.child("selection:run", number)
-            # A name that does not reveal the number.
+            # The name does not reveal the number of the run.
             path = within(directory.path, f"private/runs/{key.derive('name').hex()[:16]}")
             report = finished_report(path)
             if report is None:
@@ -346,9 +348,9 @@ class PrivateSweep:
         """Copies what the guarantee covers, writes reports, and deletes all runs."""
         best, partial = directory.path / BEST, directory.path / "private" / BEST
         report = json.loads((winner / "report.json").read_text())
-        for name in ("outside_guarantee", "throughput"):  # of private data, without noise
+        for name in ("outside_guarantee", "throughput"):  # computed from private data without noise
             report[name] = {}
-        # How long all runs took would reveal how many there were.
+        # The time of the end would reveal how many runs there were.
         report |= {"finished_at": None, "run_dir": str(best)}
         for old in (best, partial):
             shutil.rmtree(old, ignore_errors=True)
@@ -366,19 +368,19 @@ class PrivateSweep:
 
 
 def _refuse_another_version(directory: RunDirectory) -> None:
-    """What was trained by which version would tell how many runs came before the one released."""
+    """Raises BadInputError if another version began the sweep, as versions date the runs."""
     first = directory.facts["versions"][0]
     directory.note("versions", [first])
     if first != this_version():
         raise BadInputError(
-            f"the private sweep in {directory.path} was begun by dpfl_jax {first}, and which "
-            f"version trained the run that is released would tell how many there were: go on with "
+            f"the private sweep in {directory.path} was begun by dpfl_jax {first}, and a change of "
+            f"version would reveal something about the secret number of runs: resume it with "
             f"{first}, or start another sweep"
         )
 
 
 def _make_empty(folder: pathlib.Path) -> None:
-    """Replaces what is there by an empty folder; links are not followed."""
+    """Replaces what is at this path by an empty folder, without following links."""
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -389,7 +391,7 @@ def _make_empty(folder: pathlib.Path) -> None:
 
 
 def _without_times(folder: pathlib.Path) -> None:
-    """Removes the times when a run was made: of its checkpoints, and of all files and folders."""
+    """Removes the times at which a run was made from checkpoints, files and folders."""
     for file in folder.glob("checkpoints/*/_CHECKPOINT_METADATA"):
         metadata = json.loads(file.read_text())
         content = {k: 0 if "time" in k else v for k, v in metadata.items()}
@@ -399,7 +401,7 @@ def _without_times(folder: pathlib.Path) -> None:
 
 
 def write_reports(folder: pathlib.Path, report: dict[str, Any], winner: pathlib.Path) -> None:
-    """Writes the reports; report.json, which marks a finished run, last."""
+    """Writes the reports. report.json comes last, because it marks a finished run."""
     files = digests.of_run(folder, [report["steps"]])
     write_atomically(folder / NAME, read(winner / NAME).tied(run=files).dumps())
     if (winner / "attacks.png").exists():
@@ -409,13 +411,13 @@ def write_reports(folder: pathlib.Path, report: dict[str, Any], winner: pathlib.
 
 
 def _refuse(config: RunConfig) -> None:
-    """Raises BadInputError for what looks at held-out people, or at other runs, without noise."""
+    """Raises BadInputError for options that show held-out people or other runs without noise."""
     if processes.many():
         raise BadInputError("a private sweep runs in one process: set processes.mode=one")
     if not config.mechanism.private:
         raise BadInputError(
-            f"mechanism.kind={config.mechanism.kind} has no privacy, and so would the sweep: "
-            "choose one with noise"
+            f"mechanism.kind={config.mechanism.kind} has no privacy, so that the sweep would have "
+            "none: choose a mechanism with noise"
         )
     if config.privacy.noise_multiplier is not None or config.privacy.epsilon is None:
         raise BadInputError(
@@ -433,11 +435,11 @@ def _refuse(config: RunConfig) -> None:
     ):
         if wrong:
             raise BadInputError(
-                f"{what}, of runs or people that a private sweep shows in its noisy score alone: "
-                f"{change}"
+                f"{what}, but a private sweep shows runs and held-out people only by a noisy "
+                f"score: {change}"
             )
     if config.seed is not None:
         raise BadInputError(
-            "seed makes the number of runs, their noise and that of their scores public: leave it "
-            "unset for a private sweep"
+            "seed makes the number of runs, their noise and the noise of their scores public: "
+            "leave it unset for a private sweep"
         )

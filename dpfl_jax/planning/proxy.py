@@ -1,8 +1,8 @@
-"""Proxy runs: short trainings with noise of a stated size, from which the law of loss is fitted.
+"""Proxy runs: short trainings with noise of a given size, which the scaling law is fitted to.
 
-Nothing is accounted, so these runs have no guarantee: they are for public data. Privacy enters a
-run only through the noise on the averaged gradient, so that small runs predict large ones with as
-little noise (McKenna et al. 2025, arXiv 2501.18914, section 3).
+**Nothing is accounted: run them on public data only.** Privacy affects training only through the
+noise on the averaged gradient, so that small runs predict large runs with the same noise (McKenna
+et al. 2025, arXiv 2501.18914, section 3).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from dpfl_jax.training.start import starting_params, trained_by_name
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One proxy run.
+    """The settings of one proxy run.
 
     Attributes:
-      kind: of a plain candidate.
-      group_size: G.
-      size: expected examples or users a step.
-      steps: T.
+      kind: kind of a plain candidate (``planning.candidates``).
+      group_size: group size G.
+      size: expected examples or users per step.
+      steps: number of steps T.
       ratio: noise-to-batch ratio: standard deviation of the noise on the averaged gradient, over
-        the most that a unit moves the sum (the clip norm; 1 if clipping is normalized).
-      rate: learning rate, over the configuration's.
-      seed: public, of sampling and noise.
+        the sensitivity of the sum (the clip norm; 1 if clipping is normalized).
+      rate: factor on the configuration's learning rate.
+      seed: public seed of sampling and noise.
     """
 
     kind: str
@@ -74,8 +74,8 @@ class Proxy:
         """Reads the data and the starting parameters.
 
         Args:
-          config: data, model, clipping, optimiser and execution are its; mechanism sizes, noise
-            and steps are the trials'.
+          config: says data, model, clipping, optimiser and execution. Trials say the sizes of the
+            mechanism, noise and steps.
           largest: expected size of the largest trial, for buffers.
 
         Raises:
@@ -107,16 +107,18 @@ class Proxy:
     @functools.lru_cache(maxsize=64)  # noqa: B019  (one proxy a process)
     def _update(self, steps: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         optimizer = make_optimizer(self.config.optimizer, steps)
-        told = optax.with_extra_args_support(optimizer)
+        noise_aware = optax.with_extra_args_support(optimizer)
 
         @jax.jit
         def update(state: Any, total: Any, divisor: Any, ratio: Any, rate: Any, key: Any) -> Any:
             params, memory = state
-            # 1 for normalized clipping, whatever the clip norm.
+            # Normalized clipping has sensitivity 1, whatever the clip norm.
             most = self.config.mechanism.rule.sensitivity
             noise = transformation(Noise(ratio * most * divisor, most, law="float"), divisor)
             gradient, _ = noise.update(total, noise.init(params), params, noise_key=key)
-            updates, memory = told.update(gradient, memory, params, noise_stddev=ratio * most)
+            updates, memory = noise_aware.update(
+                gradient, memory, params, noise_stddev=ratio * most
+            )
             updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
             return optax.apply_updates(params, updates), memory
 
@@ -139,13 +141,18 @@ class Proxy:
         return self._sums[key]
 
     def run(self, trial: Trial, evaluate: bool = True) -> dict[str, Any]:
-        """Trains once; returns the trial's fields, its loss and its CPU seconds of training."""
+        """Trains once.
+
+        Returns:
+          The trial's fields, with ``loss`` (None if it is not finite), ``cpu_seconds`` of training,
+          and the counts ``units``, ``examples``, ``tokens`` and ``rows``.
+        """
         each = 1 if draws_examples(trial.kind) else trial.group_size
         mechanism: Any = at_budget(
             self.config.mechanism, trial.kind, float(trial.size * each), trial.group_size
         )
         how = self.config.execution.unpacked
-        # Rows of few large users, not of many.
+        # A microbatch of large users has fewer of them.
         how = how.model_copy(update={"microbatch_size": max(1, how.microbatch_size // each)})
         population = mechanism.participation.population_of(self.data.train)
         calibrated = mechanism.calibrate(  # its noise is not used: see _update
@@ -191,17 +198,18 @@ class Proxy:
 def design(
     planner: Planner, budget: int, runs: int, rates: Sequence[float] = (1.0,)
 ) -> list[Trial]:
-    """Trials that span what the planner may choose; those for fewer ``runs`` come first.
+    """Returns trials that span what the planner may choose.
 
-    Steps go from an eighth of the planner's to all, gradients a step from a quarter of the budget
-    to all (the first two have all of both), noise from what epsilon 64 asks for to what epsilon 1/2
-    does; every eighth run has none.
+    The trials for fewer ``runs`` are the first of those for more. They have between an eighth of
+    the planner's steps and all, between a quarter of the budget and all of it (the first two have
+    all of both), and noise between that of epsilon 64 and that of epsilon 1/2; every eighth trial
+    has no noise.
 
     Args:
-      planner: of the proxy's users, with the largest number of steps.
-      budget: most gradient evaluations a step.
-      runs: how many.
-      rates: learning rates to try, over the configuration's.
+      planner: planner for the proxy's users, with the largest number of steps.
+      budget: most gradient evaluations per step.
+      runs: number of trials.
+      rates: factors to try on the configuration's learning rate.
     """
     steps, norms = planner.steps, planner.sensitivities
     groups = [g for g in (1, 4, 16) if g in norms.user and 16 * g <= budget] or [1]
@@ -216,7 +224,7 @@ def design(
     points = qmc.Sobol(5, seed=0).random_base2(max(1, math.ceil(math.log2(max(2, runs)))))
     trials = []
     for i, (a, b, c, d, e) in enumerate(points[:runs].tolist()):
-        if i < 2:  # the largest runs, one without noise: nearest to what will be chosen
+        if i < 2:  # the two largest runs, one without noise: nearest to the run that is planned
             a, b, c = 1.0, 1.0, 0.5
         kind, group = arms[int(d * len(arms))]
         gradients = max(8 * group, round(budget * 4.0 ** (b - 1)))
@@ -248,14 +256,14 @@ def run_trials(
     allow_code: bool = False,
     done: Callable[[int, dict[str, Any]], None] = lambda count, row: None,
 ) -> list[dict[str, Any]]:
-    """Runs the trials that the file does not have yet, appending each as it finishes.
+    """Runs the trials that the file does not have yet, and appends each as it finishes.
 
     Args:
       config: YAML file of a central run.
-      overrides: of its keys.
-      trials: to run.
-      file: one JSON object a line; rows of other configurations are left alone, and not returned.
-      jobs: processes.
+      overrides: changes to its keys, as ``key=value``.
+      trials: trials to run.
+      file: JSONL file, one trial a line; rows of other configurations are kept, but not returned.
+      jobs: number of processes.
       allow_code: whether the configuration may name code (``load_config``).
       done: called with the number of finished trials and the last one's row.
 
@@ -270,13 +278,13 @@ def run_trials(
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:  # cut off when it was written
+        except ValueError:  # a line that was cut off while it was written
             continue
         if row.get("config") == name:
             kept[Trial(**{field: row[field] for field in fields})] = row
     left = [trial for trial in dict.fromkeys(trials) if trial not in kept]
     largest = max((trial.size for trial in trials), default=1)
-    # Trials of one program go to one process, and the longest are begun first.
+    # Trials that share a compiled program go to one process; the longest are started first.
     left.sort(key=lambda t: (t.kind, t.group_size, -t.steps * t.size))
     work = functools.partial(_one, os.fspath(config), tuple(overrides), allow_code, largest)
 

@@ -1,8 +1,8 @@
-"""Questions before training: each is answered by curves of the best cell over something.
+"""Answers to the questions of ``dpfl plan --ask``, as curves of the best cell.
 
-A cell is an algorithm, a group size, a size and a number of steps; its score is the loss that a
-scaling law predicts, or, without one, the noise of a step on the averaged gradient. Every noise
-multiplier behind a score is calibrated by the accountant.
+A cell is an algorithm, a group size, a size and a number of steps. Its score is the loss that a
+scaling law predicts or, without a law, the noise on the averaged gradient. The accountant
+calibrates every noise multiplier behind a score.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NEEDS_LAW = ("feasible", "variants", "size")
 
 @dataclasses.dataclass(frozen=True)
 class CurvePoint:
-    """The best cell at a point of a curve.
+    """A point of a curve: the best cell for a value of x.
 
     Attributes:
-      x: the point.
+      x: value on the axis.
       score: predicted loss, or noise.
-      low, high: band of the loss; the score itself for noise.
-      cell: as JSON; None: there is none.
+      low, high: 90 % band of the predicted loss; the score itself for noise.
+      cell: the best cell as JSON; None if no cell is possible.
     """
 
     x: float
@@ -44,12 +44,12 @@ class CurvePoint:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """A population, a guarantee and compute, with a scaling law.
+    """A population, a guarantee and compute, possibly with a scaling law.
 
     Attributes:
-      planner: of the population and guarantee, at the configuration's steps.
-      gradients: gradient evaluations of the whole run that compute pays for.
-      law: of loss; None: by noise alone.
+      planner: planner for the population and the guarantee, with the configuration's steps.
+      gradients: gradient evaluations that the compute of the whole run pays for.
+      law: scaling law of the loss; None: cells are compared by noise.
     """
 
     planner: Planner
@@ -58,7 +58,7 @@ class Scenario:
     _planners: dict[Any, Planner] = dataclasses.field(default_factory=dict, repr=False)
 
     def at(self, steps: int, epsilon: float, times: float = 1.0) -> Planner:
-        """The planner for other steps, epsilon, or ``times`` as many users of the same kind."""
+        """Returns the planner for these steps and epsilon, and ``times`` as many users."""
         key = (steps, epsilon, times)
         if key not in self._planners:
             base, users = self.planner, self.planner.users
@@ -72,7 +72,7 @@ class Scenario:
         return self._planners[key]
 
     def steps(self) -> list[int]:
-        """Numbers of steps to compare: the configuration's, and those that the law covers."""
+        """Returns the numbers of steps to compare: those that the law covers, or the configured."""
         if self.law is None:
             return [self.planner.steps]
         low, high = (f(row["steps"] for row in self.law.rows) for f in (min, max))
@@ -86,7 +86,7 @@ class Scenario:
         gradients: float | None = None,
         kinds: Sequence[str] = PLAIN,
     ) -> list[tuple[Option, int]]:
-        """Every way of these candidates to spend the compute, calibrated: (option, steps)."""
+        """Returns every way to spend the compute on these candidates: (option, steps)."""
         gradients = self.gradients if gradients is None else gradients
         cells = []
         for steps in self.steps():
@@ -100,7 +100,7 @@ class Scenario:
         return cells
 
     def best(self, x: float, **where: Any) -> CurvePoint:
-        """The best cell, as a point at ``x``; ``where`` as of ``cells``."""
+        """Returns the best cell as a point at ``x``; ``where`` are the arguments of ``cells``."""
         cells = self.cells(**where)
         if not cells:
             return CurvePoint(x, math.nan, math.nan, math.nan, None)
@@ -114,10 +114,10 @@ class Scenario:
         return CurvePoint(x, best["loss"], best["low"], best["high"], cell)
 
     def least_epsilon(self, loss: float) -> tuple[float, dict[str, Any] | None]:
-        """The least epsilon at which some cell of this compute is predicted to reach a loss.
+        """Returns the least epsilon at which a cell of this compute is predicted to reach a loss.
 
         Returns:
-          It and the cell; infinity and None if not even runs without noise do.
+          Epsilon and the cell; infinity and None if not even runs without noise reach the loss.
         """
         assert self.law is not None
         best: tuple[float, dict[str, Any] | None] = (math.inf, None)
@@ -132,7 +132,7 @@ class Scenario:
 
 
 def as_cell(option: Option, steps: int) -> dict[str, Any]:
-    """An option as a cell that a scaling law predicts for."""
+    """Returns an option in the form of a cell for ``ScalingLaw.predict``."""
     kind, group, size = option.kind, option.group_size, option.size
     ratio = option.noise_multiplier * option.error / size
     return {"kind": kind, "group_size": group, "size": size, "steps": steps, "ratio": ratio}
@@ -142,9 +142,10 @@ def ask(question: str, scenarios: dict[str, Scenario], target: float | None = No
     """Answers a question (``dpfl plan --help`` lists them).
 
     Args:
-      question: its name.
-      scenarios: by name of the fit; all but ``variants`` and ``size`` use the first.
-      target: the loss that ``users`` is to find a number of users for.
+      question: name of the question.
+      scenarios: scenarios by the name of their fit. Only ``variants`` and ``size`` use more than
+        the first.
+      target: for ``users``: the loss for which to find the number of users.
 
     Returns:
       JSON: ``question``, ``x`` (name of the axis), ``y``, ``series`` ({label: points}), ``lines``
@@ -214,7 +215,10 @@ def ask(question: str, scenarios: dict[str, Scenario], target: float | None = No
             )
     shown = [p.cell for points in series.values() for p in points if p.cell is not None]
     if beyond := sum(cell.get("outside", 1.0) > 1.5 for cell in shown):
-        answer += f" ({beyond} of {len(shown)} points lie beyond what was tried: bands are wide)"
+        answer += (
+            f" ({beyond} of {len(shown)} points lie beyond the steps or noise of the proxy runs: "
+            "their bands are wide)"
+        )
     return Answer(
         question=question,
         x=x,
@@ -226,10 +230,10 @@ def ask(question: str, scenarios: dict[str, Scenario], target: float | None = No
 
 
 def _by_size(scenarios: Sequence[Scenario]) -> tuple[dict[str, list[CurvePoint]], str]:
-    """Loss over compute, a curve for each size, by one law for all.
+    """Curves of loss over compute for each model size, predicted by one joint law.
 
-    Only sizes that were tried are asked about: between them the law is right to 2 or 3 %, but its
-    bands are too narrow, and beyond them it is no guide.
+    Only sizes that were fitted are compared. Between them the law is right to 2 or 3 %, but its
+    bands are too narrow; beyond them it is not reliable.
     """
     first = scenarios[0]
     law = join_scaling_laws([scenario.law for scenario in scenarios if scenario.law is not None])
@@ -249,7 +253,7 @@ def _by_size(scenarios: Sequence[Scenario]) -> tuple[dict[str, list[CurvePoint]]
         if possible:
             best = min(possible, key=lambda n: possible[n].score)
             texts.append(f"{total:.2g} FLOPs: {best}, {_in_words(possible[best], first)}")
-    return series, "; ".join(texts) or "no compute among these pays for a cell"
+    return series, "; ".join(texts) or "none of these amounts of compute pays for a run"
 
 
 def _json(point: CurvePoint) -> dict[str, Any]:
@@ -270,7 +274,7 @@ def _curve(
 def _in_words(point: CurvePoint, scenario: Scenario) -> str:
     if point.cell is None:
         return "nothing can be run"
-    if scenario.law is None:  # at one number of steps
+    if scenario.law is None:  # all cells have the same number of steps
         cell = {name: value for name, value in point.cell.items() if name != "steps"}
         return f"noise {point.score:.4g} ({in_words(cell)})"
     band = f"{point.low:.3f} to {point.high:.3f}"
@@ -301,13 +305,13 @@ def _feasible(points: Sequence[CurvePoint], lines: dict[str, float]) -> str:
     surely = [p.x for p in points if p.cell and p.high < lines["before training"]]
     verdict = f"yes, from epsilon {min(surely):g} on" if surely else "no, at none of these epsilons"
     shares = ", ".join(f"{k:.0%} at epsilon {e:g}" for e, k in kept.items())
-    return f"{verdict}: of the gain without privacy is kept {shares}"
+    return f"{verdict}: the share of the non-private gain that is kept is {shares}"
 
 
 def predict(
     result: dict[str, Any], plan: Any, scenario: Any, target: float | None
 ) -> dict[str, Any]:
-    """Adds predictions to a plan's JSON: of its cells, of the best split, of the least epsilon."""
+    """Adds predictions to a plan's JSON: losses of options, the best split, the least epsilon."""
     cells = [as_cell(option, plan.steps) for option in plan.options]
     for option, predicted in zip(result["options"], scenario.law.predict(cells), strict=True):
         option |= predicted
@@ -339,14 +343,14 @@ _STYLE = (
 
 
 class Answer(dict[str, Any]):
-    """What ``ask`` returns: JSON; notebooks show it as a picture (an SVG without scripts)."""
+    """An answer of ``ask``: plain JSON, which notebooks show as a picture (SVG without scripts)."""
 
     def _repr_html_(self) -> str:
         return to_svg(self)
 
 
 def to_svg(answer: dict[str, Any]) -> str:
-    """An answer of ``ask`` as SVG in HTML."""
+    """Returns an answer of ``ask`` as SVG in HTML."""
     series = {n: [p for p in ps if p["cell"] is not None] for n, ps in answer["series"].items()}
     points = [point for some in series.values() for point in some]
     if not points:

@@ -1,16 +1,16 @@
 """A scaling law of private training: held-out loss by steps, noise, learning rate and model size.
 
 Privacy, batch and group size affect a run through one number, the effective noise-to-batch ratio
-rho, in which the noise of the mechanism and that of sampling add up:
+rho, which adds up the noise of the mechanism and that of sampling:
 
     rho^2 = L(G)^(2 gamma) (ratio^2 + kappa / size)
 
-``ratio`` is the noise on the averaged gradient over the clip norm and L(G) the typical gradient
-norm of a unit, by which clipping at one size shrinks or stretches the signal. log loss is a smooth
-function of (log T, log rho, log learning rate, log model size; of the last two where they vary): a
-plane, and a Gaussian process above it where the runs say more. kappa, gamma and the process's
-scales are fitted, the band is the process's own (McKenna et al. 2025, arXiv 2501.18914: a table of
-runs without accounting, interpolated for each model over noise-to-batch ratio and steps).
+``ratio`` is the noise on the averaged gradient over the clip norm. L(G) is the typical gradient
+norm of a unit, which matters because clipping to one norm scales the signal. The log loss is
+modelled as a function of log T and log rho, and of log learning rate and log model size where these
+vary: a plane plus a Gaussian process. kappa, gamma and the process's scales are fitted; the band is
+the process's posterior. (McKenna et al. 2025, arXiv 2501.18914, also interpolate a table of runs
+without accounting over noise-to-batch ratio and steps, for each model.)
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from dpfl_jax.planning.estimates import Sensitivities
 
 VERSION = 1
 FEWEST = 8
-_PLANE = 100.0  # variance of the plane's coefficients: hardly any prior
-# Fitted, in this order: logs of the variance of process and noise and of kappa over its guess,
-# gamma, logs of length scales; normal priors.
+_PLANE = 100.0  # prior variance of the plane's coefficients: so large that the prior hardly counts
+# Normal priors of the fitted parameters, in this order: logs of the variances of process and noise,
+# log of kappa over its guess, gamma, and logs of length scales.
 _MEAN, _SD = (math.log(0.3), math.log(2e-4), 0.0, 1.0), (1.5, 1.0, 2.0, 0.3)
 _LENGTH = {False: (math.log(2.0), 0.7), True: (math.log(8.0), 0.7)}  # True: of model size
 _RATE, _SIZE = 4, 5  # columns, see _columns
@@ -49,11 +49,11 @@ class ScalingLaw:
 
     Attributes:
       rows: the runs: ``kind``, ``group_size``, ``size``, ``steps``, ``ratio``, ``rate``, ``loss``.
-      sensitivities: typical gradient norms of the data they ran on.
-      fitted: parameters, see ``_MEAN``.
-      about: of what model and configuration this is; plain JSON.
-      parameters: of the model that predictions are for, where the runs are of several sizes
-        (``join_scaling_laws``).
+      sensitivities: typical gradient norms of the data that the runs used.
+      fitted: fitted parameters, in the order of ``_MEAN``.
+      about: model and configuration of the runs, as plain JSON.
+      parameters: number of parameters of the model to predict for, if the runs have models of
+        several sizes (``join_scaling_laws``).
     """
 
     rows: Sequence[Cell]
@@ -64,19 +64,19 @@ class ScalingLaw:
 
     @property
     def rates(self) -> list[float]:
-        """Learning rates that were tried, over the configuration's."""
+        """The factors on the configuration's learning rate that were tried."""
         return sorted({row["rate"] for row in self.rows})
 
     def predict(self, cells: Sequence[Cell]) -> list[dict[str, float]]:
         """Predicts the loss of a run of each cell.
 
         Args:
-          cells: ``kind``, ``group_size``, ``size``, ``steps`` and ``ratio``, ``rate`` where it is
-            not to be the best of those tried, and ``parameters`` where they are not the law's.
+          cells: ``kind``, ``group_size``, ``size``, ``steps`` and ``ratio``; optionally ``rate``
+            (default: the best of those tried) and ``parameters`` (default: the law's).
 
         Returns:
-          For each ``loss``, its band ``low`` to ``high`` (90 % of runs), ``rate``, and ``outside``:
-          how far steps or noise lie beyond what was tried, as a factor (1: not).
+          For each cell ``loss``, its band from ``low`` to ``high`` (90 % of runs), ``rate``, and
+          ``outside``: the factor by which steps or noise lie beyond what was tried (1: within).
         """
         asked = [
             [{**cell, "rate": rate} for rate in ([cell["rate"]] if "rate" in cell else self.rates)]
@@ -86,7 +86,7 @@ class ScalingLaw:
         cells = [size | cell for some in asked for cell in some]
         flat = self._features(_columns(cells, self.sensitivities))
         mean, sd = self._posterior(flat)
-        # Student's: the scales were fitted to the same runs.
+        # Student's t, because the scales were fitted to the same runs.
         wide = stats.t.ppf(0.95, max(2, len(self.rows) - len(self.fitted)))
         known = self._known[0][:, :2]
         beyond = np.maximum(known.min(axis=0) - flat[:, :2], flat[:, :2] - known.max(axis=0))
@@ -102,7 +102,7 @@ class ScalingLaw:
         return predictions
 
     def ratio_for(self, loss: float, cell: Cell) -> float:
-        """The largest noise-to-batch ratio at which a cell comes to this loss; 0 if none does."""
+        """Returns the largest noise-to-batch ratio at which a cell reaches a loss, or 0."""
         low, high = 1e-7, 1e3
         if self.predict([{**cell, "ratio": low}])[0]["loss"] > loss:
             return 0.0
@@ -127,7 +127,7 @@ class ScalingLaw:
         return _features(columns, self._guess, self.fitted, _varied(self.rows))
 
     def _posterior(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation of the log loss of a run."""
+        """Mean and standard deviation of the log loss of one run, including its own scatter."""
         known, target, centre, factor = self._known
         cross = _kernel(features, known, self.fitted)
         prior = _PLANE * (1 + (features**2).sum(axis=1)) + math.exp(self.fitted[0])
@@ -141,7 +141,7 @@ class ScalingLaw:
     # ---- files ---------------------------------------------------------------------------------
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes JSON."""
+        """Writes the law to a JSON file."""
         content = {"version": VERSION, **dataclasses.asdict(self)}
         try:
             pathlib.Path(file).write_text(json.dumps(content, indent=1))
@@ -150,10 +150,10 @@ class ScalingLaw:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> ScalingLaw:
-        """Reads what ``save`` wrote.
+        """Reads a file that ``save`` wrote.
 
         Raises:
-          BadInputError: it is no such file.
+          BadInputError: the file cannot be read, or is not such a file.
         """
         try:
             content = json.loads(pathlib.Path(file).read_text())
@@ -170,22 +170,25 @@ class ScalingLaw:
                 f"{file} is not a fit: make one with dpfl plan CONFIG --fit FILE"
             ) from error
         if version != VERSION:
-            raise BadInputError(f"{file} is a fit of another version: fit again")
+            raise BadInputError(
+                f"{file} was written by another version: make it again with dpfl plan CONFIG --fit "
+                "FILE"
+            )
         return law
 
 
 def fit_scaling_law(
     rows: Sequence[Cell], sensitivities: Sensitivities, about: Mapping[str, Any] | None = None
 ) -> ScalingLaw:
-    """Fits the law to proxy runs, by the most likely parameters.
+    """Fits a scaling law to proxy runs, by maximum a posteriori.
 
     Args:
-      rows: of ``proxy.run_trials``; those that ended without a loss are left out.
+      rows: rows of ``proxy.run_trials``; those without a finite loss are ignored.
       sensitivities: typical gradient norms of the proxy's data.
-      about: kept with the fit.
+      about: stored with the fit, as plain JSON.
 
     Raises:
-      BadInputError: too few runs, or of one number of steps or one noise alone.
+      BadInputError: there are too few runs, or all have one number of steps or one size of noise.
     """
     finite = [row for row in rows if row["loss"] is not None]
     if len(finite) < FEWEST or any(len({r[k] for r in finite}) < 2 for k in ("steps", "ratio")):
@@ -209,20 +212,20 @@ def fit_scaling_law(
         prior = (((parameters - mean) / deviation) ** 2).sum()
         return float(0.5 * (white @ white + prior) + np.log(np.diag(factor[0])).sum())
 
-    # Differences to one side are too coarse: the search stops where the first of them is noise.
+    # Central differences: with one-sided ones, rounding errors stop the search too early.
     bounds = list(zip(mean - 3 * deviation, mean + 3 * deviation))
     best = minimize(cost, mean, method="L-BFGS-B", jac="3-point", bounds=bounds)
     return ScalingLaw(finite, sensitivities, tuple(map(float, best.x)), dict(about or {}))
 
 
 def join_scaling_laws(laws: Sequence[ScalingLaw]) -> ScalingLaw:
-    """One law over model size, from a fit of each of several sizes.
+    """Fits one law over model size to the runs of several laws, each for one size.
 
-    Gradient norms enter relative to an example's: how long they are depends on the model. ``about``
-    lists ``sizes``: (parameters, FLOPs of a gradient evaluation), smallest first.
+    Gradient norms depend on the model, so that they enter relative to an example's norm. ``about``
+    of the result lists ``sizes``: (parameters, FLOPs of a gradient evaluation), smallest first.
 
     Raises:
-      BadInputError: fewer than two sizes, or a fit that does not state its size.
+      BadInputError: there are fewer than two sizes, or a law does not state its size.
     """
     sizes = {law.about.get("parameters"): law.about.get("flops_per_gradient") for law in laws}
     if len(sizes) < 2 or any(not both for pair in sizes.items() for both in pair):
@@ -243,7 +246,7 @@ def join_scaling_laws(laws: Sequence[ScalingLaw]) -> ScalingLaw:
 
 
 def _columns(cells: Sequence[Cell], norms: Sensitivities) -> np.ndarray:
-    """[n, 6]: log gradient norm, ratio^2, 1 / size, logs of steps, rate and parameters."""
+    """float [n, 6]: log gradient norm, ratio^2, 1 / size, logs of steps, rate and parameters."""
     return np.array(
         [
             (
@@ -260,7 +263,7 @@ def _columns(cells: Sequence[Cell], norms: Sensitivities) -> np.ndarray:
 
 
 def _varied(rows: Sequence[Cell]) -> list[int]:
-    """Columns of rate and of parameters, where the runs have several."""
+    """The columns among rate and parameters in which the runs differ."""
     names = {_RATE: "rate", _SIZE: "parameters"}
     return [i for i, name in names.items() if len({row.get(name, 1.0) for row in rows}) > 1]
 
@@ -268,7 +271,7 @@ def _varied(rows: Sequence[Cell]) -> list[int]:
 def _features(
     columns: np.ndarray, guess: float, fitted: Sequence[float], varied: list[int]
 ) -> np.ndarray:
-    """[n, 2 to 4]: logs of steps, of the effective noise-to-batch ratio, and of what varied."""
+    """float [n, 2 to 4]: logs of steps, of effective noise-to-batch ratio, and of ``varied``."""
     norm, squared, inverse, steps = columns.T[:4]
     kappa, gamma = guess * math.exp(fitted[2]), fitted[3]
     rho = gamma * norm + 0.5 * np.log(squared + kappa * inverse)
@@ -276,7 +279,7 @@ def _features(
 
 
 def _guess(columns: np.ndarray) -> float:
-    """Kappa at which both kinds of noise are equal in the median run."""
+    """The kappa with which noise and sampling count the same in the median run."""
     return float(np.median(columns[:, 1] / columns[:, 2])) + 1e-12
 
 

@@ -10,12 +10,13 @@ Source: Papernot and Steinke, "Hyperparameter tuning with Renyi differential pri
       s_i = sum over held-out u of min(mean loss of u at w_i, B) - B / 2, plus N(0, (B sigma / 2)^2)
     release c_i, w_i and s_i of the least s_i, and nothing else
 
-People who are trained on affect w_i only, and held-out people s_i only: the training of each cell
-and the score have noise for the epsilon of the whole. Subtracting B / 2 changes no order, and a
-person then moves the sum by half the bound. That K is random makes it cheap: the best of a fixed
-number of runs reveals more.
+People who are trained on affect only w_i, and held-out people only s_i. So the training of each
+cell and the score are each calibrated to the epsilon of the whole sweep. Subtracting B / 2 does not
+change the order of scores, and lets a person move the sum by only half the bound. The random K
+keeps the cost low: the best of a fixed number of runs reveals more.
 
-Departures: the noise of the score is drawn in integers, and a person's loss is rounded to them.
+Departures: the noise of the score is drawn in integers, and each person's loss is rounded to an
+integer.
 """
 
 from __future__ import annotations
@@ -67,18 +68,19 @@ _MOST_RUNS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class RunCount:
-    """How many runs: a truncated negative binomial number, of 1 or more.
+    """The random number of runs: a truncated negative binomial distribution on 1, 2, ...
 
     Attributes:
-      mean: expected number.
-      shape: eta; 0 is the logarithmic law, which costs least, and 1 the geometric one.
+      mean: expected number of runs.
+      shape: eta of Definition 1; 0 is the logarithmic distribution, which costs least, and 1 the
+        geometric distribution.
     """
 
     mean: float
     shape: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1.001 <= self.mean <= _MOST_RUNS:  # nearer to 1 gamma would lose its digits
+        if not 1.001 <= self.mean <= _MOST_RUNS:  # nearer to 1, gamma would lose precision
             raise BadInputError(
                 f"the expected number of runs is {self.mean:g}: give 1.001 or more, at most "
                 f"{_MOST_RUNS:,} (--expected-runs 10)"
@@ -88,7 +90,7 @@ class RunCount:
 
     @functools.cached_property
     def gamma(self) -> float:
-        """Of Definition 1, rounded up: then neither the mean nor the cost is above the stated."""
+        """Gamma of Definition 1, rounded up so that mean and cost are at most as stated."""
         low, high = 0.0, 1.0
         while high - low > 1e-12 * high:
             middle = 0.5 * (low + high)
@@ -104,7 +106,7 @@ class RunCount:
         return self.shape * (1.0 / gamma - 1.0) / -math.expm1(self.shape * math.log(gamma))
 
     def probabilities(self) -> Iterator[decimal.Decimal]:
-        """Of 1, 2, 3, ... runs, as exact as the caller's decimal context."""
+        """Yields the probabilities of 1, 2, 3, ... runs, in the caller's decimal precision."""
         gamma, shape = decimal.Decimal(self.gamma), decimal.Decimal(self.shape)
         first = -gamma.ln() if self.shape == 0 else (gamma**-shape - 1) / shape
         probability = (1 - gamma) / first
@@ -113,7 +115,7 @@ class RunCount:
             probability *= (1 - gamma) * (runs + shape) / (runs + 1)
 
     def draw(self, key: RootKey) -> int:
-        """Draws the number with a sweep's key: 256 bits against the sums of ``probabilities``."""
+        """Draws the number of runs from a sweep's root key, by inversion with 256 random bits."""
         with decimal.localcontext(prec=_DIGITS):
             bits = decimal.Decimal(int.from_bytes(key.derive("selection:runs"), "big"))
             left, least = bits / 2**256, decimal.Decimal(2) ** -300
@@ -140,23 +142,22 @@ def _check_cell(cell: Calibrated) -> None:
         has_renyi = False
     if not has_renyi:
         raise BadInputError(
-            f"of mechanism.kind={cell.mechanism.kind} no Renyi divergences are known that its "
-            "sampling helps, and the best of several runs is accounted by these: use "
-            f"mechanism.kind={RENYI_KINDS}"
+            "a private sweep is accounted with Renyi divergences, and none that count its sampling "
+            f"are known for mechanism.kind={cell.mechanism.kind}: use mechanism.kind={RENYI_KINDS}"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """A private choice among runs: scores, event, guarantee.
+    """A private selection among runs: its scores, event and guarantee.
 
     Attributes:
       cells: the distinct trainings of the grid.
-      runs: how many there are.
-      bound: B, most that a person's mean loss counts for.
-      held_out: number of people who are scored.
-      delta: of the guarantee.
-      score_noise: sigma, of a score's sum over half the bound.
+      runs: distribution of the number of runs.
+      bound: B, the largest mean loss that counts for a person.
+      held_out: number of held-out people, whose losses make the scores.
+      delta: delta of the guarantee.
+      score_noise: sigma of the scores: standard deviation of the noise over half the bound.
     """
 
     cells: tuple[Calibrated, ...]
@@ -169,7 +170,7 @@ class Selection:
     def __post_init__(self) -> None:
         positive("the bound of a person's loss (--loss-bound)", self.bound)
         if self.held_out < 1:
-            raise BadInputError("nobody is held out: raise data.validation_fraction")
+            raise BadInputError("no one is held out: raise data.validation_fraction")
         if not self.score_noise > 1e-3:
             raise BadInputError(
                 f"the noise of scores is {self.score_noise:g} of the bound, but it must be above "
@@ -187,23 +188,23 @@ class Selection:
         epsilon: float,
         delta: float,
     ) -> Selection:
-        """The least noise for a target, of every cell and of the score.
+        """Returns a selection with the least noise for a target, in every cell and in the score.
 
         Args:
-          cells: with any noise.
-          runs: how many there are.
-          bound: most that a person's mean loss counts for.
-          held_out: number of people who are scored.
-          epsilon: of the whole sweep.
-          delta: of the whole sweep.
+          cells: trainings, whose noise multipliers are replaced.
+          runs: distribution of the number of runs.
+          bound: the largest mean loss that counts for a person.
+          held_out: number of held-out people.
+          epsilon: target of the whole sweep.
+          delta: delta of the whole sweep.
 
         Raises:
-          BadInputError: out of reach, or a mechanism without Renyi divergences.
+          BadInputError: the target is out of reach, or a mechanism has no Renyi divergences.
         """
         made = cls((), runs, bound, held_out, delta, math.inf)
 
         def least(event: Any, whole: Any) -> float:
-            """Noise with which a part keeps the target alone, and with the parts chosen before."""
+            """The least noise of a part that meets the target alone, and with the parts before."""
             noise = accounting.calibrate_noise_multiplier(
                 lambda sigma: made.best(event(sigma)),
                 epsilon,
@@ -237,13 +238,13 @@ class Selection:
     # ---- what runs -------------------------------------------------------------------------
 
     def noised(self, run: Calibrated) -> Calibrated:
-        """A cell's run with the noise that was chosen for it.
+        """Returns a cell's run with the noise that was chosen for it.
 
-        Cells of one mechanism may differ in their population: another tokenizer makes another
-        number of examples of the same texts.
+        Cells with one mechanism may differ in their population, because another tokenizer cuts the
+        same texts into another number of examples.
 
         Raises:
-          BadInputError: there is no such cell.
+          BadInputError: the sweep has no such cell.
         """
         for cell in self.cells:
             if cell == dataclasses.replace(
@@ -251,17 +252,17 @@ class Selection:
             ):
                 return cell
         raise BadInputError(
-            "a cell of the sweep is none of those that its noise was chosen for: its data, "
-            "mechanism or steps changed; start another sweep"
+            "the data, mechanism or steps of a cell have changed since the noise of this sweep "
+            "was chosen: start another sweep"
         )
 
     def score(self, losses: np.ndarray, user_offsets: np.ndarray, key: RootKey) -> float:
-        """The noisy mean over held-out people of their bounded mean losses.
+        """Returns the noisy mean over held-out people of their bounded mean losses.
 
         Args:
-          losses: float [n], of examples in the order of people.
-          user_offsets: int64 [people + 1], where each one's begin.
-          key: of the run.
+          losses: float [n], losses of the examples, ordered by person.
+          user_offsets: int64 [people + 1], where each person's examples begin.
+          key: root key of the run.
         """
         # proof: selection-score-2
         total = sum(self.shares(losses, user_offsets)) + draw_integer(key.words("selection:score"))
@@ -273,7 +274,10 @@ class Selection:
         return 0.5 * STDDEV / self._steps / self.held_out * self.bound
 
     def shares(self, losses: np.ndarray, user_offsets: np.ndarray) -> list[int]:
-        """Each person's part of a sum, in steps of the noise: half the bound at most."""
+        """Returns each person's part of the sum in grid steps, at most half the bound in size.
+
+        The arguments are those of ``score``.
+        """
         offsets = np.asarray(user_offsets) - user_offsets[0]
         shares = []
         for first, last in itertools.pairwise(offsets):
@@ -288,7 +292,7 @@ class Selection:
 
     @property
     def _steps(self) -> int:
-        """Half the bound, in steps of the noise: sigma times them is its stddev at most."""
+        """Half the bound in grid steps of the noise, rounded down so that sigma is not less."""
         return math.floor(STDDEV / self.score_noise)
 
     # ---- what is accounted -----------------------------------------------------------------
@@ -303,7 +307,7 @@ class Selection:
         return OneOfDpEvent((trained, self.best(dp_accounting.GaussianDpEvent(self.score_noise))))
 
     def best(self, event: Any) -> Any:
-        """The event of choosing among so many runs of this event."""
+        """Returns the event of releasing the best of this random number of runs of ``event``."""
         return dp_event.RepeatAndSelectDpEvent(event, self.runs.mean, self.runs.shape)
 
     @functools.cached_property
@@ -312,7 +316,7 @@ class Selection:
         return accounting.epsilon(self.event, self.delta, accountant="rdp")
 
     def guarantee(self, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
-        """What the whole sweep guarantees all people, trained on or held out."""
+        """Returns the guarantee of the whole sweep for all people, trained on or held out."""
         assumed, cell_caveats = self._of_cells
         law = "logarithmic" if self.runs.shape == 0 else f"of shape {self.runs.shape:g}"
         sampling = [cell.sampling_description() for cell in self.cells]
@@ -322,7 +326,7 @@ class Selection:
             "exact" if exact else "float",
             self.epsilon,
             self.delta,
-            math.ceil(1000 * self.runs.mean) * (steps + 1),  # more runs are not to be expected
+            math.ceil(1000 * self.runs.mean) * (steps + 1),  # far more runs than will be drawn
         )
         return accounting.Guarantee(
             unit="user",
@@ -342,7 +346,7 @@ class Selection:
 
     @functools.cached_property
     def _of_cells(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the cells' mechanisms assume beyond all others', and their caveats."""
+        """The assumptions that only the cells' mechanisms make, and the cells' caveats."""
         assumed: list[str] = []
         caveats: list[str] = []
         for cell in self.cells:
@@ -350,8 +354,8 @@ class Selection:
             protects = (made.unit, made.adjacency, made.trust)
             if protects != ("user", "add-or-remove one user", "central"):
                 raise BadInputError(
-                    f"mechanism.kind={cell.mechanism.kind} protects otherwise than a private sweep "
-                    f"does ({made.adjacency}): use mechanism.kind={RENYI_KINDS}"
+                    f"mechanism.kind={cell.mechanism.kind} has another adjacency "
+                    f"({made.adjacency}) than a private sweep: use mechanism.kind={RENYI_KINDS}"
                 )
             noise = accounting.noise_assumptions(
                 cell.mechanism.noise.arithmetic, made.epsilon, made.delta, cell.steps
@@ -361,7 +365,7 @@ class Selection:
         return tuple(dict.fromkeys(assumed)), tuple(dict.fromkeys(caveats))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON, with all that the event follows from."""
+        """Returns the selection as JSON, with all that its event depends on."""
 
         def row(cell: Calibrated) -> dict[str, Any]:
             population = cell.population.to_json()
@@ -379,16 +383,16 @@ class Selection:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Selection:
-        """The inverse of ``to_json``.
+        """Returns the selection that ``to_json`` wrote.
 
         Raises:
-          BadInputError: no mechanism has it.
+          BadInputError: the values do not describe a selection.
         """
         cells = []
         for cell in values["cells"]:
             made = parse_calibrated(cell, values["delta"])
             if made.population.shared:
-                raise BadInputError("records with several owners have no private sweep")
+                raise BadInputError("a private sweep cannot have records with several owners")
             whole_number(cell, "steps", 1)
             cells.append(made)
         return cls(
@@ -401,16 +405,16 @@ class Selection:
         )
 
     def statement(self, caveats: tuple[str, ...] = ()) -> Statement:
-        """What guarantee.json of the sweep states."""
+        """Returns the contents of the sweep's guarantee.json."""
         basis = {"system": "selection", **self.to_json()}
         return Statement.of(self.guarantee(caveats), basis, [[self.event]])
 
 
 def restate(basis: dict[str, Any]) -> Statement:
-    """What a sweep with this basis would state.
+    """Returns the statement of a sweep with this basis, for ``dpfl verify``.
 
     Raises:
-      BadInputError: no sweep has it.
+      BadInputError: the basis does not describe a sweep.
     """
     made, given = Selection.from_json(basis).statement(), basis["cells"]
     if not any(is_earlier(cell["mechanism"]) for cell in given):

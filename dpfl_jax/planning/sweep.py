@@ -1,8 +1,8 @@
-"""Sweeps: one run per cell of a grid, restartable, over any number of processes.
+"""Sweeps: one run per cell of a grid, resumable, over any number of processes.
 
-A sweep is a folder. ``cells/`` holds a run directory per cell (an interrupted one is resumed),
-``results/`` one small file per finished cell, so that processes need not know of each other:
-process r of n takes every n-th cell. The table is made of the results that are there.
+A sweep is a folder. ``cells/`` holds a run directory per cell; interrupted runs are resumed.
+``results/`` holds one small file per finished cell, from which the table is made. Processes do not
+communicate: process r of n runs every n-th cell.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ALIASES = {
     "learning_rate": "optimizer.learning_rate",
     "steps": "train.steps",
 }
-# Together these determine the mechanism.
+# Axes that together determine the mechanism.
 SIZES = ("kind", "budget", "group_size", "cohort_size")
 
 
-# A cell is compared with other cells: a baseline for each would double the work.
+# Cells are compared with each other; a baseline for each would double the work.
 _NO_BASELINE = ("eval.baseline=false", "eval.prompt=null")
 
 
@@ -56,15 +56,15 @@ class SweepCell:
     """One run: a value for each axis, and a repetition.
 
     Attributes:
-      values: by axis, as given.
-      repeat: number of the repetition, from 0; each has another key.
+      values: the value for each axis, as given.
+      repeat: number of the repetition, from 0; each has its own key.
     """
 
     values: Mapping[str, Any]
     repeat: int
 
     def overrides(self, config: RunConfig) -> list[str]:
-        """What differs from the base configuration, as ``key=value``."""
+        """Returns what the cell changes in the base configuration, as ``key=value``."""
         out = [
             f"{ALIASES.get(axis, axis)}={json.dumps(value)}"
             for axis, value in self.values.items()
@@ -75,7 +75,7 @@ class SweepCell:
         return [*out, "sweep=null"]
 
     def mechanism(self, chosen: Any) -> Any:
-        """The base configuration's, at this cell's kind, budget, group and cohort size."""
+        """Returns ``chosen`` with this cell's kind, budget, group size and cohort size."""
         kind = self.values.get("kind", chosen.kind)
         group = self.values.get("group_size", chosen.group_size)
         budget = self.values.get("budget", chosen.compute_budget)
@@ -90,12 +90,12 @@ class Sweep:
     """A grid of runs.
 
     Attributes:
-      directory: where everything lives.
+      directory: folder of the sweep.
       config: YAML file of the base configuration.
       axes: values by axis: a key of the configuration, an alias (``ALIASES``), ``group_size`` or
-        ``cohort_size`` (units a step: users or examples).
-      overrides: of the base configuration, for all cells.
-      repeats: runs of each cell, each with another secret key for sampling and noise.
+        ``cohort_size`` (users or examples per step).
+      overrides: changes to the base configuration for all cells, as ``key=value``.
+      repeats: runs of each cell, each with its own secret key for sampling and noise.
       tuned: axes whose best value is taken at every combination of the others.
       keep_runs: whether checkpoints of finished cells are kept.
       allow_code: whether the configuration may name code (``load_config``).
@@ -118,27 +118,33 @@ class Sweep:
         at_least("the number of repeats", self.repeats, 1)
         for axis in self.tuned:
             if axis not in self.axes:
-                raise BadInputError(f"{axis!r} is to be tuned but is no axis of the sweep")
+                raise BadInputError(
+                    f"{axis!r} is to be tuned, but the sweep has no such axis: add it to the axes, "
+                    "or do not tune it"
+                )
 
     @functools.cached_property
     def base(self) -> RunConfig:
         """The base configuration.
 
         Raises:
-          BadInputError: it is of a federation, or wrong, or repeats one seed.
+          BadInputError: it is wrong, is not of a central run, or repeats runs with one seed.
         """
         config = load_config(self.config, [*self.overrides, *_NO_BASELINE], self.allow_code)
         if config.variant != "central":
-            raise BadInputError("sweeps are of central runs: this configuration is of a federation")
+            raise BadInputError(
+                "a sweep needs the configuration of a central run, but this is of a federation: "
+                "give another configuration"
+            )
         if self.repeats > 1 and (config.seed is not None or "seed" in self.axes):
             raise BadInputError(
-                f"{self.repeats} repeats with one seed are the same run: leave seed unset, or give "
-                "the seeds as an axis (seed=0,1,2) without repeats; their noise is then public"
+                f"{self.repeats} repeats with one seed would be the same run: leave seed unset, or "
+                "give the seeds as an axis (seed=0,1,2) without repeats; then their noise is public"
             )
         return config
 
     def cells(self) -> list[SweepCell]:
-        """All cells, in a fixed order that spreads cheap and costly ones over processes."""
+        """Returns all cells, in a fixed order that spreads cheap and costly ones over processes."""
         grid = itertools.product(*self.axes.values())
         cells = [
             SweepCell(dict(zip(self.axes, values)), repeat)
@@ -148,16 +154,16 @@ class Sweep:
         return sorted(cells, key=self.digest)
 
     def cell_config(self, cell: SweepCell) -> RunConfig:
-        """The configuration of a cell.
+        """Returns the configuration of a cell.
 
         Raises:
-          BadInputError: an axis that is no key, or a value that does not fit.
+          BadInputError: an axis is no key of the configuration, or a value does not fit it.
         """
         overrides = [*self.overrides, *_NO_BASELINE, *cell.overrides(self.base)]
         return load_config(self.config, overrides, self.allow_code)
 
     def digest(self, cell: SweepCell) -> str:
-        """Names a cell's files: the same for the same configuration, whatever the grid."""
+        """Returns the name of a cell's files: a digest of its configuration, whatever the grid."""
         content = json.dumps([config_fingerprint(self.base), dict(cell.values), cell.repeat])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -166,23 +172,23 @@ class Sweep:
     def run(self, console: Console, rank: int = 0, of: int = 1) -> int:
         """Runs the cells of one process that have no result yet; returns how many it ran.
 
-        A cell that cannot be (a cohort larger than the population, an unreachable epsilon) is
-        recorded with the reason. With ``privacy.ledger`` every cell is charged to the account
-        before its first step, and once.
+        A cell that is not possible (a cohort larger than the population, an unreachable epsilon) is
+        recorded with the reason. With ``privacy.ledger`` every cell is charged to the account once,
+        before its first step.
 
         Raises:
-          LedgerError: the ledger refuses the next cell; those that are finished stay, and so does
-            the refused one's folder: with a larger ``privacy.budget`` the same call resumes.
+          LedgerError: the ledger refuses the next cell. Finished cells and the folder of the
+            refused one are kept: with a larger ``privacy.budget`` the same call resumes.
           StoppedError: interrupted; the same call resumes.
         """
         if not 0 <= rank < of:
             raise BadInputError(f"rank {rank} of {of} processes: ranks go from 0 to {of - 1}")
         mine = [cell for i, cell in enumerate(self.cells()) if i % of == rank]
         left = [cell for cell in mine if not self._result(cell).exists()]
-        for cell in left:  # errors in an axis are raised before the first run
+        for cell in left:  # raises errors in an axis before the first run
             self.cell_config(cell)
         load = functools.lru_cache(maxsize=1)(load_dataset)
-        keep_programs()  # cells share most of them
+        keep_programs()  # cells share most compiled programs
         ledger = self.base.privacy.ledger
         if ledger is not None:
             new = "" if pathlib.Path(ledger).exists() else f"a new ledger is made at {ledger}\n"
@@ -200,8 +206,8 @@ class Sweep:
                     row = self.run_cell(cell, load)
                 except LedgerError as error:
                     raise LedgerError(
-                        f"the cell {shown} was not run, the finished ones stay: {error}; narrow "
-                        "the grid, or raise privacy.budget, and the same command resumes"
+                        f"the cell {shown} was not run, and finished cells are kept: {error}; "
+                        "narrow the grid, or raise privacy.budget, and run the same command again"
                     ) from error
                 self._result(cell).parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self._result(cell), json.dumps(row))
@@ -210,14 +216,14 @@ class Sweep:
         return len(left)
 
     def run_cell(self, cell: SweepCell, load: Any) -> dict[str, Any]:
-        """Trains one cell; returns its row of the table."""
+        """Trains one cell, and returns its row of the table."""
         config = self.cell_config(cell)
         path = within(self.directory, f"cells/{self.digest(cell)}")
         check_links(path)
         row: dict[str, Any] = {**cell.values, "repeat": cell.repeat, "seed": config.seed}
         started = time.perf_counter()
         try:
-            # Killed after it finished, before its result was written: not run or charged again.
+            # A run that finished before its result was written is not run or charged again.
             report = finished_report(path)
             if report is None:
                 quiet = Console(quiet=True)
@@ -257,17 +263,17 @@ class Sweep:
     # ---- results ---------------------------------------------------------------------------
 
     def table(self) -> list[dict[str, Any]]:
-        """The rows of all cells that have a result."""
+        """Returns the rows of all cells that have a result."""
         files = (self._result(cell) for cell in self.cells())
         return [json.loads(file.read_text()) for file in files if file.exists()]
 
     def best(self) -> list[dict[str, Any]]:
-        """For every combination of axes that are not tuned, the best of those that are.
+        """Returns the row with the best tuned values for every combination of the other axes.
 
         A row holds the axes, ``loss`` (mean over repeats), ``low`` and ``high`` (a 90 % interval of
-        the mean, Student's t; None with one repeat), ``repeats``, whether a tuned value lies on the
-        ``edge`` of its axis, the public ``seed`` (None: secret keys), and the ``caveats`` of the
-        runs' guarantees.
+        the mean, Student's t; None with one repeat), ``repeats``, ``edge`` (tuned axes whose best
+        value is the first or last), the public ``seed`` (None: secret keys), and the ``caveats`` of
+        the runs' guarantees.
         """
         return best_rows(self.table(), self.axes, self.tuned)
 
@@ -292,7 +298,7 @@ class Sweep:
 def best_rows(
     rows: Iterable[Mapping[str, Any]], axes: Mapping[str, Sequence[Any]], tuned: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """See ``Sweep.best``."""
+    """Returns what ``Sweep.best`` returns, from rows of its table."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["loss"] is not None and math.isfinite(row["loss"]):

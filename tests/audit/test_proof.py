@@ -154,7 +154,7 @@ def test_what_cannot_be_audited_is_said():
         audit(drawn(events.gaussian(1.0, 1), rng, 30))
     with pytest.raises(BadInputError, match="confidence"):
         audit(drawn(events.gaussian(1.0, 1), rng, 4000), 1.0)
-    with pytest.raises(BadInputError, match="no audit knows"):
+    with pytest.raises(BadInputError, match="needs the likelihoods of steps"):
         list(step_shifts(events.fixed_size(1.0, 10, 2, 1)))
 
 
@@ -214,7 +214,7 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert json.loads((tmp_path / "audit.json").read_text()) == told
     assert [a.to_json() for a in again.audits(claim)] == told["audits"]
     (tmp_path / SEEN).write_bytes(b"PK")
-    with pytest.raises(BadInputError, match="not as the run left it"):
+    with pytest.raises(BadInputError, match=r"(was|were) changed"):
         read_run_audit(tmp_path)
     with pytest.raises(BadInputError, match="had no canaries"):
         read_run_audit(tmp_path / "nowhere")
@@ -237,12 +237,12 @@ def test_what_cannot_be_so_is_refused(tmp_path, changed):
     found.write(tmp_path, stated())
     names = ("inside", "seen", "texts_inside", "gains")
     np.savez(tmp_path / SEEN, **{name: getattr(found, name) for name in names} | changed)
-    with pytest.raises(BadInputError, match="not as the run left it"):
+    with pytest.raises(BadInputError, match=r"(was|were) changed"):
         read_run_audit(tmp_path)
 
 
 def test_more_steps_than_are_stated_are_refused():
     found = seen(units=300)
     more = dataclasses.replace(found, seen=np.tile(found.seen, 2))
-    with pytest.raises(BadInputError, match="saw 6 steps, but the guarantee is of 3"):
+    with pytest.raises(BadInputError, match="saw 6 steps, but the guarantee is for 3"):
         more.audits(stated())

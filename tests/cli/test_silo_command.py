@@ -94,7 +94,7 @@ def test_bad_input_is_one_sentence(place, capsys):
         assert main(["silo", *words]) == 2
         return capsys.readouterr().err
 
-    assert "no folder of a silo" in said("check", "nowhere")
+    assert "not a silo's folder" in said("check", "nowhere")
     assert "--insecure for a test on one machine" in said("serve", "study.yaml", "--run-dir", "r")
     tls = ["--certificate", "a", "--key", "b"]
     assert "there is no file a" in said("serve", "study.yaml", "--run-dir", "r", *tls)
@@ -104,4 +104,4 @@ def test_bad_input_is_one_sentence(place, capsys):
     path.write_text(text.replace("epsilon: 8.0", "epsilon: -1"))
     assert "policy.epsilon" in said("check", "bern")
     path.write_text(text.replace('"../bern.csv"}', '"../bern.csv", classes: 3}'))
-    assert "data.classes is another here" in said("check", "bern")
+    assert "data.classes is not the same here" in said("check", "bern")

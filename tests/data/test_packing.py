@@ -163,7 +163,7 @@ MODEL = LanguageModel(TransformerConfig(vocab_size=VOCAB, max_seq_len=SEQ_LEN))
             lambda params, example: 0.0,
             heavy_tailed(2),
             {},
-            "a loss of several sequences in one row",
+            "a loss that handles several sequences in one row",
         ),
         (
             MODEL.loss,

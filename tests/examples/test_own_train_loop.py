@@ -90,7 +90,7 @@ def test_a_batch_pays_for_one_release():
 
     first = next(batches)
     key = first.noise_key
-    with pytest.raises(BadInputError, match="noise key of step 0 was taken from its batch before"):
+    with pytest.raises(BadInputError, match="noise key of step 0 was already taken from its batch"):
         _ = first.noise_key
     assert "noise_key" not in repr(first)
     _, after = release(noise, state, key)
@@ -130,7 +130,7 @@ def test_copies_of_a_key_or_a_batch_pay_for_nothing():
     batch = next(batches)
     for copied in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
         assert copied.plan == batch.plan
-        with pytest.raises(BadInputError, match="a copy of the batch, which has none"):
+        with pytest.raises(BadInputError, match="a copy of the batch, which has no key"):
             _ = copied.noise_key
     noise.update(total, state, noise_key=batch.noise_key)  # other words
 
@@ -194,10 +194,10 @@ def test_what_a_plan_did_not_account_for_is_refused():
         for c in (2, 200)
     )
     key = dpfl.RootKey.from_seed(0)
-    with pytest.raises(BadInputError, match="the batch is of another plan"):
+    with pytest.raises(BadInputError, match="the batch belongs to another plan"):
         small.clipped_grad(loss_fn)(START, next(large.batches(key)))
     for asked in (small.event, small.guarantee, lambda steps: small.epsilons([steps])):
-        with pytest.raises(BadInputError, match="3 steps are asked for, but the plan is of 2"):
+        with pytest.raises(BadInputError, match="3 steps are asked for, but the plan is for 2"):
             asked(3)
     with pytest.raises(BadInputError, match="start is -1"):
         next(small.batches(key, start=-1))

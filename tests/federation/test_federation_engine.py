@@ -236,7 +236,7 @@ def test_a_plan_that_the_data_do_not_keep_is_refused():
         dataclasses.replace(federation, max_silos_per_subject=2).check(data)
     first = dataclasses.replace(federation.silos[0], facts=SiloFacts(10_000, 500))
     lied = dataclasses.replace(federation, silos=(first, *federation.silos[1:]))
-    with pytest.raises(BadInputError, match="accounted for would not be those run"):
+    with pytest.raises(BadInputError, match="accounted sampling probabilities would not be"):
         lied.check(data)
     with pytest.raises(BadInputError, match="between 1"):
         dataclasses.replace(federation, max_silos_per_subject=9)

@@ -199,5 +199,5 @@ def test_rates_are_accounted_for_what_runs():
         federation(setting, steps=4, cohort=half),
         federation(dataclasses.replace(setting, noise_multiplier=2.0), cohort=half),
     ):
-        with pytest.raises(BadInputError, match="rates are accounted with"):
+        with pytest.raises(BadInputError, match="rates were made for"):
             federated_epsilon(made, 1e-5)

@@ -423,7 +423,9 @@ def test_a_person_of_several_records_is_refused_and_the_guarantee_says_what_it_w
     _, _, one_each = build(np.ones(90))
     caveats = personal_guarantee(one_each.public, 4).caveats
     assert any("a person who owns several" in caveat for caveat in caveats)
-    with pytest.raises(BadInputError, match=r"data\.max_examples_per_user=1 to train on the first"):
+    with pytest.raises(
+        BadInputError, match=r"data\.max_examples_per_user=1 to train only on the first"
+    ):
         build(np.ones(30), each=3, partition=partition)
 
 

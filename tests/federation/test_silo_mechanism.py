@@ -88,7 +88,7 @@ def test_silos_differ_in_numbers_alone():
     assert 0 < federated_epsilon(found, 1e-5) < np.inf
     changed = dataclasses.replace(some, clip=PerLayer(0.5))
     for other in (changed, local_group(**DRAWN, batch_cap=1), hi_grad_avg(**DRAWN)):
-        with pytest.raises(BadInputError, match="the same kind of mechanism"):
+        with pytest.raises(BadInputError, match="silos have different mechanisms"):
             together(some, other)
 
 
@@ -96,8 +96,8 @@ def test_silos_differ_in_numbers_alone():
     ("parts", "words"),
     [
         ({"clip": NoClip()}, "noise hides only what is bounded"),
-        ({"clip": Adaptive()}, "the clip norm of silos is a constant"),
-        ({"noise": Banded(bands=2)}, "silos have independent noise"),
+        ({"clip": Adaptive()}, "silos need a constant clip norm"),
+        ({"noise": Banded(bands=2)}, "support only independent noise"),
         ({"noise": Flat(1.0)}, "noise is Flat"),
         ({"participation": NoNoise()}, "must be one of .*whole_batch"),
     ],

@@ -184,12 +184,12 @@ def test_a_request_has_no_parts_without_end():
     link = Link(b"a request")
     link.tree.children.extend([link.tree.children[0]] * 100)
     link.PullObject = None  # nothing is fetched
-    with pytest.raises(httpx.HTTPError, match="parts that no request has"):
+    with pytest.raises(httpx.HTTPError, match="more parts than a request has"):
         _answer(link, Node(node_id=7), client_app(Answers(b"a reply")))
 
 
 def test_a_message_of_something_else_is_refused():
-    with pytest.raises(Exception, match="nothing of this protocol"):
+    with pytest.raises(Exception, match="no message of this protocol"):
         body_of(Message(content_of("text"), dst_node_id=7, message_type="query"))
 
 

@@ -33,7 +33,7 @@ from tests.runs import DiedError, death_after_a_checkpoint, final_state
 def test_a_server_with_another_study_is_refused(tmp_path):
     silos = opened(make_silos(tmp_path, study()))
     other = validate_config(study(federation={"rounds": 5}))
-    with pytest.raises(BadInputError, match=r"aarau refuses: .*federation.rounds is another"):
+    with pytest.raises(BadInputError, match=r"aarau refuses: .*federation.rounds is not the same"):
         prepare(other, Here(silos), QUIET)
 
 
@@ -103,13 +103,13 @@ def test_a_silo_that_is_missing_or_refuses_stops_the_run_before_it_begins(tmp_pa
     ("raw", "said"),
     [
         (study(seed=1), "seed is set"),
-        (study(federation={"partition": "uniform"}), "set natural"),
+        (study(federation={"partition": "uniform"}), "set it to natural"),
         (study() | {"model": {"module": "a:b"}}, "model.module is code"),
         (study(federation={"silos_per_round": 2}), "federation.participation_prob"),
-        (study(federation={"max_silos_per_subject": None}), "in how many silos"),
+        (study(federation={"max_silos_per_subject": None}), "number of silos in which a person"),
         (study(privacy={"delta": None}), "privacy.delta is not set"),
-        (study(mechanism={"kind": "rpdp"}), "would tell the server of its people's least budget"),
-        (study(mechanism={"kind": "fed_avg", "batch_size": 4}), "without any guarantee"),
+        (study(mechanism={"kind": "rpdp"}), "would reveal to the server its people's least budget"),
+        (study(mechanism={"kind": "fed_avg", "batch_size": 4}), "as configured has no guarantee"),
         (study(ISRL, data={"scale": {}}), "data.scale is not set"),
         (study(ISRL, federation={"silos_per_round": 2}), "federation.silos_per_round is set"),
         (study(ISRL, privacy={"epsilon": None}), "privacy.epsilon is null"),

@@ -178,10 +178,10 @@ def test_an_answer_that_is_gone_is_not_computed_again(made):
         if damaged is not None:
             path.write_bytes(damaged)
         silo = again(silo)
-        assert "not what the log says" in why(ask(silo, plan))
+        assert "is not the one in the log" in why(ask(silo, plan))
     path.write_bytes(kept)
     path.with_name("000001.message").write_bytes(kept)  # of a log that was cut
-    assert "not what the log says" in why(ask(silo, plan, 1))
+    assert "is not the one in the log" in why(ask(silo, plan, 1))
     assert ask(silo, plan) == kept
     assert Work.computed == 1
 
@@ -363,11 +363,11 @@ def test_no_server_hears_of_the_environment(made, monkeypatch):
     assert silo.study["model"]["options"]["note"] == "${DB_PASSWORD}"
     theirs = {**silo.study, "model": {**silo.study["model"], "options": {"note": "?"}}}
     reply = silo.answer(pack({"kind": "hello", "study": theirs}))
-    assert "model.options.hidden is another here than there" in why(reply)
+    assert "model.options.hidden is not the same here and there" in why(reply)
     silo.study["model"]["options"]["note"] = "hunter2"  # whatever it is, it is not said
     theirs["model"]["options"] |= {"hidden": silo.study["model"]["options"]["hidden"]}
     reply = silo.answer(pack({"kind": "hello", "study": theirs}))
-    assert "model.options.note is another here" in why(reply)
+    assert "model.options.note is not the same here" in why(reply)
     assert b"hunter2" not in reply
 
 
@@ -400,11 +400,13 @@ def test_a_plan_that_is_not_of_this_silo_is_refused(made):
     plan = plan_of(silo)
     rows = [dict(row) for row in plan.silos]
     rows[1]["num_records"] += 1  # a larger silo would seem to need less noise
-    assert "num_records is another here" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+    assert "num_records is not the same here" in why(
+        agree(silo, dataclasses.replace(plan, silos=rows))
+    )
     rows[1]["name"] = "basel"
     assert "not for bern" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
     longer = {**plan.study, "federation": {**plan.study["federation"], "rounds": 5}}
-    assert "federation.rounds is another here" in why(
+    assert "federation.rounds is not the same here" in why(
         agree(silo, dataclasses.replace(plan, study=longer))
     )
 
@@ -474,7 +476,7 @@ def test_runs_of_another_measure_are_not_left_out_of_the_total(made, monkeypatch
     charge = Charge(events.gaussian(2.0, 1), 1e-3, "row", "record", "replace one record")
     monkeypatch.setattr(Work, "charge", lambda *_: charge)
     assert kind_of(agree(silo, plan_of(silo, "run-3"))) == "refused"
-    assert "by another measure" in silo.log.rows[-1]["why"]
+    assert "with another adjacency" in silo.log.rows[-1]["why"]
 
 
 def test_a_full_disk_leaves_a_log_that_can_be_read(made, monkeypatch):
@@ -613,7 +615,7 @@ def test_odd_plans_are_refused(made):
     silo = SiloClient(made)
     plan = plan_of(silo)
     rows = [{**plan.silos[0], "num_children": 3}, *plan.silos[1:]]
-    assert "are not described by" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+    assert "must describe silos by name" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
     fewer = dataclasses.replace(plan, silos=plan.silos[:2], noise=[2.0] * 2)
     assert "the plan has 2 silos, but the study 3" in why(agree(silo, fewer))
     assert "is no plan" in why(agree(silo, dataclasses.replace(plan, run="\x1b[2J")))

@@ -309,7 +309,7 @@ def test_smoothing_is_the_moreau_envelope(kind):
         other = jnp.asarray(w + rng.normal(size=3) * 0.1)
         change = jnp.linalg.norm(jax.grad(envelope)(other, example) - gradient)
         assert float(change) <= beta * float(jnp.linalg.norm(other - w)) * (1 + 1e-4) + 1e-6
-    with pytest.raises(BadInputError, match="closed-form prox"):
+    with pytest.raises(BadInputError, match="prox has no closed form"):
         smoothed("quantile", 1.0)
 
 

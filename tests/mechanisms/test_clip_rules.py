@@ -135,10 +135,10 @@ def test_a_clip_norm_that_adapts_follows_the_quantile_and_is_resumed(tmp_path, m
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: bandmf(**SIZES, clip=Adaptive()), "proven for independent noise alone"),
-        (lambda: individual(**SIZES, clip=Adaptive()), "a user's own bound is that of the whole"),
-        (lambda: individual(**SIZES, clip=PerGroup((("*", 1.0),))), "own bound is that of the"),
-        (lambda: uls(**SIZES, clip=Adaptive(), clip_norm=2.0), "clip_norm or clipping beside it"),
+        (lambda: bandmf(**SIZES, clip=Adaptive()), "proven for independent noise only"),
+        (lambda: individual(**SIZES, clip=Adaptive()), "budgets bound the norm of the whole"),
+        (lambda: individual(**SIZES, clip=PerGroup((("*", 1.0),))), "budgets bound the norm of"),
+        (lambda: uls(**SIZES, clip=Adaptive(), clip_norm=2.0), "clip_norm or clipping are given"),
         (lambda: uls(**SIZES, clip="flat"), "clip is 'flat', but it must be one of adaptive"),
         (lambda: uls(**SIZES, clip=NoClip()), "noise hides only what is bounded"),
         (
@@ -154,7 +154,7 @@ def test_a_clip_norm_that_adapts_follows_the_quantile_and_is_resumed(tmp_path, m
             lambda: Mechanism(
                 participation=OwnerSets(**SIZES, sets_per_user=2), budget=IndividualBudget()
             ).participation.unit_counts(np.arange(4)),
-            "cannot take part as owner_sets",
+            "is owner_sets, which cannot have individual budgets",
         ),
     ],
 )

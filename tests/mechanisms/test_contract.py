@@ -389,7 +389,9 @@ def test_an_attack_proves_no_more_than_is_claimed(name):
     if name in SILOS:
         trials = bench.SOUND[SILOS[name][1]](EPSILON, 7, 1000)
     elif name in BUDGETS:
-        with pytest.raises(BadInputError, match=r"audit the same without mechanism\.budget"):
+        with pytest.raises(
+            BadInputError, match=r"audit the same mechanism without mechanism\.budget"
+        ):
             attacked(name)
         return
     else:

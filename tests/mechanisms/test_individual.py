@@ -72,11 +72,11 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"least_steps": 60}, "nobody would ever leave: set it lower, or let"),
+        ({"least_steps": 60}, "no user would ever leave: set it lower, or do"),
         ({"refresh": 0}, "mechanism.refresh is 0, but it must be at least 1"),
-        ({"clipping": "per_layer"}, "mechanism.clipping is per_layer, but a user's own bound"),
+        ({"clipping": "per_layer"}, "mechanism.clipping is per_layer, but individual budgets"),
         ({"renyi_order": 1.0}, "leave it out, and the best is taken"),
-        ({"noise_multiplier": 0.0}, "without noise nobody can pay for a step"),
+        ({"noise_multiplier": 0.0}, "no individual budget pays for a step"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(fields, message):
@@ -91,9 +91,9 @@ def test_a_loop_of_ones_own_is_refused():
     mechanism = individual(group_size=2, cohort_size=5)
     plan = mechanism.plan(people(20), steps=6, noise_multiplier=1.0, delta=1e-3)
     key = RootKey.from_seed(0)
-    with pytest.raises(BadInputError, match="a loop of one's own does not: use fit"):
+    with pytest.raises(BadInputError, match="which only fit does: use fit"):
         next(plan.batches(key))
-    with pytest.raises(BadInputError, match="a loop of one's own does not: use fit"):
+    with pytest.raises(BadInputError, match="which only fit does: use fit"):
         plan.clipped_grad(loss_fn)
     # What it is made of: nobody is drawn, and nobody is summed without a bound.
     assert [plan.sampler(key).draw(step).size for step in range(6)] == [0] * 6

@@ -64,8 +64,8 @@ def test_the_target_is_that_of_the_steps_that_a_whole_group_can_pay_for():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"least_steps": 60}, "nobody would ever leave: set it lower, or let"),
-        ({"noise_multiplier": 0.0}, "set it higher, or let nobody have a budget of their own"),
+        ({"least_steps": 60}, "no user would ever leave: set it lower, or do"),
+        ({"noise_multiplier": 0.0}, "set it higher, or leave out mechanism.budget"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(fields, message):

@@ -194,5 +194,7 @@ def test_bands_that_never_forget_and_much_noise_are_one_sentence():
 
     )  # fmt: skip
     people = Population(1000, 2000, 1000)
-    with pytest.raises(BadInputError, match=r"fractions adds up to 1\) pass on for too long"):
+    with pytest.raises(
+        BadInputError, match=r"fractions adds up to 1\): leave mechanism.redrawn out"
+    ):
         made.calibrate(people, 9, noise_multiplier=100.0).noise_transform()

@@ -192,7 +192,7 @@ def test_allocation_is_priced_where_users_are_sampled_with_the_least_noise():
     if plan.best.kind == "allocation":
         assert "exactly one of every" in plan.reason
     assert p.try_option("allocation", 1, 1024) is None  # everybody in every step
-    with pytest.raises(BadInputError, match="allocation is no other mechanism than ULS"):
+    with pytest.raises(BadInputError, match="allocation is the same mechanism as ULS"):
         p.option("allocation", 1, 1024)
 
 

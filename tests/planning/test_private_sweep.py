@@ -249,7 +249,7 @@ def test_another_version_does_not_go_on_with_a_sweep(config, pretend, monkeypatc
         for module in (pipeline, private_sweep):
             patch.setattr(module, "this_version", lambda: "9.9.9")
         for _ in range(2):
-            with pytest.raises(BadInputError, match="would tell how many there were: go on with"):
+            with pytest.raises(BadInputError, match="secret number of runs: resume it with"):
                 private(config).run(_quiet())
     private(config).run(_quiet())
 
@@ -283,10 +283,14 @@ def test_a_ledger_without_room_refuses_before_the_first_run(config, pretend):
 @pytest.mark.parametrize(
     ("axes", "overrides", "words"),
     [
-        ({"epsilon": [1, 8]}, (), "epsilon is an axis.*one target"),
+        ({"epsilon": [1, 8]}, (), "epsilon is an axis.*same people and target"),
         ({"data.validation_fraction": [0.1, 0.2]}, (), "the same people"),
         ({"kind": ["uls", "none"]}, (), "mechanism.kind=none has no privacy"),
-        ({"kind": ["uls", "allocation"]}, (), "kind=allocation no Renyi.*uls, els or bandmf"),
+        (
+            {"kind": ["uls", "allocation"]},
+            (),
+            "kind=allocation: use.*uls, els or bandmf",
+        ),
         ({"cohort_size": [4, 5000]}, (), "the cell cohort_size 5000 cannot be run"),
         (AXES, ("train.keep_best=true", "train.eval_every=1"), "train.keep_best.*leave them out"),
         (AXES, ("eval.personalize=true",), "set eval.personalize=false"),

@@ -201,7 +201,7 @@ def test_noise_is_found_for_the_whole():
     # Where all cells cost alike none of them pays for another.
     same = selection(of_users(), epsilon=2.0)
     assert best(same.cells[0].event()) > 0.999 * 2.0
-    with pytest.raises(BadInputError, match=r"kind=allocation no Renyi.*kind=uls, els or bandmf"):
+    with pytest.raises(BadInputError, match=r"kind=allocation: use .*kind=uls, els or bandmf"):
         selection(run_of(allocation(group_size=3, cohort_size=20), PEOPLE, 30))
 
 

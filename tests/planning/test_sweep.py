@@ -67,7 +67,7 @@ def test_every_run_has_a_secret_key_unless_a_seed_is_asked_for(config, capsys):
     asked = sweep(config, {"seed": [4, 5]})
     assert {asked.cell_config(cell).seed for cell in asked.cells()} == {4, 5}
     for axes, overrides in (({"seed": [4, 5]}, ()), ({"epsilon": [1]}, ("seed=4",))):
-        with pytest.raises(BadInputError, match="2 repeats with one seed are the same run"):
+        with pytest.raises(BadInputError, match="2 repeats with one seed would be the same run"):
             sweep(config, axes, overrides=overrides, repeats=2).cells()
     ledger = ("privacy.ledger=spent.jsonl", "privacy.account=people")
     with pytest.raises(BadInputError, match="leave seed unset"):
@@ -118,7 +118,7 @@ def test_a_ledger_takes_every_cell_once_and_refuses_what_is_beyond_the_budget(
     output, errors = capsys.readouterr()
     file = config.parent / "spent.jsonl"
     assert f"a new ledger is made at {file}\n" in output
-    assert "was not run, the finished ones stay" in errors
+    assert "was not run, and finished cells are kept" in errors
     assert "beyond the budget" in errors
     assert errors.startswith("dpfl: error: ")
     assert len(errors.splitlines()) == 1
@@ -220,7 +220,7 @@ def test_bad_sweeps_are_refused_before_the_first_run(config, capsys):
     for axes, options, message in (
         ({}, {}, "at least one axis"),
         ({"epsilon": [1]}, {"repeats": 0}, "number of repeats is 0"),
-        ({"epsilon": [1]}, {"tuned": ("clip_norm",)}, "no axis"),
+        ({"epsilon": [1]}, {"tuned": ("clip_norm",)}, "no such axis"),
         ({"budget": [8], "cohort_size": [4]}, {}, "keep one"),
     ):
         with pytest.raises(BadInputError, match=message):

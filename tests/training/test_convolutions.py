@@ -211,7 +211,7 @@ def test_who_does_not_say_which_parameters_are_whole_gets_no_split_kernel(layout
     units, mask = buffers(pipeline, EXAMPLES)
     given = (params, (units,), (mask,), (np.int32(1),), nothing(params))
     if refused:
-        with pytest.raises(BadInputError, match="kernel of a convolution, where XLA mixes units"):
+        with pytest.raises(BadInputError, match="XLA mixes units if the kernel of a convolution"):
             jax.eval_shape(total, *given)
     else:
         jax.eval_shape(total, *given)

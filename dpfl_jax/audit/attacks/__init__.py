@@ -1,1 +1,1 @@
-"""Attacks on mechanisms, and on runs: what they prove is ``audit.proof``'s."""
+"""Attacks on mechanisms and on runs; ``audit.proof`` turns their trials into bounds on epsilon."""

@@ -1,7 +1,7 @@
 """Membership and user inference: an attacker with the final model and some records ranks people.
 
-The score is by how much training lowered the loss. The runs are for the attack alone: nothing that
-is trained here is saved or released.
+The score is by how much training lowered the loss on a person's records. The runs serve only the
+attack: no model that is trained here is saved or released.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FEWEST = 40
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """The claim that an audit of the final model tests."""
+    """The claim that an audit of the final model tests; ``relation`` is the adjacency."""
 
     event: Any
     delta: float
@@ -61,15 +61,15 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Attacked:
-    """A configuration of which a coin for each person says who takes part.
+    """A configuration in which a fair coin for each person decides who takes part.
 
     Attributes:
       units: number of people who may take part.
-      word: what they are called.
-      train: ``(inside, private, key) -> (gains, claim)``: trains with those that are in (bool [n]),
-        and returns by how much training lowered the loss on the attacker's records of each person
-        (float [n]). Without privacy there is no claim; silos then add no noise, but clip as before,
-        as their learning rates are made for that.
+      word: what they are called, such as "users".
+      train: ``(inside, private, key) -> (gains, claim)``: trains on the people for whom ``inside``
+        (bool [n]) is true, and returns by how much training lowered the loss on the attacker's
+        records of each person (float [n]). Without privacy the claim is None, and silos add no
+        noise but still clip, because their learning rates are made for clipped gradients.
     """
 
     units: int
@@ -80,31 +80,31 @@ class Attacked:
 def participation(
     config: Any, key: RootKey, console: Console, *, membership: bool, confidence: float = 0.95
 ) -> tuple[dict[str, Any], list[Audit]]:
-    """Trains with half of the people, by fair coins, with privacy and without, and ranks all.
+    """Trains with a random half of the people, with and without privacy, and ranks everyone.
 
-    With ``membership`` the attacker holds the very records that may have been trained on
-    (membership inference): then the coins prove an epsilon, by the bound for any mechanism.
+    With ``membership`` the attacker holds the records that may have been trained on (membership
+    inference): then the coins prove a lower bound on epsilon, with the bound for any mechanism.
     Otherwise the attacker holds other records of the same people (Kandpal et al. 2024, "User
     inference attacks on large language models"), and half of each person's records take part.
 
     Args:
-      config: of any system.
-      key: of coins, sampling and noise; not that of a run.
-      console: for messages.
+      config: configuration of any kind of run.
+      key: root key of coins, sampling and noise; not the key of a run.
+      console: shows messages.
       membership: whether the attacker holds the records that are trained on, or others.
-      confidence: of what is proved.
+      confidence: confidence of what is proved.
 
     Returns:
-      Areas under the curve of the rankings (JSON values), and what was proved.
+      Areas under the ROC curve of the rankings (JSON values), and what was proved.
 
     Raises:
-      BadInputError: too few people.
+      BadInputError: there are too few people, or the configuration has no guarantee to attack.
     """
     attacked = _attacked(config, membership, console)
     if attacked.units < _FEWEST:
         raise BadInputError(
-            f"{attacked.units} {attacked.word} may take part, but fewer than {_FEWEST} cannot be "
-            "ranked: take more data" + ("" if membership else ", or attack with --membership")
+            f"only {attacked.units} {attacked.word} may take part, but a ranking needs {_FEWEST}: "
+            "take more data" + ("" if membership else ", or attack with --membership")
         )
     inside = key.numpy("audit-coins").random(attacked.units) < 0.5
     aucs, audits = {}, []
@@ -136,7 +136,10 @@ def _attacked(config: Any, membership: bool, console: Console) -> Attacked:
 
 
 def _parts(store: Store, membership: bool) -> tuple[Store, Callable[[np.ndarray], Store]]:
-    """The attacker's records of all people, and a function for the records that some train with."""
+    """The attacker's records of all people, and a function: who takes part -> records to train on.
+
+    With ``membership`` both are all records; otherwise the attacker has every second one.
+    """
     counts, step = np.diff(store.user_offsets), 1 if membership else 2
     people = np.flatnonzero(counts >= step)
 
@@ -153,7 +156,7 @@ def _by_user(losses: np.ndarray, store: Store) -> np.ndarray:
 
 def _finished(result: _Result) -> _Result:
     if result.interrupted is not None:
-        raise StoppedError("the audit was stopped, and keeps nothing")
+        raise StoppedError("the audit was stopped, and nothing of it is kept: run it again")
     return result
 
 
@@ -164,8 +167,8 @@ def _central(config: RunConfig, membership: bool, console: Console) -> Attacked:
     refuse_filtered(ready.mechanism)
     if ready.calibrated.population.shared:
         raise BadInputError(
-            "people who take part or do not are attacked, but records of the data have several "
-            "owners: attack the mechanism instead (dpfl audit --simulate)"
+            "this attack decides for each person whether they take part, but records of these data "
+            "have several owners: attack the mechanism instead (dpfl audit --simulate)"
         )
     held, trains = _parts(ready.train, membership)
     assert ready.data is not None
@@ -177,7 +180,7 @@ def _central(config: RunConfig, membership: bool, console: Console) -> Attacked:
 
     def trained(inside: np.ndarray, private: bool, key: RootKey) -> Any:
         used = trains(inside)
-        # Calibrated again: there are fewer users now.
+        # Calibrated again, because fewer users take part.
         mechanism, privacy = config.mechanism, config.privacy
         if not private:
             budget = min(mechanism.compute_budget, float(used.num_examples))
@@ -213,7 +216,7 @@ def _federated(config: RunConfig, membership: bool, console: Console) -> Attacke
     def trained(inside: np.ndarray, private: bool, key: RootKey) -> Any:
         some = dataclasses.replace(subjects, train=trains(inside))
         mechanism: Any = config.mechanism
-        if not private and mechanism.participation.personal:  # its rates are those of its noise
+        if not private and mechanism.participation.personal:  # personal rates follow from noise
             drawn = Records(sampling_prob=1.0)
             mechanism = SiloMechanism(participation=drawn, clip=NoClip(), noise=NoNoise())
         now = config.model_copy(update={"mechanism": mechanism})
@@ -233,7 +236,7 @@ def _federated(config: RunConfig, membership: bool, console: Console) -> Attacke
 
 
 def _silos(config: RunConfig, membership: bool, console: Console) -> Attacked:
-    """Attacks pairs of a training and a held-out record of one silo, of which one takes part."""
+    """Attacks pairs of a training and a held-out record of one silo; a coin chooses one of them."""
     if not membership:
         raise BadInputError(
             "an ISRL-DP guarantee is for each record: attack it with --membership, which holds "

@@ -1,15 +1,15 @@
 """Trials of a mechanism on designed gradients: no training, and many trials in one simulated run.
 
-Sampler, clipping, noise, divisor and keys are the code that trains: nothing is implemented again.
-The loss is linear, so that the gradient of each unit is what was designed: long enough to be
-clipped, and in a direction that no other unit has. So every unit is a trial.
+Sampler, clipping, noise, divisor and keys are the code that trains, not another implementation. The
+loss is linear, so that each unit's gradient is as designed: long enough to be clipped, and in a
+direction that no other unit has. So every unit is a trial.
 
-Parameters move from one release to the next, and every gradient changes its sign with them. The
-sign of what was released is changed back, so that a unit's shift is the same in all steps. Noise
-that is added twice then has two signs, and is gone from the sum of the two.
+The parameter ``turn`` flips the sign of all gradients from one release to the next, and the sign of
+what is released is flipped back. So a unit's shift has the same sign in all steps, but noise that
+is wrongly added twice has both signs, and cancels in the sum.
 
-Adjacency is what the event says: units that are out are not in the data. Rates of sampling stay
-those of the plan, which are public constants.
+Units that are out are not in the data, as the event's adjacency says. Sampling rates are those of
+the plan, which are public constants.
 """
 
 from __future__ import annotations
@@ -51,27 +51,24 @@ from dpfl_jax.run.pipeline import prepare
 
 PyTree = Any
 _MOST_DIRECTIONS = 2000
-_BESIDE = 16  # steps of correlated noise that the attacker sees one by one, too
-_NOTHING = "this configuration promises nothing, so that there is nothing to audit: choose a "
+_BESIDE = 16  # first steps of correlated noise that the attacker also sees one by one
+_NOTHING = "this configuration has no guarantee, so that there is nothing to audit: choose a "
 
 
 def _start(directions: int, turn: float = 1.0) -> PyTree:
-    """Parameters: two leaves, as a bug may leave the second unclipped; and ``turn``, 1 or -1."""
+    """Parameters: two leaves, in case a bug leaves the second unclipped, and ``turn``, 1 or -1."""
     return {"weight": jnp.zeros(directions), "bias": jnp.zeros(directions), "turn": jnp.array(turn)}
 
 
 def _loss(params: PyTree, example: PyTree) -> jax.Array:
-    """A linear loss: its gradient is ``size`` along a direction, half of it (squared) in each leaf.
-
-    Its sign is that of ``turn``, which is not trained.
-    """
+    """A linear loss, whose gradient has length ``size``, equal parts in both leaves, and a sign."""
     both = (params["weight"] + params["bias"]) / math.sqrt(2.0)
     component = both @ jax.nn.one_hot(example["direction"], both.shape[0])
     return jax.lax.stop_gradient(params["turn"]) * example["size"] * component
 
 
 def _components(tree: PyTree) -> jax.Array:
-    """The components of a gradient (or sum) along all directions."""
+    """The components of a gradient or sum along all directions, float [directions]."""
     return (tree["weight"] + tree["bias"]) / math.sqrt(2.0)
 
 
@@ -81,17 +78,17 @@ def _runs(trials: int, each: int) -> int:
 
 
 def refuse_filtered(mechanism: Mechanism) -> None:
-    """Raises BadInputError for clip norms that adapt and budgets of users: no loss is known."""
+    """Raises BadInputError for adaptive clip norms and individual budgets: no audit tests them."""
     if isinstance(mechanism.clip, Adaptive):
         raise BadInputError(
             "mechanism.clip is adaptive, which clips to another norm at each step: audit the "
-            "mechanism with the clip rule normalized, which costs what this one does"
+            "mechanism with the clip rule normalized, which has the same privacy cost"
         )
     if mechanism.budget is not None:
         raise BadInputError(
-            f"of mechanism.kind={mechanism.kind} a Renyi divergence is known, and no loss that an "
-            "attack could be held against: audit the same without mechanism.budget at as much "
-            "noise, for the least_steps steps that all users take part in"
+            f"mechanism.kind={mechanism.kind} is accounted by Renyi divergences only, which an "
+            "audit cannot test: audit the same mechanism without mechanism.budget, with the same "
+            "noise, for the least_steps steps in which all users take part"
         )
 
 
@@ -99,19 +96,21 @@ def refuse_filtered(mechanism: Mechanism) -> None:
 
 
 def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[Trials]:
-    """Simulates the mechanism of a configuration, whose data are read for their public numbers.
+    """Simulates the mechanism of a configuration, and returns the trials.
+
+    The data are read only for their public counts.
 
     Args:
-      config: of any kind.
-      key: of the audit alone.
-      console: for people.
-      trials: of each claim, at least; a tenth of it where a trial takes a whole silo.
+      config: configuration of any kind of run.
+      key: root key of the audit, which no run uses.
+      console: shows progress.
+      trials: least number of trials for each claim; a tenth of it if a trial takes a whole silo.
 
     Returns:
-      One entry; with personal budgets one of the smallest, one of the largest.
+      One entry; with personal budgets one for the smallest and one for the largest budget.
 
     Raises:
-      BadInputError: it has no guarantee, or one that no audit knows.
+      BadInputError: the configuration has no guarantee, or one that cannot be audited.
     """
     if config.variant == "isrl":
         return [_trials_of_messages(config, key, console, trials)]
@@ -134,7 +133,7 @@ def _trials_of_silos(
     reach = 1
     if federation.mechanism.privacy_unit != "record":
         reach = min(federation.max_silos_per_subject, federation.silos_per_round)
-    # Those that cost most, as in federation.accountant.worst_cases.
+    # The silos that cost most, as in federation.accountant.worst_cases.
     members = sorted(
         federation.members,
         key=lambda p: (
@@ -190,15 +189,15 @@ def central(
     mesh: Mesh | None = None,
     execution: Execution | None = None,
 ) -> Trials:
-    """Trials of a central mechanism.
+    """Returns trials of a central mechanism.
 
     Args:
-      calibrated: the mechanism with its noise, at the rates of its population.
-      key: of coins, sampling and noise; no run's.
-      trials: units that are in or out, at least.
-      directions: units of one run; default by the sampling rate.
-      others: units of every run that are always in the data, all along one more direction.
-      mesh: default: one device.
+      calibrated: the mechanism with its noise, at the sampling rate of its population.
+      key: root key of coins, sampling and noise, which no run uses.
+      trials: least number of trials; each is a unit that is in or out.
+      directions: number of units per simulated run; None: chosen by the sampling rate.
+      others: number of units that are in the data of every run, all along one more direction.
+      mesh: devices; None: one device.
       execution: how steps are computed.
     """
     refuse_filtered(calibrated.mechanism)
@@ -230,8 +229,8 @@ def central(
     noise = calibrated.noise_transform()
     unit = calibrated.noise_stddev / mechanism.participation.divisor
 
-    # The worst case of correlated noise are units whose gradients all point the same way. They sit
-    # out steps, though: noise that is added twice shows in the first few as they are.
+    # With correlated noise, the worst case is a unit whose gradients all have the same sign, so
+    # signs are not flipped. Noise that is added twice shows in the first steps, seen one by one.
     alone = mechanism.noise.keys_per_step == 1 and not jax.tree.leaves(noise.init(params).memory)
 
     @jax.jit
@@ -243,7 +242,7 @@ def central(
     for run in range(_runs(trials, units)):
         inside = key.numpy("audit-coins", run).random(units) < 0.5
         data = store(inside)
-        there = mechanism.participation.population_of(data)  # drawn at the accounted rates
+        there = mechanism.participation.population_of(data)  # the rate stays the accounted one
         plan = Plan(dataclasses.replace(calibrated, population=there), data, execution, mesh)
         run_key, state, rows = key.child("audit-run", run), noise.init(params), []
         for batch in plan.pipeline(plan.sampler(run_key)).iterate(0, steps):
@@ -290,31 +289,31 @@ def silos(
     cohort: Any = None,
     against: int = 0,
 ) -> Trials:
-    """Trials of what silos release, every local step of theirs.
+    """Returns trials of everything that silos release: the noised gradient of every local step.
+
+    One more silo holds no records of the units: what it sends must not help the attacker.
 
     Args:
       plans: the silos that hold records of a unit, with their noise.
-      rounds: R.
-      delta: of the claim.
-      key: of coins, sampling and noise; no run's.
-      trials: units that are in or out, at least.
-      rate: sampling rate of the records, where each has its own (rPDP).
-      other: rate of every second record, which is no trial: it must not become its neighbour's.
-      cohort: scheme by which a silo takes part in a round; None: in all.
-      against: records of others in every silo, whose gradients are opposite to the unit's, all of
-        them drawn in every step; the unit is then the only trial of its silos.
-
-    Beside the silos that hold the units there is one that holds none: what it sends must not help.
+      rounds: number of rounds R.
+      delta: delta of the claim.
+      key: root key of coins, sampling and noise, which no run uses.
+      trials: least number of trials; each is a unit that is in or out.
+      rate: sampling rate of the records, if each has its own (rPDP).
+      other: rate of every second record, which is no trial, to show if rates are mixed up.
+      cohort: scheme by which silos take part in a round; None: all silos in all rounds.
+      against: number of other people's records in every silo, whose gradients are opposite to the
+        unit's. All of them are drawn in every step, and each unit has silos of its own.
     """
     first = plans[0].mechanism
-    if first.participation.one_unit:  # one gradient of all records, whose sign the unit decides
+    if first.participation.one_unit:  # a silo clips one gradient, whose sign the unit decides
         against = 1
     prob = (
         1.0 if against else max(p.mechanism.participation.sampling_prob_of(p.facts) for p in plans)
     )
     units = 1 if against else max(200, min(_MOST_DIRECTIONS, round(200 / (rate or prob)), trials))
     groups, each = min(trials, 200) if against else 1, len(plans) + 1
-    every = 1 if other is None else 2  # of so many units one is a trial
+    every = 1 if other is None else 2  # one of so many units is a trial
     units *= every
     steps = max(plan.local_steps for plan in plans)
     size = LONG * first.clip_norm
@@ -371,7 +370,7 @@ def silos(
 
 
 def _designed(plan: SiloPlan, against: int) -> SiloPlan:
-    """The silo with its public rate as a constant, whatever it holds now."""
+    """The silo with its public sampling rate as a constant, whatever records it has here."""
     mechanism, drawn = plan.mechanism, plan.mechanism.participation
     fixed = drawn.at_sampling_prob(1.0 if against else drawn.sampling_prob_of(plan.facts))
     return dataclasses.replace(plan, mechanism=dataclasses.replace(mechanism, participation=fixed))
@@ -387,7 +386,7 @@ def _event(plan: SiloPlan, rounds: int, rate: float | None) -> Any:
 def _records(
     plans: Sequence[SiloPlan], inside: np.ndarray, size: float, against: int
 ) -> FederatedData:
-    """All records that the units that are in may have, in every silo of their group but one."""
+    """The records of the units that are in, as many as allowed, in all silos of a group but one."""
     owner, silo, direction, length = [], [], [], []
     groups, units = inside.shape
     for g in range(groups):
@@ -408,14 +407,14 @@ def _records(
         "size": np.concatenate(length).astype(np.float32),
     }
     if not len(arrays["size"]):
-        raise BadInputError("no unit is in: ask for more trials")
+        raise BadInputError("by chance no unit takes part: ask for more trials")
     return FederatedData.from_assignment(
         ArrayRecords(arrays), np.concatenate(owner), np.concatenate(silo), groups * len(plans)
     )
 
 
 def _recorder(units: int, steps: int) -> optax.GradientTransformation:
-    """A local optimiser that records gradients, their signs changed back, and flips ``turn``."""
+    """A local optimiser that records gradients, with their signs flipped back, and flips turns."""
 
     def init(params: PyTree) -> PyTree:
         return {"step": jnp.zeros((), jnp.int32), "seen": jnp.zeros((steps, units))}
@@ -438,9 +437,15 @@ def messages(
     clip_norm: float = 1.0,
     trials: int = 20_000,
 ) -> Trials:
-    """Trials of a silo's messages: every record has one of two opposite gradients.
+    """Returns trials of an ISRL silo's messages: every record has one of two opposite gradients.
 
-    Beside the silo there is one whose records have none: what it sends must not help.
+    The records of a second silo have no gradients: what it sends must not help the attacker.
+
+    Args:
+      noise: the silo's noise.
+      key: root key of coins, sampling and noise, which no run uses.
+      clip_norm: clip norm of the silo.
+      trials: least number of trials; each is a record.
     """
     spec = MessageSpec(noise.sampling, noise.noise)
     size, rounds = noise.silo_size, noise.rounds
@@ -479,14 +484,14 @@ def messages(
         )
         y = sent(jnp.where(inside, 1.0, -1.0), schedule.rows(), schedule.rank)
         mine, other = np.asarray(y, np.float64)
-        if noise.sampling == "disjoint":  # a record's one message, whose number says nothing of it
+        if noise.sampling == "disjoint":  # a record is in one message, whose number reveals nothing
             turn = np.asarray(schedule.rank)[0] // take
             last = mine.shape[1] - 1
 
             def of(y: np.ndarray, turn: np.ndarray) -> np.ndarray:
                 return np.take_along_axis(y, np.minimum(turn, last)[:, None], axis=1)  # noqa: B023
 
-            # The message before or after it has nothing of the record, and the other sign.
+            # The message before or after it does not hold the record, and has the other sign.
             other = np.hstack([of(mine, turn ^ 1), of(other, turn)])
             mine = np.where(turn[:, None] <= last, of(mine, turn), 0.0)
         coins.append(inside)

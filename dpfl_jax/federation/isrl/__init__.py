@@ -1,12 +1,12 @@
 """Convex federated learning without a trusted server (Lowy and Razaviyayn 2023), as pure JAX.
 
-``message`` is what a silo sends: the only place where records are read and noise is added.
-``schedule`` fixes, before the run, who answers, with which keys and which records. The
-``algorithms`` see the silos through the mean of their messages, the *oracle*; ``iterate`` runs
-them. ``theory`` has the paper's parameters and bounds for a ``Problem``, ``privacy`` noise and
-guarantee. All of these are functions of arrays: jit them, and vmap them over trials, step sizes and
-noise. ``isrl_run`` makes a run of a configuration, of ``silos``, ``losses``, ``parameters`` and
-``rounds``.
+``message`` computes what a silo sends, and is the only place where records are read and noise is
+added. ``schedule`` decides before the run which silos answer in which round, with which keys and
+records. ``algorithms`` see only the mean of the silos' messages, the *oracle*; ``iterate`` runs
+them. ``theory`` has the paper's parameters and bounds for a ``Problem``, and ``privacy`` has noise
+and guarantee. All of these are functions of arrays, which you can jit, and vmap over trials, step
+sizes and noise. ``isrl_run`` makes a run from a configuration, with ``silos``, ``losses``,
+``parameters`` and ``rounds``.
 """
 
 from dpfl_jax.federation.isrl.algorithms import (

@@ -1,8 +1,8 @@
-"""The algorithms of Lowy and Razaviyayn (2023), one round at a time, and all rounds of a schedule.
+"""The algorithms of Lowy and Razaviyayn (2023), and a function that runs them over a schedule.
 
-Noisy minibatch SGD is Algorithm 2 (unbalanced silos: Algorithm 7, with K_i / n_i equal),
-accelerated SGD Algorithm 1 (AC-SA of Ghadimi and Lan 2012), and the multi-stage one Appendix E.1,
-for strongly convex losses (Ghadimi and Lan 2013).
+Noisy minibatch SGD is Algorithm 2 (for unbalanced silos Algorithm 7, with equal K_i / n_i).
+Accelerated SGD is Algorithm 1 (AC-SA of Ghadimi and Lan 2012). Multi-stage accelerated SGD is
+Appendix E.1, for strongly convex losses (Ghadimi and Lan 2013).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Oracle = Callable[[jax.Array, Any], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """An algorithm of the paper.
+    """An algorithm of the paper, as pure functions.
 
     Attributes:
       start: ``w_0 -> state``.
-      step: ``(oracle, schedule row, state, per-round values) -> state``; the oracle is
+      step: ``(oracle, schedule row, state, values of the round) -> state``, where the oracle is
         ``(w, row) -> mean noisy gradient``.
       output: ``(state, rounds taken) -> w``.
-      values: pytree of arrays [R, ...].
+      values: values of all rounds, such as step sizes: a pytree of arrays [R, ...].
 
     Examples:
       >>> import jax.numpy as jnp
@@ -55,11 +55,11 @@ class Method:
 
     @property
     def rounds(self) -> int:
-        """R, the leading axis of ``values``."""
+        """The number of rounds R, which is the leading axis of ``values``."""
         return jax.tree.leaves(self.values)[0].shape[0]
 
     def scan(self, oracle: Oracle, state: Any, rows: Any, values: Any) -> Any:
-        """The state after the rounds of ``rows`` and ``values``, as one ``jax.lax.scan``."""
+        """Returns the state after the rounds of ``rows`` and ``values``, by ``jax.lax.scan``."""
 
         def one(state: Any, x: Any) -> tuple[Any, None]:
             return self.step(oracle, x[0], state, x[1]), None
@@ -68,13 +68,13 @@ class Method:
 
 
 def iterate(method: Method, oracle: Oracle, rows: Any, start: jax.Array) -> jax.Array:
-    """All rounds from w_0; returns the algorithm's output.
+    """Runs all rounds of an algorithm, and returns its output, an array like w_0.
 
     Args:
-      method: of R rounds.
+      method: algorithm with R rounds.
       oracle: ``(w, row) -> mean noisy gradient``.
-      rows: R rounds of a schedule. Keys are derived from theirs for this use alone.
-      start: w_0.
+      rows: R rounds of a schedule, from whose keys keys for this use are derived.
+      start: starting point w_0.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -97,7 +97,7 @@ Project = Callable[[jax.Array], jax.Array]
 
 
 def ball(radius: float | None) -> Project:
-    """Projection on the ball of this radius about 0 (half the diameter D); None: no constraint."""
+    """Returns the projection on the ball with this radius about 0; None: no constraint."""
 
     def project(w: jax.Array) -> jax.Array:
         if radius is None:
@@ -109,7 +109,7 @@ def ball(radius: float | None) -> Project:
 
 
 class MinibatchState(NamedTuple):
-    """w_r, and the weighted mean of the iterates before it."""
+    """The iterate w_r, the weighted mean of those before it, and the log of their weights' sum."""
 
     w: jax.Array
     mean: jax.Array
@@ -117,13 +117,15 @@ class MinibatchState(NamedTuple):
 
 
 def minibatch_sgd(step_sizes: jax.Array, log_weights: jax.Array, project: Project) -> Method:
-    """w_{r+1} = project(w_r - eta_r g_r); its output is the weighted mean of the iterates.
+    """Returns noisy minibatch SGD: w_{r+1} = project(w_r - eta_r g_r).
+
+    Its output is the weighted mean of the iterates.
 
     Args:
-      step_sizes: float [R], eta_r.
-      log_weights: float [R+1], log gamma_r of w_0 .. w_R. The paper leaves out w_R (-inf); its
-        gamma_r of strongly convex losses grow exponentially, hence logs.
-      project: on W.
+      step_sizes: float [R], step sizes eta_r.
+      log_weights: float [R+1], logarithms of the weights gamma_r of w_0 .. w_R. The paper does not
+        count w_R (-inf). Logarithms, as gamma_r grows exponentially for strongly convex losses.
+      project: projection on W.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -143,7 +145,7 @@ def minibatch_sgd(step_sizes: jax.Array, log_weights: jax.Array, project: Projec
 
     def output(state: MinibatchState, rounds: int) -> jax.Array:
         mean, log_total = _averaged(state, log_weights[rounds])
-        # Only the last iterates may count: before the end, the current one stands in.
+        # If only the last iterates count, the mean is empty before: then return the current one.
         return jnp.where(jnp.isneginf(log_total), state.w, mean)
 
     return Method(start, step, output, (step_sizes, log_weights[:-1]))
@@ -156,18 +158,18 @@ def _averaged(state: MinibatchState, log_weight: jax.Array) -> tuple[jax.Array, 
 
 
 def uniform_weights(rounds: int) -> jax.Array:
-    """gamma_r = 1/R, for convex losses."""
+    """Returns log weights [R+1] for gamma_r = 1/R, for convex losses."""
     return jnp.concatenate([jnp.zeros(rounds), jnp.full(1, -jnp.inf)])
 
 
 def strongly_convex_weights(rounds: int, strong_convexity: float, step_size: float) -> jax.Array:
-    """gamma_r = (1 - mu eta)^-(r+1) (Lemma D.5)."""
+    """Returns log weights [R+1] for gamma_r = (1 - mu eta)^-(r+1) (Lemma D.5)."""
     rate = -jnp.log1p(-jnp.asarray(strong_convexity * step_size))
     return jnp.concatenate([rate * jnp.arange(1, rounds + 1), jnp.full(1, -jnp.inf)])
 
 
 def last_weights(rounds: int, count: int = 1) -> jax.Array:
-    """The mean of the last ``count`` iterates, w_R among them."""
+    """Returns log weights [R+1] for the mean of the last ``count`` iterates, w_R included."""
     return jnp.where(jnp.arange(rounds + 1) > rounds - count, 0.0, -jnp.inf)
 
 
@@ -178,14 +180,14 @@ def accelerated(
     project: Project,
     begins: jax.Array | None = None,
 ) -> Method:
-    """Its state is (w, w^ag), its output w_R^ag.
+    """Returns accelerated SGD, whose state is (w, w^ag), and whose output is w_R^ag.
 
     Args:
       alphas: float [R], alpha_r.
       prox_weights: float [R], the paper's eta_r, which is an *inverse* step size.
       strong_convexity: mu of the loss; 0 if it is only convex.
-      project: on W.
-      begins: bool [R], rounds that begin a stage, from w^ag; None if there is one stage.
+      project: projection on W.
+      begins: bool [R], whether a round begins a stage, from w^ag; None: there is only one stage.
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -210,7 +212,7 @@ def accelerated(
 
 
 def middle_point(w: jax.Array, w_ag: jax.Array, alpha: Any, prox: Any, mu: Any) -> jax.Array:
-    """Where the gradient is taken: a convex combination."""
+    """Returns w^md, where the gradient is taken: a convex combination of w and w^ag."""
     whole = prox + (1 - alpha**2) * mu
     return ((1 - alpha) * (mu + prox) * w_ag + alpha * ((1 - alpha) * mu + prox) * w) / whole
 
@@ -218,22 +220,23 @@ def middle_point(w: jax.Array, w_ag: jax.Array, alpha: Any, prox: Any, mu: Any) 
 def closed_form(
     gradient: jax.Array, w_md: jax.Array, w: jax.Array, alpha: Any, prox: Any, mu: Any
 ) -> jax.Array:
-    """Argmin of alpha (<g, v> + mu/2 |w_md - v|^2) + ((1-alpha) mu/2 + prox/2) |w - v|^2."""
+    """Returns argmin_v alpha (<g, v> + mu/2 |w_md - v|^2) + ((1-alpha) mu + prox)/2 |w - v|^2."""
     return (alpha * mu * w_md + ((1 - alpha) * mu + prox) * w - alpha * gradient) / (mu + prox)
 
 
 def step_weights(
     rounds: int, smoothness: float, variance: float, distance: float
 ) -> tuple[jax.Array, jax.Array]:
-    """alpha_r = 2/(r+1), and prox weights 4 u / (r (r+1)), which the paper does not print.
+    """Returns alpha_r = 2/(r+1) and prox weights 4 u / (r (r+1)), both float32 [R].
 
-    u = max(2 beta, sqrt(2 V^2 R (R+1) (R+2) / (3 D_0^2))) gives a risk of at most
-    2 u D_0^2 / (R (R+1)) + 4 V^2 (R+2) / (3 u), that is beta D^2/R^2 + V D / sqrt(R).
+    The paper does not print the prox weights. u = max(2 beta, sqrt(2 V^2 R (R+1) (R+2) / (3
+    D_0^2))) gives a risk of at most 2 u D_0^2 / (R (R+1)) + 4 V^2 (R+2) / (3 u), which is of order
+    beta D^2/R^2 + V D / sqrt(R).
 
     Args:
-      rounds: R.
+      rounds: number of rounds R.
       smoothness: beta.
-      variance: V^2 of the mean noisy gradient.
+      variance: variance V^2 of the mean noisy gradient.
       distance: D_0 >= |w_0 - w*|.
 
     Examples:
@@ -251,11 +254,11 @@ def step_weights(
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One run of Algorithm 1, from where the one before it ended.
+    """One stage of multi-stage SGD: a run of Algorithm 1 from where the stage before it ended.
 
     Attributes:
-      rounds: R_k.
-      scale: u_k; prox weights are 4 u_k / (r (r+1)).
+      rounds: number of rounds R_k.
+      scale: u_k, for prox weights 4 u_k / (r (r+1)).
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -276,21 +279,21 @@ def stages(
     *,
     stage_constant: float = 1.0,
 ) -> list[Stage]:
-    """The stages that fit in R rounds, the last one lengthened to end with them.
+    """Returns the stages that fit into R rounds.
 
-    A silo pays for R rounds, so that none is left over: a longer stage's bound is a lower one. If
-    not even the first stage fits, it is cut to R.
+    The last stage is lengthened to use all R rounds, because silos pay for them, and a longer stage
+    has a better bound. If not even the first stage fits, it is cut to R rounds.
 
-    The paper prints u_k with R_k (R_k+1) (R_k+2) in the denominator, so that it is always 2 beta;
-    its own stage bound (D_0^2 <= 2 gap 2^-(k-1) / mu) puts it in the numerator.
+    The paper prints u_k with R_k (R_k+1) (R_k+2) in the denominator, so that u_k is always 2 beta.
+    The paper's stage bound (D_0^2 <= 2 gap 2^-(k-1) / mu) puts it into the numerator, as here.
 
     Args:
-      rounds: R.
+      rounds: number of rounds R.
       smoothness: beta.
       strong_convexity: mu > 0.
-      variance: V^2 of the mean noisy gradient.
+      variance: variance V^2 of the mean noisy gradient.
       gap: Delta >= F(w_0) - F*.
-      stage_constant: scales 128/3, which is very conservative.
+      stage_constant: factor on the paper's constant 128/3, which is very conservative.
 
     Raises:
       BadInputError: mu is not positive.
@@ -325,7 +328,7 @@ def stages(
 
 
 def multi_stage(plan: Sequence[Stage], strong_convexity: float, project: Project) -> Method:
-    """The stages over consecutive rounds of a schedule; no round serves twice.
+    """Returns multi-stage accelerated SGD, with stages over consecutive rounds of a schedule.
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -346,8 +349,8 @@ def multi_stage(plan: Sequence[Stage], strong_convexity: float, project: Project
 
 
 # ---- as mechanisms of a configuration ------------------------------------------------------------
-# What a theorem can give (rounds, steps, batches, smoothing, noise) may be left out; what could
-# only be known from private data is an input with a stated default, and the report lists where
+# Numbers that a theorem gives (rounds, steps, batches, smoothing, noise) may be left out. Numbers
+# that could only be learned from private data are inputs with a default. The report lists where
 # every number came from.
 
 _Positive = Annotated[float, Field(gt=0)]
@@ -356,19 +359,19 @@ _Count = Annotated[int, Field(gt=0)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IsrlMechanism(Named, abc.ABC, kinds=ISRL):
-    """What the algorithms take; what is left out follows from a theorem.
+    """Options of all algorithms. An option that is left out follows from a theorem or a default.
 
     Attributes:
-      sampling: poisson, full, or disjoint (one-pass).
-      arithmetic: of the noise, exact (drawn and added in integers) or float (float32).
+      sampling: poisson, full, or disjoint (one pass).
+      arithmetic: how noise is drawn and added: exact (in integers) or float (float32).
       batch_fraction: K_i / n_i, the same in all silos.
-      clip_norm: of a record's gradient; default the loss's own bound.
-      most_rounds: a silo that has answered so often stays silent; its noise is for so many rounds.
-      distance: D_0 >= |w_0 - w*|; default the radius.
-      phi: standard deviation of a record's gradient in its silo; default the clip norm.
-      upsilon: heterogeneity of the silos' gradients; default the clip norm if some silos are
-        absent, else it does not matter.
-      gap: Delta >= F(w_0) - F*, for strongly convex losses; default clip norm times D.
+      clip_norm: clip norm of a record's gradient; default: the loss's own bound.
+      most_rounds: number of answers after which a silo stays silent; its noise is made for so many.
+      distance: D_0 >= |w_0 - w*|; default: the radius.
+      phi: standard deviation of a record's gradient in its silo; default: the clip norm.
+      upsilon: heterogeneity of the silos' gradients; default: the clip norm if some silos are
+        absent, else 0.
+      gap: Delta >= F(w_0) - F*, for strongly convex losses; default: clip norm times D.
     """
 
     sampling: Literal["poisson", "full", "disjoint"] = "poisson"
@@ -382,11 +385,11 @@ class IsrlMechanism(Named, abc.ABC, kinds=ISRL):
     gap: _Positive | None = None
 
     def __post_init__(self) -> None:
-        """Checks the types, and that full batches have no fraction."""
+        """Checks the types, and that full batches have no ``batch_fraction``."""
         super().__post_init__()
         if self.sampling == "full" and self.batch_fraction not in (None, 1.0):
             raise BadInputError(
-                "mechanism.sampling=full takes all records: remove mechanism.batch_fraction"
+                "mechanism.sampling=full takes all records: leave out mechanism.batch_fraction"
             )
 
 
@@ -395,8 +398,8 @@ class MinibatchSGD(IsrlMechanism):
     """Noisy minibatch SGD (``minibatch_sgd``).
 
     Attributes:
-      step_size: default by theorem.
-      average_last: the mean of so many last iterates is returned; default by theorem.
+      step_size: step size; default: by a theorem.
+      average_last: number of last iterates whose mean is returned; default: weights by a theorem.
     """
 
     kind: ClassVar[str] = "minibatch_sgd"
@@ -407,7 +410,7 @@ class MinibatchSGD(IsrlMechanism):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerated(IsrlMechanism):
-    """Accelerated noisy minibatch SGD (``accelerated``), all numbers by theorem."""
+    """Accelerated noisy minibatch SGD (``accelerated``), with all step sizes by a theorem."""
 
     kind: ClassVar[str] = "accelerated"
 
@@ -417,7 +420,7 @@ class MultiStage(IsrlMechanism):
     """Multi-stage accelerated SGD (``multi_stage``); needs ``model.regularization``.
 
     Attributes:
-      stage_constant: scales the 128/3 of the stage lengths, which is very conservative.
+      stage_constant: factor on the constant 128/3 of stage lengths, which is very conservative.
     """
 
     kind: ClassVar[str] = "multi_stage"

@@ -60,7 +60,7 @@ _SILOS_CAVEAT = "the silos are cut from one data set: who holds which record is 
 
 
 class IsrlStudy(Run, abc.ABC):
-    """What follows from the sizes of the silos, whether they are here or remote.
+    """An ISRL run, whose silos may be here or remote: all that follows from their sizes.
 
     Attributes:
       config: the configuration.
@@ -87,7 +87,7 @@ class IsrlStudy(Run, abc.ABC):
         return LoopConfig.of(self.config, self.config.execution.rounds_per_block)
 
     def noise(self, rounds: int) -> list[SiloNoise]:
-        """Every silo's noise in the first ``rounds`` rounds; none without privacy."""
+        """Returns every silo's noise for the first ``rounds`` rounds; empty without privacy."""
         law, rounds = self.config.mechanism.arithmetic, max(rounds, 1)
         return [
             dataclasses.replace(z, rounds=min(z.rounds, rounds), noise=law)
@@ -95,7 +95,7 @@ class IsrlStudy(Run, abc.ABC):
         ]
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
-        """One guarantee that all silos give: at the largest delta, with the largest epsilon."""
+        """Returns the guarantee for all silos: the largest epsilon, at the largest delta."""
         if self.private:
             return worst_guarantee(self.noise(steps), caveats)
         return Guarantee(
@@ -141,7 +141,7 @@ class IsrlStudy(Run, abc.ABC):
 
 @dataclasses.dataclass
 class IsrlRun(IsrlStudy):
-    """A study with all silos here, ready to run."""
+    """An ISRL run with all silos here, ready to run; ``records`` are the records of all silos."""
 
     config: RunConfig
     records: SiloRecords
@@ -161,7 +161,7 @@ class IsrlRun(IsrlStudy):
         return IsrlAlgorithm(self.config, self.loss, self.records.train, self.parameters, mesh)
 
     def without_privacy(self, algorithm: Any = None) -> IsrlAlgorithm:
-        """The same algorithm, with the parameters that theory gives without privacy."""
+        """Returns the algorithm with the parameters that theory gives without privacy."""
         del algorithm
         privacy = self.config.privacy.model_copy(update={"epsilon": None, "delta": None})
         config = self.config.model_copy(update={"privacy": privacy})
@@ -188,11 +188,11 @@ class IsrlRun(IsrlStudy):
         return (_SILOS_CAVEAT, *public, *owners)
 
     def charge(self) -> Charge:
-        """All rounds, for a record of a silo with the largest rate and the least noise of all."""
+        """Returns what a ledger is charged: all rounds, with the largest rate and least noise."""
         unit, adjacency = "record", "replace one record"
         noise = self.parameters.noise
         if not noise:
-            # Infinite at any delta.
+            # Epsilon is infinite at any delta.
             return Charge(dp_accounting.NonPrivateDpEvent(), 0.5, "row", unit, adjacency)
         worst = max(noise, key=lambda z: z.rate)
         worst = dataclasses.replace(
@@ -287,7 +287,7 @@ class IsrlRun(IsrlStudy):
 def isrl_inputs(
     config: RunConfig, task: Task, counts: str, *, remote: bool = False
 ) -> tuple[str, ...]:
-    """What a study takes as public; ``remote``: its silos hold the data."""
+    """Returns in words what a study takes as public; ``remote`` if silos hold the data."""
     data, clip_norm = config.data, config.mechanism.clip_norm
     more = [
         "clip norm: " + ("the loss's own bound" if clip_norm is None else f"{clip_norm:g}"),
@@ -300,7 +300,7 @@ def isrl_inputs(
 
 
 def balance_of_messages(config: RunConfig, loss: LinearLoss, parameters: Parameters) -> Balance:
-    """Noise and signal of the mean message of a round, in units of the step size."""
+    """Returns noise and signal of the mean message of a round, in units of the step size."""
     silos = len(parameters.batches)
     weights = config.federation.weights
     shares = np.full(silos, 1 / silos) if weights is None else np.asarray(weights)
@@ -311,10 +311,10 @@ def balance_of_messages(config: RunConfig, loss: LinearLoss, parameters: Paramet
 
 
 def prepare(config: RunConfig, console: Console) -> IsrlRun:
-    """Reads the data, fills in what theory gives, calibrates.
+    """Reads the data, chooses all parameters, and calibrates the noise.
 
     Raises:
-      BadInputError: anything wrong with the configuration or the data.
+      BadInputError: the configuration or the data are wrong.
     """
     kind = config.model.loss
     with console.status("reading data"):
@@ -331,7 +331,7 @@ def prepare(config: RunConfig, console: Console) -> IsrlRun:
 
 
 def loss_for_data(config: RunConfig, sizes: np.ndarray, features: int, classes: int) -> LinearLoss:
-    """The loss of a configuration for data of these public sizes."""
+    """Returns the loss of a configuration for data with these public sizes."""
     bound, beta = config.data.max_norm, None
     if config.model.loss in ("hinge", "absolute") and config.model.smoothing is None:
         beta = smoothing(config, sizes, features, bound)
@@ -339,7 +339,7 @@ def loss_for_data(config: RunConfig, sizes: np.ndarray, features: int, classes: 
 
 
 def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
-    """Excess risk that the theorems allow (constants 1, no logarithms): known before training."""
+    """Returns the theorems' bounds on the excess risk, with constants 1 and without logarithms."""
     if parameters.noise is None:
         return []
     lipschitz = float(parameters.clip_norms.max())
@@ -356,7 +356,7 @@ def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
 
 
 def _relations(config: RunConfig, noise: list[SiloNoise]) -> list[dict[str, Any]]:
-    """Each notion for the silo with the largest epsilon; none without a finite epsilon."""
+    """The rows of ``relations``, with the largest epsilon of any silo; [] if one is infinite."""
     distinct = list(dict.fromkeys(at_one_delta(noise))) if noise else []
     if not all(math.isfinite(z.epsilon) for z in distinct):
         return []

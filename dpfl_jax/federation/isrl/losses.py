@@ -1,10 +1,10 @@
 """Losses of linear models, with the constants that the theorems need: L and beta, from |x| <= B.
 
 Losses that are not smooth are replaced by their Moreau envelope (Nesterov smoothing), with the prox
-in closed form. f_beta(w) = min_v f(v) + beta/2 |w - v|^2 is beta-smooth, within L^2/(2 beta) below
-f, and, because beta |w - v| is at most the Lipschitz bound of f, has gradients of norm at most L:
-clip at L (the paper's 2 L is not needed). For f(w) = g(<a, w>) the prox moves w along a only: one
-scalar equation.
+in closed form. f_beta(w) = min_v f(v) + beta/2 |w - v|^2 is beta-smooth, and at most L^2/(2 beta)
+below f. Its gradients have norm at most L, because beta |w - v| is at most the Lipschitz bound of
+f: so the clip norm is L (the paper's 2 L is not needed). For f(w) = g(<a, w>) the prox only moves w
+along a, which leaves one scalar equation.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dpfl_jax.federation.isrl.message import Loss
 
 @dataclasses.dataclass(frozen=True)
 class LinearLoss:
-    """A loss of a linear model, and what is known about it without data.
+    """A loss of a linear model, with its constants, which depend on no data.
 
     Attributes:
       kind: name of the loss.
-      train_loss: ``(w, record) -> scalar``; of losses that are not smooth, their envelope.
-      eval_loss: the loss itself.
-      hit: ``(w, record) -> 1 or 0``, whether the label is predicted; None for numbers.
-      shape: of w.
-      lipschitz: L, largest gradient norm over W.
-      smoothness: beta, without the regulariser.
+      train_loss: ``(w, record) -> scalar``; for losses that are not smooth, their envelope.
+      eval_loss: ``(w, record) -> scalar``, the loss itself.
+      hit: ``(w, record) -> bool``, whether the label is predicted; None if the target is a number.
+      shape: shape of w.
+      lipschitz: largest gradient norm over W, L.
+      smoothness: smoothness beta, without the regulariser.
     """
 
     kind: str
@@ -46,24 +46,24 @@ class LinearLoss:
 
     @property
     def dim(self) -> int:
-        """Number of parameters."""
+        """The number of parameters."""
         return math.prod(self.shape)
 
 
 def logistic(w: jax.Array, example: Any) -> jax.Array:
-    """Labels 0 and 1."""
+    """Returns the logistic loss, for labels 0 and 1."""
     score = example["x"] @ w
     return jnp.logaddexp(0.0, score) - example["y"] * score
 
 
 def softmax(w: jax.Array, example: Any) -> jax.Array:
-    """Cross-entropy of weights w [classes, d]; labels 0, 1, ..."""
+    """Returns the cross-entropy with weights w [classes, d], for labels 0, 1, ..."""
     scores = w @ example["x"]
     return jax.nn.logsumexp(scores) - scores[example["y"].astype(jnp.int32)]
 
 
 def squared(w: jax.Array, example: Any) -> jax.Array:
-    """Half the squared error."""
+    """Returns half the squared error."""
     return 0.5 * jnp.square(example["x"] @ w - example["y"])
 
 
@@ -75,18 +75,18 @@ def linear_loss(
     max_target: float,
     smoothing: float | None = None,
 ) -> LinearLoss:
-    """The loss of a configuration.
+    """Returns the loss of a configuration.
 
     Args:
-      config: the model section.
-      features: of a record, its constant among them.
-      classes: of the labels; 0 for a number.
-      max_norm: B, of a record's features.
-      max_target: of a record's number.
-      smoothing: beta of the envelope of a loss that is not smooth.
+      config: the section ``model``.
+      features: number of features of a record, the constant included.
+      classes: number of classes; 0 if the target is a number.
+      max_norm: largest norm of a record's features, B.
+      max_target: largest size of a record's target, if it is a number.
+      smoothing: beta of the envelope, for a loss that is not smooth.
 
     Raises:
-      BadInputError: a loss that does not fit the labels.
+      BadInputError: the loss does not fit the labels.
     """
     kind, bound, weights = config.loss, max_norm, (features,)
     fits = {
@@ -132,7 +132,7 @@ def _largest(w: jax.Array, example: Any) -> jax.Array:
 
 
 def hinge_envelope(score: jax.Array, scale: jax.Array) -> jax.Array:
-    """Envelope of max(0, 1 - s) along its line; ``scale`` is |a|^2 / beta."""
+    """Returns the envelope of max(0, 1 - s) at a score s; ``scale`` is |a|^2 / beta."""
     short = 1.0 - score
     linear = short - scale / 2
     middle = short**2 / (2 * jnp.maximum(scale, 1e-30))
@@ -140,26 +140,27 @@ def hinge_envelope(score: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def absolute_envelope(residual: jax.Array, scale: jax.Array) -> jax.Array:
-    """Envelope of |r| along its line: Huber's loss."""
+    """Returns the envelope of |r|, which is Huber's loss; ``scale`` is |a|^2 / beta."""
     size = jnp.abs(residual)
     middle = residual**2 / (2 * jnp.maximum(scale, 1e-30))
     return jnp.where(size >= scale, size - scale / 2, middle)
 
 
 def smoothed(kind: str, beta: float) -> Callable[[jax.Array, Any], jax.Array]:
-    """The envelope's loss ``(w, {"x": [d], "y": scalar}) -> scalar`` of a linear model.
+    """Returns the Moreau envelope of a loss, ``(w, {"x": [d], "y": scalar}) -> scalar``.
 
     Args:
       kind: ``"hinge"`` (labels -1 and 1) or ``"absolute"``.
       beta: smoothness, > 0.
 
     Raises:
-      BadInputError: another kind, which would need an inner solver.
+      BadInputError: another kind, whose prox has no closed form.
     """
     positive("smoothing: beta", beta)
     if kind not in ("hinge", "absolute"):
         raise BadInputError(
-            f"smoothing: no closed-form prox for {kind!r}; there is one for 'hinge' and 'absolute'"
+            f"the loss {kind!r} cannot be smoothed, as its prox has no closed form: take 'hinge' "
+            "or 'absolute'"
         )
 
     def loss(w: jax.Array, example: Any) -> jax.Array:
@@ -173,7 +174,7 @@ def smoothed(kind: str, beta: float) -> Callable[[jax.Array, Any], jax.Array]:
 
 
 def exact(kind: str) -> Callable[[jax.Array, Any], jax.Array]:
-    """The loss itself."""
+    """Returns the loss itself, ``"hinge"`` or ``"absolute"``, without smoothing."""
 
     def loss(w: jax.Array, example: Any) -> jax.Array:
         score = example["x"] @ w

@@ -1,7 +1,7 @@
 """What a silo sends: the noisy gradient of a sample of its records, and nothing else.
 
-The adversary of ISRL-DP sees every message of a silo. So records are read here only, each record's
-gradient is bounded here, and noise is added here, before anything is averaged over silos.
+The adversary of ISRL-DP sees every message of a silo. So records are read only here, and here each
+record's gradient is clipped and noise is added, before messages are averaged over silos.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpfl_jax.run.terms import computation_digest
 PyTree = Any
 Loss = Callable[[jax.Array, PyTree], jax.Array]
 Sampling = Literal["poisson", "full", "disjoint"]
-# Of one silo: see ``make_message``.
+# The message of one silo; ``make_message`` says what the arguments are.
 Message = Callable[..., jax.Array]
 
 
@@ -38,7 +38,7 @@ class SiloData:
 
     Attributes:
       examples: pytree of arrays [N, n_max, ...].
-      sizes: int32 [N], records that are real; the first ones. Public.
+      sizes: int32 [N], number of real records in each silo, which come first. Public.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -53,12 +53,12 @@ class SiloData:
 
     @property
     def num_silos(self) -> int:
-        """N, the leading axis."""
+        """The number of silos N, which is the leading axis."""
         return self.sizes.shape[0]
 
     @property
     def capacity(self) -> int:
-        """n_max, the records that the arrays have room for in each silo."""
+        """The number of records for which arrays have room in each silo, n_max."""
         return jax.tree.leaves(self.examples)[0].shape[1]
 
 
@@ -67,9 +67,9 @@ class MessageSpec:
     """How a silo samples and adds noise.
 
     Attributes:
-      sampling: ``"poisson"`` (each record with probability K/n; the default), ``"full"`` (all), or
-        ``"disjoint"`` (each record at most once in the run: one-pass).
-      noise: ``"exact"`` or ``"float"``, as of central mechanisms.
+      sampling: ``"poisson"`` (each record with probability K/n; the default), ``"full"`` (all
+        records), or ``"disjoint"`` (each record at most once in the run: one pass).
+      noise: how noise is drawn and added, ``"exact"`` or ``"float"``.
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -84,15 +84,16 @@ class MessageSpec:
 def make_message(loss: Loss, spec: MessageSpec) -> Message:
     """Returns ``message(w, examples, size, rank, turn, batch, clip_norm, stddev, keys)``.
 
+    The arguments of the returned function are those of one silo: ``w``; ``examples`` [n_max, ...];
+    ``size`` int; ``rank`` int [n_max], the place of each record in a random order that is drawn
+    before the run; ``turn`` int, the number of rounds in which the silo has answered; ``batch``
+    float, K; ``clip_norm`` float; ``stddev`` float, standard deviation of the noise on the *sum* of
+    gradients; ``keys`` uint32 [2, 8], for sampling and for noise. It returns an array like w: the
+    sum of clipped gradients plus noise, over K, which is a constant and never the actual number.
+
     Args:
       loss: ``(w, example) -> scalar`` for one record; w is one array of any shape.
       spec: sampling and noise.
-
-    The message's arguments are of one silo: w; examples [n_max, ...]; size int; rank int [n_max],
-    the place of each record in a random order drawn before the run; turn int, the rounds in which
-    the silo has answered; batch float, K; clip_norm float; stddev float, of the noise on the *sum*
-    of K gradients; keys uint32 [2, 8], for sampling and for noise. It returns an array like w: the
-    sum of bounded gradients plus noise, over K, which is a constant and never the realised number.
     """
 
     def message(
@@ -127,7 +128,7 @@ def make_message(loss: Loss, spec: MessageSpec) -> Message:
 def clipped_sum(
     loss: Loss, w: jax.Array, examples: PyTree, mask: jax.Array, clip_norm: jax.Array
 ) -> jax.Array:
-    """The sum of the clipped gradients of those examples that the mask names."""
+    """Returns the sum of the clipped gradients of the examples in the mask, like w."""
 
     def one(params: PyTree, example: PyTree) -> jax.Array:
         return loss(params["w"], example)
@@ -140,7 +141,7 @@ def clipped_sum(
 
 
 def loss_name(loss: Loss, w: Any, data: SiloData) -> str:
-    """A digest of what a loss traces to."""
+    """Returns a digest of what a loss computes, as traced by JAX."""
     record = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), data.examples)
     return computation_digest(jax.value_and_grad(loss), w, record)
 
@@ -155,9 +156,11 @@ def make_messages(
     stddev: jax.Array,
     rank: jax.Array | None = None,
 ) -> Callable[[jax.Array, PyTree], jax.Array]:
-    """Returns ``messages(w, round) -> [N, ...]``, of every silo; see ``make_oracle``."""
+    """Returns ``messages(w, round) -> [N, ...]`` of all silos; arguments as for ``make_oracle``."""
     if rank is None and spec.sampling == "disjoint":
-        raise BadInputError("one-pass sampling needs the schedule's random order of records")
+        raise BadInputError(
+            "sampling is disjoint, which needs a random order of records: give rank=schedule.rank"
+        )
     message, name = make_message(loss, spec), repr(spec)
     return of_all_silos(message, name, loss, data, batch, clip_norm, stddev, rank)
 
@@ -172,9 +175,9 @@ def of_all_silos(
     stddev: jax.Array,
     rank: jax.Array | None = None,
 ) -> Callable[[jax.Array, PyTree], jax.Array]:
-    """As ``make_messages``, of a given message; keys depend on its ``name``.
+    """Returns ``make_messages`` for a given ``message``, whose ``name`` keys depend on.
 
-    A silo's message depends on nothing that another one holds.
+    A silo's message does not depend on other silos' records.
     """
     silos = data.num_silos
     clip_norms = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
@@ -186,8 +189,8 @@ def of_all_silos(
     )
 
     def messages(w: jax.Array, row: PyTree) -> jax.Array:
-        # Keys depend on w, too: messages at two points would otherwise have the same noise, and
-        # their difference none. The digest is keyed, as w is chosen by others.
+        # Keys also depend on w: otherwise messages at two points would have the same noise, which
+        # would cancel in their difference. The digest is keyed, because others choose w.
         of_w = functools.partial(words_of, loss_name(loss, w, data), w)
         point = jax.vmap(lambda keys: of_w(key=keys.reshape(-1, 8)[0]))(row["keys"])
         keys = jax.vmap(derived_keys)(row["keys"], mixed(words, point))
@@ -201,11 +204,11 @@ def of_all_silos(
 def mean_message(
     sent: jax.Array, present: jax.Array, silo_weights: jax.Array | None = None
 ) -> jax.Array:
-    """Mean of the messages of those present; zero if none is.
+    """Returns the mean of the messages of the silos that are present; zero if none is.
 
     Args:
-      sent: float32 [N, ...].
-      present: bool [N].
+      sent: float32 [N, ...], messages of all silos.
+      present: bool [N], whether each silo is present.
       silo_weights: float32 [N]; see ``make_oracle``.
     """
     silos = present.shape[0]
@@ -227,20 +230,22 @@ def make_oracle(
 ) -> Oracle:
     """Returns ``oracle(w, round) -> mean of the messages of the silos that answer``.
 
-    Args:
-      loss: of one record.
-      spec: sampling and noise.
-      data: the silos.
-      batch: float32 [N], K_i.
-      clip_norm: scalar or [N].
-      stddev: float32 [N], of each silo's noise on its sum (noise multiplier times clip norm).
-      rank: int32 [N, n_max], from the schedule; needed by ``"disjoint"``.
-      silo_weights: float32 [N], p_i summing to 1: F = sum p_i F_i (Appendix H: f_i is scaled by
-        N p_i; scaling the noised message is the same). None: all 1/N.
-
     ``round`` is one row of ``Schedule``: ``present`` bool [N], ``turn`` int [N], ``keys`` uint32
-    [N, 2, 8], from which the oracle derives others for its data and w (``schedule.derived_keys``):
-    what is accounted is one call for each row. If no silo answers the mean is zero.
+    [N, 2, 8]. **Call the oracle once for each row: only one call is accounted.** It derives keys
+    for its data and w from the row's (``schedule.derived_keys``). If no silo answers, the mean is
+    zero.
+
+    Args:
+      loss: ``(w, example) -> scalar`` for one record.
+      spec: sampling and noise.
+      data: the records of the silos.
+      batch: float32 [N], expected batch sizes K_i.
+      clip_norm: scalar or [N].
+      stddev: float32 [N], standard deviation of the noise on each silo's sum (noise multiplier
+        times clip norm).
+      rank: int32 [N, n_max], from the schedule; needed for ``"disjoint"``.
+      silo_weights: float32 [N], p_i that sum to 1, for F = sum p_i F_i; None: all 1/N. (Appendix H
+        scales f_i by N p_i; scaling the noised message is equivalent.)
 
     Examples:
       >>> import jax

@@ -1,4 +1,4 @@
-"""Every number of a run: from the configuration, from a theorem, or a stated default."""
+"""Every number of an ISRL run: from the configuration, from a theorem, or a default."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ MOST_ROUNDS = 200_000
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Every number of a run.
+    """Every number of an ISRL run.
 
     Attributes:
-      problem: that the theorems are applied to, regulariser included.
-      rounds: R.
-      batches: float64 [N], K_i.
-      clip_norms: float64 [N] (with weights p_i the message is scaled by N p_i after its noise).
-      noise: of every silo; None without privacy.
-      step_size: of minibatch SGD.
-      variance: V^2 of the mean noisy gradient, a bound.
-      distance: D_0.
-      stages: of multi-stage.
+      problem: the problem that theorems are applied to, with the regulariser.
+      rounds: number of rounds R.
+      batches: float64 [N], expected batch sizes K_i.
+      clip_norms: float64 [N], clip norms of silos. (With weights p_i, messages are scaled by N p_i
+        after noise was added.)
+      noise: noise of every silo; None without privacy.
+      step_size: step size of minibatch SGD.
+      variance: bound on the variance V^2 of the mean noisy gradient.
+      distance: D_0 >= |w_0 - w*|.
+      stages: stages of multi-stage SGD.
       sources: name -> (value, where it came from), for the report.
     """
 
@@ -52,7 +53,7 @@ class Parameters:
 
     @property
     def stddevs(self) -> np.ndarray:
-        """float64 [N], of each silo's noise on its sum."""
+        """Standard deviation of the noise on each silo's sum, float64 [N]."""
         if self.noise is None:
             return np.zeros(len(self.clip_norms))
         return np.array([z.noise_multiplier for z in self.noise]) * self.clip_norms
@@ -60,11 +61,11 @@ class Parameters:
     def with_noise(
         self, multipliers: Sequence[float] | None, law: NoiseLaw | None = None
     ) -> Parameters:
-        """The same with these noise multipliers, one per silo; None: as it is.
+        """Returns a copy with these noise multipliers, one per silo.
 
         Args:
-          multipliers: of a run that resumes, or of a plan.
-          law: of the noise; None: as it is.
+          multipliers: noise multipliers of a run that resumes, or of a plan; None: unchanged.
+          law: how noise is drawn, ``"exact"`` or ``"float"``; None: unchanged.
         """
         if self.noise is None or multipliers is None:
             return self
@@ -76,12 +77,12 @@ class Parameters:
 
 
 def effective_silos(available: int | dict[int, float] | None, silos: int) -> float:
-    """M of the theorems: 1/M = E[1/M_r]."""
+    """Returns M of the theorems, where 1/M = E[1/M_r] and M_r silos answer in round r."""
     return 1.0 / sum(p / m for m, p in participation_law(available, silos).items())
 
 
 def budgets(config: RunConfig, sizes: np.ndarray) -> list[Budget] | None:
-    """The budget of each silo; None for a baseline."""
+    """Returns the budget of each silo; None for a baseline."""
     privacy = config.privacy
     if privacy.epsilon is None:
         return None
@@ -98,7 +99,7 @@ def check_noise(config: RunConfig, sizes: np.ndarray, parameters: Parameters) ->
     """Checks the noise that each silo adds against that silo's budget.
 
     Raises:
-      BadInputError: it was made for another budget, silo or batch; the sentence names the silo.
+      BadInputError: it was made for another budget, silo or batch; the message names the silo.
     """
     granted, noise = budgets(config, sizes), parameters.noise
     if granted is None or noise is None:
@@ -108,13 +109,14 @@ def check_noise(config: RunConfig, sizes: np.ndarray, parameters: Parameters) ->
         if (z.budget, z.silo_size, z.batch) != wanted:
             raise BadInputError(
                 f"silo {i} grants epsilon {wanted[0].epsilon:g} on {wanted[1]} records, with "
-                f"{wanted[2]:g} in a batch, but its noise is that of a silo which grants "
-                f"{z.budget.epsilon:g} on {z.silo_size} with {z.batch:g}: give each silo its own"
+                f"{wanted[2]:g} in a batch, but its noise was made for a silo that grants "
+                f"{z.budget.epsilon:g} on {z.silo_size} records, with {z.batch:g} in a batch: give "
+                "each silo its own noise"
             )
 
 
 def smoothing(config: RunConfig, sizes: np.ndarray, dim: int, lipschitz: float) -> float:
-    """Smoothness of the Moreau envelope by section 2 (SCO for one pass) and Theorem F.2 (ERM)."""
+    """Returns beta of the Moreau envelope, by section 2 for one pass, else by Theorem F.2."""
     one_pass = config.mechanism.sampling == "disjoint"
     smooth = theory.smoothing_sco if one_pass else theory.smoothing_erm
     return smooth(_problem(config, sizes, dim, lipschitz))
@@ -123,9 +125,9 @@ def smoothing(config: RunConfig, sizes: np.ndarray, dim: int, lipschitz: float) 
 def _problem(
     config: RunConfig, sizes: np.ndarray, dim: int, lipschitz: float, **known: float
 ) -> Problem:
-    """The problem of the smallest silo and the tightest budget, to which theorems are applied."""
+    """The problem that theorems are applied to, with the smallest silo and the tightest budget."""
     granted, n = budgets(config, sizes), float(sizes.min())
-    if granted is None:  # so much that privacy costs nothing
+    if granted is None:  # a budget so large that privacy costs nothing
         budget = Budget(1e3 * math.sqrt(dim), 1.0 / n**2 if n > 1 else 0.5)
     else:
         budget = Budget(min(b.epsilon for b in granted), min(b.delta for b in granted))
@@ -143,10 +145,15 @@ def _problem(
 
 
 def choose(config: RunConfig, loss: LinearLoss, sizes: np.ndarray) -> Parameters:
-    """Fills in what the configuration leaves out, and calibrates.
+    """Returns all numbers of a run: fills in what the configuration leaves out, and calibrates.
+
+    Args:
+      config: the configuration.
+      loss: its loss.
+      sizes: int [N], number of records of each silo.
 
     Raises:
-      BadInputError: numbers outside a theorem's or a mechanism's range.
+      BadInputError: a number is outside the range of a theorem or a mechanism.
     """
     section, federation, model = config.mechanism, config.federation, config.model
     silos, mu = len(sizes), model.regularization
@@ -195,7 +202,7 @@ def choose(config: RunConfig, loss: LinearLoss, sizes: np.ndarray) -> Parameters
         rounds = pick("rounds", None, *_rounds_by_theorem(section.kind, problem, batch))
     if rounds > MOST_ROUNDS:
         raise BadInputError(
-            f"{sources['rounds'][1]} asks for {rounds} rounds, more than {MOST_ROUNDS}: give "
+            f"{sources['rounds'][1]} asks for {rounds} rounds, more than {MOST_ROUNDS}: set "
             "federation.rounds"
         )
 
@@ -206,7 +213,7 @@ def choose(config: RunConfig, loss: LinearLoss, sizes: np.ndarray) -> Parameters
             granted, sizes.tolist(), batches.tolist(), cap, sampling=section.sampling
         )
     multipliers = np.zeros(silos) if noise is None else [z.noise_multiplier for z in noise]
-    # Root mean square over silos of the noise of a message, weights included.
+    # The noise of a message: root mean square over silos, with weights.
     sigma = math.sqrt(float(np.mean((np.asarray(multipliers) * clip * shares / batches) ** 2)))
     if section.sampling == "disjoint":
         variance = theory.variance_sco(problem, float(batches.min()), sigma)
@@ -235,7 +242,7 @@ def choose(config: RunConfig, loss: LinearLoss, sizes: np.ndarray) -> Parameters
 def _batches(
     config: RunConfig, problem: Problem, sizes: np.ndarray, sources: dict[str, tuple[Any, str]]
 ) -> tuple[float, np.ndarray]:
-    """The share K_i / n_i, the same in all silos, and K_i."""
+    """The share K_i / n_i, which is the same in all silos, and all K_i."""
     section = config.mechanism
     if section.sampling == "full":
         share, why = 1.0, "all records"
@@ -245,7 +252,7 @@ def _batches(
         share, why = theory.one_pass_batch(problem) / problem.silo_size, "Theorem 3.1"
     else:
         share, why = 0.25, "default"
-    # Draws are whole records, except for Poisson sampling, whose K is an expectation.
+    # K is a number of records, except for Poisson sampling, where it is an expectation.
     batches = share * sizes if section.sampling == "poisson" else np.round(share * sizes)
     batches = np.clip(batches, 1.0, sizes).astype(float)
     sources["batch_fraction"] = (share, why)
@@ -261,7 +268,7 @@ def _rounds_by_theorem(algorithm: str, problem: Problem, batch: float) -> tuple[
         return theory.minibatch_rounds(problem), f"Theorem 2.1, {kind}"
     rounds = theory.accelerated_rounds(problem, batch)
     if algorithm == "multi_stage":
-        # Never so few that not even the first stage fits.
+        # At least as many as the first stage needs.
         least = 4 * math.sqrt(2 * problem.smoothness / problem.strong_convexity)
         rounds = max(rounds, math.ceil(least))
     return rounds, "Theorem 4.1, strongly convex" if strongly else "Theorem 4.1"

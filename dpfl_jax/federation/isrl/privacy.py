@@ -1,9 +1,10 @@
-"""The noise of a silo for its budget, its guarantee, and that under other notions of privacy.
+"""The noise of a silo for its budget, its guarantee, and guarantees under other notions of privacy.
 
-Departures. Batches are Poisson, disjoint or full, each record is clipped, and noise is calibrated
-by privacy-loss distributions under replace-one. The theorems' closed forms are valid, and spend a
-thirtieth of the budget; the experiments sampled with replacement, with noise from an asymptotic
-statement: what that spends is not established (``reproductions/isrl/_published.py`` has both).
+Departures. Batches are Poisson, disjoint or full, each record's gradient is clipped, and noise is
+calibrated by privacy-loss distributions under replace-one. The paper's theorems have closed forms
+that are valid, but spend only a thirtieth of the budget. The paper's experiments sample with
+replacement, with noise from an asymptotic statement: what that spends is not established.
+(``reproductions/isrl/_published.py`` has both.)
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from dpfl_jax.federation.isrl.message import Sampling
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 from dpfl_jax.sampling import Poisson
 
-# What a batch is drawn with has 23 random bits: what is compared with it is rounded up to that.
+# Batches are drawn with random numbers of 23 bits, so that sampling rates are rounded up to these.
 _BITS = 2**23
-# Options that there were, with the values that gave a guarantee: files have them.
+# Former options in guarantee files, with the values that had a guarantee.
 _EARLIER_OPTIONS = {"arm": ("sound", "paper_closed_form")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What a silo allows its records to lose.
+    """The privacy budget that a silo grants each of its records.
 
     Attributes:
-      epsilon: > 0.
-      delta: in (0, 1); the paper takes 1 / n^2.
+      epsilon: epsilon, > 0.
+      delta: delta, in (0, 1); the paper takes 1 / n^2.
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -54,16 +55,16 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class SiloNoise:
-    """One silo's noise, and the event that it makes.
+    """One silo's noise and sampling, from which its event follows.
 
     Attributes:
-      noise_multiplier: standard deviation on the sum of gradients, over the clip norm.
-      batch: K, the constant divisor.
-      silo_size: n, public.
-      rounds: in which the silo answers, at most.
-      sampling: of records.
-      budget: asked for.
-      noise: law of the noise that is drawn.
+      noise_multiplier: standard deviation of the noise on the sum of gradients, over the clip norm.
+      batch: expected batch size K, the constant divisor.
+      silo_size: number of records n, public.
+      rounds: the largest number of rounds in which the silo answers.
+      sampling: how records are sampled.
+      budget: the budget that the noise was calibrated for.
+      noise: how noise is drawn, ``"exact"`` or ``"float"``.
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -83,7 +84,7 @@ class SiloNoise:
 
     @property
     def sums(self) -> NoisedSums:
-        """What a record of the silo goes through, for replace-one accounting."""
+        """The noised sums that are accounted for a record, under replace-one."""
         scheme: Any = Poisson(self.rate)
         if self.sampling != "poisson":
             scheme = Everyone() if self.sampling == "full" else OnePass()
@@ -98,13 +99,13 @@ class SiloNoise:
     @property
     def rate(self) -> float:
         """Upper bound on the probability that a record is in a batch."""
-        # One more for what float32 may add to K and to K / n.
+        # Plus one, for the float32 rounding of K and of K / n.
         # proof: isrl-rate-1
         return min(1.0, (math.ceil(self.batch / self.silo_size * _BITS) + 1) / _BITS)
 
     @property
     def epsilon(self) -> float:
-        """What ``event`` spends at the budget's delta."""
+        """Epsilon of ``event`` at the budget's delta."""
         # proof: isrl-event-2
         return accounting.epsilon(self.event, self.budget.delta, relation=REPLACE)
 
@@ -118,18 +119,18 @@ def silo_noise(
     sampling: Sampling = "poisson",
     near: float | None = None,
 ) -> SiloNoise:
-    """The noise of a silo for its budget.
+    """Returns the least noise of a silo that meets its budget.
 
     Args:
-      budget: of each record of the silo, against everybody outside it.
-      silo_size: n.
-      batch: K; ``"full"`` takes n whatever it is.
-      rounds: R, the most rounds in which the silo answers.
-      sampling: of records.
-      near: a guess of the multiplier.
+      budget: budget of each record of the silo, against everyone outside the silo.
+      silo_size: number of records n.
+      batch: expected batch size K; ignored for ``"full"``, which takes all n.
+      rounds: the largest number of rounds in which the silo answers.
+      sampling: how records are sampled.
+      near: a guess of the noise multiplier, which makes the search faster.
 
     Raises:
-      BadInputError: K above n.
+      BadInputError: the batch is larger than the silo, or the budget is out of reach.
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -142,7 +143,8 @@ def silo_noise(
         batch = float(silo_size)
     if not 0 < batch <= silo_size:
         raise BadInputError(
-            f"the local batch is {batch}, but a silo of {silo_size} records allows 1 to {silo_size}"
+            f"the local batch is {batch}, but it must be above 0 and at most {silo_size}, the "
+            "silo's number of records"
         )
     start = SiloNoise(1.0, batch, silo_size, rounds, sampling, budget)
     noise = accounting.calibrate_noise_multiplier(
@@ -157,7 +159,7 @@ def silo_noise(
 
 
 def silo_guarantee(noise: SiloNoise) -> Guarantee:
-    """What a silo guarantees its records against everybody else.
+    """Returns a silo's guarantee for each of its records, against everyone outside the silo.
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -203,16 +205,16 @@ def silo_guarantee(noise: SiloNoise) -> Guarantee:
 
 
 def worst_guarantee(noise: Sequence[SiloNoise], caveats: tuple[str, ...] = ()) -> Guarantee:
-    """One guarantee for the records of all silos, at the largest delta.
+    """Returns one guarantee for the records of all silos, at their largest delta.
 
     Args:
-      noise: of every silo.
-      caveats: further ones.
+      noise: noise of every silo.
+      caveats: caveats to add.
     """
     silos = at_one_delta(noise)
     guarantees = {(z.event, z.budget): silo_guarantee(z) for z in silos}
     worst = max(guarantees.values(), key=lambda g: g.epsilon)
-    # A delta that suits the silo of this guarantee may be too much for a larger one.
+    # A delta that is small enough for this silo may be too large for a silo with more records.
     largest = max(z.silo_size for z in silos)
     too_much = accounting.delta_caveats(worst.delta, largest, "records of the largest silo")
     if not set(too_much) <= set(worst.caveats):
@@ -238,7 +240,7 @@ def federation_noise(
     *,
     sampling: Sampling = "poisson",
 ) -> list[SiloNoise]:
-    """``silo_noise`` of every silo; equal silos are calibrated once."""
+    """Returns ``silo_noise`` of every silo; equal silos are calibrated once."""
     asked = list(zip(budgets, map(int, sizes), map(float, batches), strict=True))
     known: dict[tuple[Budget, int, float], SiloNoise] = {}
     solved: dict[float, list[tuple[float, float]]] = {}
@@ -252,7 +254,7 @@ def federation_noise(
 
 
 def at_one_delta(noise: Sequence[SiloNoise]) -> list[SiloNoise]:
-    """Silos' noise whose epsilons are asked at the largest delta: one statement holds for all."""
+    """Returns the silos' noise with the largest delta in all budgets, for one common statement."""
     delta = max(z.budget.delta for z in noise)
     return [
         dataclasses.replace(z, budget=dataclasses.replace(z.budget, delta=delta)) for z in noise
@@ -263,11 +265,11 @@ def at_one_delta(noise: Sequence[SiloNoise]) -> list[SiloNoise]:
 
 
 def isrl_statement(noise: Sequence[SiloNoise], guarantee: Guarantee) -> Statement:
-    """States what the messages of silos guarantee.
+    """Returns the statement of the silos' messages, for guarantee.json.
 
     Args:
-      noise: of every silo, in the rounds accounted; none without privacy.
-      guarantee: of these.
+      noise: noise of every silo, for the rounds that are accounted; empty without privacy.
+      guarantee: the guarantee of these rounds.
     """
     kinds = [dataclasses.asdict(z) for z in dict.fromkeys(noise)]
     basis = {"system": "isrl", "kinds_of_silos": kinds}
@@ -276,10 +278,10 @@ def isrl_statement(noise: Sequence[SiloNoise], guarantee: Guarantee) -> Statemen
 
 
 def restate(basis: dict[str, Any]) -> Statement:
-    """What a run of messages with this basis would state.
+    """Returns the statement of an ISRL run with this basis, for ``dpfl verify``.
 
     Raises:
-      BadInputError: no run has it.
+      BadInputError: the basis does not describe an ISRL run.
     """
     noise, earlier = [], []
     for given in basis["kinds_of_silos"]:
@@ -313,15 +315,16 @@ def restate(basis: dict[str, Any]) -> Statement:
 
 
 def relations(noise: SiloNoise, silos: int, shuffled: bool = True) -> list[dict[str, Any]]:
-    """The same run under other notions of privacy (section 2 of the notes on trust).
+    """Returns what a run guarantees under other notions of privacy.
 
     Args:
-      noise: of every silo; all are equal.
-      silos: N.
-      shuffled: whether all silos are equal and answer in every round, as the theorem needs.
+      noise: noise of every silo; all silos are equal.
+      silos: number of silos N.
+      shuffled: whether all silos are equal and answer in every round, as the shuffling theorem
+        needs.
 
     Returns:
-      Rows ``notion, trusted, protects, epsilon, delta, note``.
+      Rows with ``notion, trusted, protects, epsilon, delta, note``.
     """
     epsilon, delta, is_local = noise.epsilon, noise.budget.delta, noise.silo_size == 1
     user_epsilon, user_delta = closed_forms.user_level_guarantee(noise.silo_size, epsilon, delta)
@@ -351,16 +354,17 @@ def relations(noise: SiloNoise, silos: int, shuffled: bool = True) -> list[dict[
 
 
 def shuffled_view(noise: SiloNoise, silos: int) -> float:
-    """Shuffle-DP epsilon, at the budget's delta, of a run whose rounds are shuffled; inf if none.
+    """Returns the shuffle-DP epsilon of a run whose rounds are shuffled, at the budget's delta.
 
-    Theorem D.5 on each round, whose silo randomiser is (e, e')-DP with e' so small that
-    2 N n exp((n-1) e) e' is a quarter of the round's delta; then optimal composition over R rounds
-    (one round, whichever, for disjoint batches). A silo's n records move together through the
-    shuffler, hence exp(n e). All N silos must answer, and be equal.
+    It applies Theorem D.5 to each round: the silo's randomiser is (e, e')-DP, with e' so small that
+    2 N n exp((n-1) e) e' is a quarter of the round's delta. Then it composes R rounds optimally
+    (only one round for disjoint batches, as a record is in one). The factor exp(n e) is there
+    because a silo's n records go through the shuffler together. All N silos must be equal, and
+    answer in every round. Infinite if the theorem gives no bound.
 
     Args:
-      noise: of every silo.
-      silos: N.
+      noise: noise of every silo.
+      silos: number of silos N.
     """
     delta, n = noise.budget.delta, noise.silo_size
     rounds = 1 if noise.sampling == "disjoint" else noise.rounds
@@ -369,7 +373,7 @@ def shuffled_view(noise: SiloNoise, silos: int) -> float:
     limit = silos / (16 * math.log(2 / shuffle_delta))
     if limit <= 1:
         return math.inf
-    # exp((n-1) e) is at most the theorem's limit on exp(n e).
+    # The theorem limits exp(n e), and so exp((n-1) e).
     silo_delta = shuffle_delta / (2 * silos * n * limit)
     try:
         per_silo = accounting.epsilon(one, silo_delta, relation=REPLACE)

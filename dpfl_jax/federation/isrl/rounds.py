@@ -1,4 +1,4 @@
-"""Rounds of messages in blocks, as an algorithm for ``run.driver``, and their evaluation."""
+"""ISRL rounds as an algorithm for ``run.driver``, in blocks of rounds, and their evaluation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from dpfl_jax.training.evaluate import auc_of
 
 
 def make_method(config: RunConfig, parameters: Parameters) -> Method:
-    """The algorithm that a configuration names."""
+    """Returns the algorithm of a configuration."""
     rounds, mu = parameters.rounds, config.model.regularization
     project = ball(config.model.radius)
     if config.mechanism.kind == "minibatch_sgd":
@@ -62,12 +62,12 @@ def make_method(config: RunConfig, parameters: Parameters) -> Method:
         return multi_stage(parameters.stages, mu, project)
     smoothness = parameters.problem.smoothness
     steps = step_weights(rounds, smoothness, parameters.variance, parameters.distance)
-    # The paper's mu is the objective's; a single stage runs Algorithm 1 as for convex losses.
+    # mu = 0, even with a regulariser: a single stage runs Algorithm 1 for convex losses.
     return accelerated(*steps, 0.0, project)
 
 
 def schedule_of(config: RunConfig, parameters: Parameters, sizes: np.ndarray, key: RootKey) -> Any:
-    """The run's schedule; one-pass silos fall silent when their records are used."""
+    """Returns the run's schedule; in one pass, silos stay silent once their records are used."""
     one_pass = parameters.batches if config.mechanism.sampling == "disjoint" else None
     return make_schedule(
         key,
@@ -80,19 +80,19 @@ def schedule_of(config: RunConfig, parameters: Parameters, sizes: np.ndarray, ke
 
 
 def objective_mean(config: RunConfig, w: jax.Array, sent: jax.Array, row: Any) -> jax.Array:
-    """Mean of the messages, plus the regulariser's gradient, which depends on no record."""
+    """Returns the mean of the messages plus the regulariser's gradient, which needs no records."""
     weights = config.federation.weights
     shares = None if weights is None else jnp.asarray(weights, jnp.float32)
     return mean_message(sent, row["present"], shares) + config.model.regularization * w
 
 
 class CompiledRound:
-    """A round in three compiled programs, the same whether the silos are here or remote.
+    """A round in three compiled programs, which are the same for local and for remote silos.
 
     Attributes:
-      where: ``(state, values) -> w`` at which gradients are asked for.
-      messages: ``(w, row, data, rank) -> [N, ...]``, all that looks at records.
-      server: ``(state, values, w, sent, row) -> state``.
+      where: ``(state, values) -> w``, the point at which the server asks for gradients.
+      messages: ``(w, row, data, rank) -> [N, ...]``, the silos' messages; only this reads records.
+      server: ``(state, values, w, sent, row) -> state``, the server's step.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class CompiledRound:
             return asked[0]
 
         def messages(w: jax.Array, row: Any, data: SiloData, rank: jax.Array) -> jax.Array:
-            # Data are arguments: captured records would be written into the program, and with it
-            # wherever compiled programs are kept.
+            # Data are arguments, because records that are captured would be written into the
+            # program, and so into every cache of compiled programs.
             return make_messages(
                 loss.train_loss,
                 MessageSpec(config.mechanism.sampling, config.mechanism.arithmetic),
@@ -130,10 +130,10 @@ class CompiledRound:
 
 
 class IsrlAlgorithm(Algorithm):
-    """The rounds of a prepared configuration; a step of the driver is a block."""
+    """The rounds of a prepared configuration; each step of the driver is a block of rounds."""
 
     word = "rounds"
-    # Records' turns are drawn once for the whole run: it cannot resume as another computation.
+    # The schedule is drawn once for the whole run, so that a run cannot resume with another layout.
     can_reshard_on_resume = False
     memory_hint = "spread the silos over more devices"
 
@@ -152,10 +152,10 @@ class IsrlAlgorithm(Algorithm):
         self.delta = max((z.budget.delta for z in parameters.noise or []), default=1.0)
 
     def terms(self) -> Terms:
-        """Algorithm, sampling, rounds, batches and noise; data and computation. It starts at 0."""
+        """Returns the terms: algorithm, sampling, rounds and noise, and secret digests."""
         config, parameters, mechanism = self.config, self.parameters, self.config.mechanism
         start = jax.ShapeDtypeStruct(self.loss.shape, jnp.float32)
-        # What an algorithm takes is a function of the rest of its configuration.
+        # Other values of the algorithm are functions of these sections.
         computation = [
             loss_name(self.loss.train_loss, start, self.data),
             self.method.values,
@@ -182,11 +182,11 @@ class IsrlAlgorithm(Algorithm):
         return self.packed(self.everywhere(start), 0)
 
     def everywhere(self, tree: Any) -> Any:
-        """Replicates a pytree over the devices of the mesh."""
+        """Returns a pytree replicated over the devices of the mesh."""
         return place(tree, replicated(self.mesh))
 
     def packed(self, state: Any, done: int) -> TrainState:
-        """The state of a run after ``done`` rounds."""
+        """Returns the state of a run after ``done`` rounds."""
         step = self.everywhere(np.int32(done))
         return TrainState(self.method.output(state, done), {"state": state}, step)
 
@@ -203,7 +203,7 @@ class IsrlAlgorithm(Algorithm):
             return [math.inf] * len(counts)
         curves = []
         for one in {(z.event, z.budget): z for z in at_one_delta(noise)}.values():
-            if one.sampling == "disjoint":  # a record is in one round, whichever
+            if one.sampling == "disjoint":  # a record is in one round, however many there are
                 curves.append([one.epsilon] * len(counts))
                 continue
             event = dataclasses.replace(one, rounds=1).event
@@ -220,14 +220,14 @@ _take = jax.jit(lambda tree, r: jax.tree.map(lambda x: x[r], tree))
 
 
 def blocks(start: int, rounds: int, size: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Blocks of ``size`` rounds, the last one shorter: (end, (begin, end))."""
+    """Yields blocks of up to ``size`` rounds as (end, (begin, end))."""
     for begin in range(start, rounds, size):
         end = min(begin + size, rounds)
         yield end, (begin, end)
 
 
 class IsrlSteps(Steps):
-    """The schedule, cut into blocks of rounds."""
+    """Runs the schedule in blocks of rounds."""
 
     def __init__(self, run: IsrlAlgorithm, key: RootKey, start: int) -> None:
         self.run, self.start = run, start
@@ -262,19 +262,19 @@ class IsrlSteps(Steps):
 
 
 def make_evaluation(loss: LinearLoss, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
-    """``w -> dict``: mean loss over records and over silos, the worst silo's, and accuracy."""
+    """Returns ``w -> dict`` with mean loss over records and silos, worst silo, and accuracy."""
 
     def per_silo(value: Any, w: jax.Array, data: SiloData) -> jax.Array:
         real = jnp.arange(data.capacity)[None, :] < data.sizes[:, None]
         each = jax.vmap(jax.vmap(value, (None, 0)), (None, 0))(w, data.examples)
         return jnp.where(real, each, 0.0).sum(1)
 
-    # Data are an argument: what is captured would be written into the compiled program.
+    # Data are an argument, because what is captured would be written into the compiled program.
     def measured(w: jax.Array, data: SiloData) -> tuple[jax.Array, jax.Array, jax.Array]:
         hits = jnp.zeros(data.num_silos) if loss.hit is None else per_silo(loss.hit, w, data)
         return per_silo(loss.eval_loss, w, data), hits, data.sizes
 
-    # Whole on every device: each process then has all losses.
+    # Replicated on every device, so that each process has all losses.
     held: Any = data.sizes.sharding
     whole = None if held.is_fully_addressable else replicated(held.mesh)
     compiled = jax.jit(measured, out_shardings=whole)
@@ -294,14 +294,14 @@ def make_evaluation(loss: LinearLoss, data: SiloData) -> Callable[[jax.Array], d
 
 
 def make_scores(loss: LinearLoss, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
-    """As ``make_evaluation``, with base rates and AUC as of ``training.evaluate.Evaluation``."""
+    """Returns ``make_evaluation`` with base rates and AUC, as ``training.evaluate`` has them."""
     evaluate = make_evaluation(loss, data)
     if loss.hit is None:
         return evaluate
     real = np.arange(data.capacity) < np.asarray(data.sizes)[:, None]
     x, labels = (np.asarray(data.examples[name])[real] for name in "xy")
     shares = np.unique(labels, return_counts=True)[1] / len(labels)
-    positive = (labels > 0.5).astype(int)  # of 0 and 1, or -1 and 1
+    positive = (labels > 0.5).astype(int)  # labels are 0 and 1, or -1 and 1
 
     def scored(w: jax.Array) -> dict[str, Any]:
         scores = {**evaluate(w), "majority_accuracy": float(shares.max())}

@@ -1,4 +1,4 @@
-"""The schedule, fixed before the run: which silos answer when, with which records and keys."""
+"""The schedule of a run: which silos answer in which round, with which records and keys."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """R rounds of N silos.
+    """The schedule of R rounds of N silos, drawn before the run.
 
     Attributes:
-      present: bool [R, N], who answers. Public.
-      turn: int32 [R, N], rounds in which the silo answered before.
-      keys: uint32 [R, N, 2, 8], keys for sampling and for noise, each used once.
-      rank: int32 [N, n_max], a random order of each silo's records, drawn before the run.
+      present: bool [R, N], whether each silo answers. Public.
+      turn: int32 [R, N], number of rounds in which the silo answered before.
+      keys: uint32 [R, N, 2, 8], secret keys for sampling and for noise, each used once.
+      rank: int32 [N, n_max], the place of each record in a random order of its silo's records.
 
     Examples:
       >>> import numpy as np
@@ -48,11 +48,11 @@ class Schedule:
 
     @property
     def rounds(self) -> int:
-        """R, the leading axis of ``present``."""
+        """The number of rounds R."""
         return self.present.shape[0]
 
     def rows(self, start: int = 0, stop: int | None = None) -> dict[str, jax.Array]:
-        """Rounds ``start`` to ``stop`` as a pytree to scan over."""
+        """Returns the rounds from ``start`` to before ``stop`` as a pytree to scan over."""
         part = slice(start, stop)
         return {
             "present": self.present[part],
@@ -62,10 +62,14 @@ class Schedule:
 
 
 def participation_law(available: int | Mapping[int, float] | None, silos: int) -> dict[int, float]:
-    """{m: probability} of the number of silos that answer in a round.
+    """Returns {m: probability}, the distribution of the number of silos that answer in a round.
+
+    Args:
+      available: a number of silos, or such a distribution; None: all silos.
+      silos: number of silos N.
 
     Raises:
-      BadInputError: a law that is none, or names more silos than there are.
+      BadInputError: it is not a probability distribution, or has more silos than there are.
     """
     law = {silos: 1.0} if available is None else available
     law = {law: 1.0} if isinstance(law, int) else dict(law)
@@ -78,8 +82,8 @@ def participation_law(available: int | Mapping[int, float] | None, silos: int) -
         or abs(total - 1) > 1e-9
     ):
         raise BadInputError(
-            f"the silos available in a round are {law}, but it must be a number, or a law of "
-            f"numbers, between 1 and the {silos} silos"
+            f"the silos that answer in a round are {law}, but this must be a number from 1 to "
+            f"{silos}, or probabilities of such numbers that sum to 1"
         )
     return law
 
@@ -97,18 +101,20 @@ def make_schedule(
     """Draws a schedule.
 
     Args:
-      key: the run's root key; the keys of every (silo, round) are derived from it.
-      rounds: R.
-      sizes: int [N], records of each silo.
-      available: M, silos that answer in every round; or {m: probability}, the law of M_r, which
-        the network decides; None: all. Who they are is uniform and independent of everything.
-      one_pass_batch: K_i [N]: a silo that has no K_i unused records left stays silent.
-      most_rounds: a silo that has answered so often stays silent (its budget is for so many).
-      silo_key: of each silo, from which its keys and its order of records come; default: made from
-        ``key`` and everything else that is given.
+      key: the run's root key, from which the keys of every silo and round are derived.
+      rounds: number of rounds R.
+      sizes: int [N], number of records of each silo.
+      available: number M of silos that answer in every round; or {m: probability}, the distribution
+        of this number M_r, which the network decides; None: all. Which silos answer is drawn
+        uniformly, and independently of everything else.
+      one_pass_batch: int [N], K_i: a silo stays silent once it has fewer than K_i unused records.
+      most_rounds: number of answers after which a silo stays silent, because its budget is spent.
+      silo_key: returns each silo's key, from which its keys and its order of records come; None:
+        derived from ``key`` and all other arguments.
 
     Raises:
-      BadInputError: a law of M_r that is none, or names more silos than there are.
+      BadInputError: ``available`` is not a probability distribution, or has more silos than there
+        are.
 
     Examples:
       >>> import numpy as np
@@ -122,7 +128,7 @@ def make_schedule(
     sizes = np.asarray(sizes)
     silos = len(sizes)
     law = participation_law(available, silos)
-    # Schedules that differ in anything must not share noise: their messages could be subtracted.
+    # Two different schedules must not share noise, which would cancel in a difference of messages.
     given = [rounds, sizes, sorted(law.items()), one_pass_batch, most_rounds]
     key = key.child("isrl-schedule:" + value_digest(given))
     rng = key.numpy("isrl-participation")
@@ -151,33 +157,34 @@ def make_schedule(
 def silo_draws(
     key: RootKey, rounds: int, size: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What one silo draws before the run.
+    """Returns what one silo draws before the run.
 
     Args:
-      key: of the silo, used for nothing else.
-      rounds: R.
-      size: n_i.
-      capacity: n_max, of the padded arrays.
+      key: key of the silo, used for nothing else.
+      rounds: number of rounds R.
+      size: number of records n_i.
+      capacity: number of records in the padded arrays, n_max.
 
     Returns:
-      keys uint32 [R, 2, 8], and rank int64 [n_max] (``Schedule``).
+      ``keys`` uint32 [R, 2, 8] and ``rank`` int64 [n_max], as in ``Schedule``.
     """
     keys = key.numpy("isrl-keys").integers(0, 2**32, (rounds, 2, 8), dtype=np.uint32)
     order = key.numpy("isrl-order").random(capacity)
-    # Padding comes last in the order, so that the first n_i places hold real records.
+    # Padding comes last, so that the first n_i places hold real records.
     order[size:] = 2.0
     return keys, order.argsort().argsort()
 
 
 def rows_for_use(rows: PyTree, *what: Any) -> PyTree:
-    """Rounds of a schedule with keys for one use of it alone.
+    """Returns rounds of a schedule with keys that are derived for one use of it.
 
-    Two algorithms that were given one schedule would otherwise add the same noise to different
-    messages, whose difference is a difference of gradients.
+    Otherwise two algorithms with one schedule would add the same noise to different messages, and
+    the noise would cancel in the difference of these messages.
 
     Args:
-      rows: of a schedule; ``keys`` uint32 [..., 8]. Rows without keys are returned as they are.
-      *what: see ``words_of``.
+      rows: rounds of a schedule, with ``keys`` uint32 [..., 8]; rows without keys are returned
+        unchanged.
+      *what: what identifies the use; see ``words_of``.
     """
     if not (isinstance(rows, Mapping) and "keys" in rows):
         return rows
@@ -185,12 +192,12 @@ def rows_for_use(rows: PyTree, *what: Any) -> PyTree:
 
 
 def words_of(*what: Any, key: jax.Array | None = None) -> jax.Array:
-    """uint32 [4] that identify a use of keys: a digest of names and pytrees of arrays.
+    """Returns a digest of names and pytrees of arrays, uint32 [4], which identifies a use of keys.
 
     Args:
-      *what: of which names and arrays.
-      key: uint32 [8], of a keyed digest, for arrays that others choose; None: a public
-        one, for which two arrays with the same digest can be constructed.
+      *what: names and pytrees of arrays.
+      key: uint32 [8], key of the digest, needed if others choose the arrays: without a key, anyone
+        can construct two arrays with the same digest.
     """
     words = jnp.zeros(4, jnp.uint32)
     secret = () if key is None else (key,)
@@ -205,5 +212,5 @@ def words_of(*what: Any, key: jax.Array | None = None) -> jax.Array:
 
 
 def derived_keys(keys: jax.Array, words: jax.Array) -> jax.Array:
-    """Keys uint32 [..., 8] derived from ``keys`` and ``words``."""
+    """Returns keys that are derived from ``keys`` and ``words``, uint32 [..., 8]."""
     return jax.vmap(lambda key: subkey(key, words))(keys.reshape(-1, 8)).reshape(keys.shape)

@@ -1,4 +1,4 @@
-"""The silos of an ISRL-DP run: records scaled, bounded one by one, cut into silos."""
+"""The silos of an ISRL-DP run: their records, scaled, bounded in norm and cut into silos."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from dpfl_jax.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class SiloRecords:
-    """The records of all silos, split.
+    """The records of all silos, split into training and test records.
 
     Attributes:
-      train, test: of each silo; features end with a constant 1 (scaled with the record).
-      classes: 0 for numbers.
-      features: the constant among them.
-      description: one line.
-      fingerprint: of the training records; sensitive.
+      train, test: records of each silo; features end with a constant 1, scaled with the record.
+      classes: number of classes; 0 if the target is a number.
+      features: number of features, the constant included.
+      description: one line about the data.
+      fingerprint: hex digest of the training records. Sensitive.
       owners: whether any user owns several records.
       public: whether some records were declared public.
-      inputs: what features and target were made with, besides the table's scale: ``scale`` and
-        ``target``, (middle, width) by the public records; ``names`` of classes.
-      unit_key: what makes a record, and a user of several.
+      inputs: how features and target were made, besides a table's scale: ``scale`` and ``target``
+        hold middle and width from the public records, ``names`` the names of classes.
+      unit_key: what identifies a record, and a user with several records, in words.
       learned: the task of the data.
     """
 
@@ -54,16 +54,16 @@ class SiloRecords:
 def load_silos(
     config: DataConfig, federation: FederationConfig, *, softmax: bool, signed: bool
 ) -> SiloRecords:
-    """Reads what a configuration names.
+    """Reads the data of a configuration, and cuts them into silos.
 
     Args:
-      config: the data section.
-      federation: how many silos there are, and how records are spread over them.
-      softmax: keep all classes (otherwise ten digits are odd and even).
-      signed: two classes are -1 and 1.
+      config: the section ``data``.
+      federation: number of silos, and how records are spread over them.
+      softmax: whether to keep all classes; otherwise ten digits become odd and even.
+      signed: whether labels of two classes are -1 and 1, not 0 and 1.
 
     Raises:
-      BadInputError: missing files or packages, or silos that would be empty.
+      BadInputError: a file or package is missing, or a silo would be empty.
     """
     loaded = load_examples(config)
     task, classes = loaded.task, loaded.task.classes
@@ -72,7 +72,7 @@ def load_silos(
             f"data.source={config.source} holds text, but the models of this kind of run are "
             "linear: use a source of numbers"
         )
-    # A record's place in the order comes from its id alone: replacing one moves no other.
+    # A record's place in the order depends only on its id, so that replacing one moves no other.
     chance, held_chance = _chances(loaded.store, config.split_seed)
     order = np.argsort(chance, kind="stable")
     rows, chance, held_chance = loaded.store.read(order), chance[order], held_chance[order]
@@ -108,12 +108,12 @@ def load_silos(
     if signed and classes == 2:
         y = 2 * y - 1
     x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
-    # Record by record: its place on the ball depends on no other record.
+    # Each record is bounded by itself, so that it depends on no other record.
     x *= np.minimum(1.0, config.max_norm / np.linalg.norm(x, axis=1, keepdims=True))
     parts = _cut(federation, fine, silo, task.classes)
     train, test = [], []
     for part in parts:
-        # Natural silos choose held-out records one by one; silos that we cut get equal sizes.
+        # In natural silos each record is held out by chance; silos that are cut here stay equal.
         held = round(config.validation_fraction * len(part))
         if federation.partition == "natural":
             out = held_chance[part] < config.validation_fraction
@@ -151,14 +151,14 @@ def load_silos(
 
 
 def _chances(store: Store, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two numbers in [0, 1) of each record, a fixed function of its user's id and its number."""
+    """Two numbers in [0, 1) for each record, fixed functions of its user's id and its number."""
     users = np.repeat(np.arange(store.num_users), store.examples_per_user)
     keys, numbers = subject_keys(store, seed)[users], record_numbers(users)
     return uniforms(keys, numbers, seed, 7), uniforms(keys, numbers, seed, 8)
 
 
 def padded(parts: list[tuple[np.ndarray, np.ndarray]]) -> SiloData:
-    """Silos of unequal sizes as one array, padded with zeros."""
+    """Returns silos of unequal sizes as arrays [silos, largest size, ...], padded with zeros."""
     n = max(len(y) for _, y in parts)
     x = np.zeros((len(parts), n, parts[0][0].shape[1]), np.float32)
     y = np.zeros((len(parts), n), np.float32)
@@ -174,10 +174,10 @@ def _cut(
     silo: np.ndarray | None,
     classes: int,
 ) -> list[np.ndarray]:
-    """Indices of each silo, disjoint."""
+    """The indices of each silo's records, disjoint."""
     silos = federation.silos
     if federation.partition == "natural":
-        if silo is None and silos == 1:  # the file of one silo
+        if silo is None and silos == 1:  # all records are of the only silo
             silo = np.zeros(len(fine), np.int64)
         if silo is None:
             raise BadInputError(

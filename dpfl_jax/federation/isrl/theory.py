@@ -1,7 +1,7 @@
 """The paper's step sizes, rounds, batches and bounds on risk, as pure functions.
 
-Logarithms are natural. Misprints of the paper are corrected, and named where that happens. What
-needs private data to be known (phi, upsilon, gap) is an input: it is never estimated here.
+Logarithms are natural. Misprints of the paper are corrected, and named in the docstrings. Numbers
+that could only be learned from private data (phi, upsilon, gap) are inputs.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dpfl_jax.federation.isrl.privacy import Budget
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A convex problem of silos and the privacy they ask for. Where silos differ: the worst one's.
+    """A convex federated problem and its privacy budget. If silos differ, it has the worst values.
 
     Attributes:
-      lipschitz: L, bound of a record's gradient over W.
-      diameter: D of W, twice its radius.
-      dim: d, number of parameters.
-      silos: N.
-      silo_size: n.
-      budget: what a silo grants its records.
-      cohort: M, silos that answer in a round; 1/M = E[1/M_r] if their number is random.
+      lipschitz: bound L on the norm of a record's gradient over W.
+      diameter: diameter D of W, twice its radius.
+      dim: number of parameters d.
+      silos: number of silos N.
+      silo_size: number of records of a silo n.
+      budget: the budget that a silo grants its records.
+      cohort: number M of silos that answer in a round; if it is random, 1/M = E[1/M_r].
       smoothness: beta; inf if the loss is not smooth.
       strong_convexity: mu; 0 if the loss is only convex.
       phi: standard deviation of a record's gradient within its silo.
-      upsilon: heterogeneity, root of the mean squared distance of silos' gradients from their mean.
-      gap: >= F(w_0) - F*.
+      upsilon: heterogeneity, the root mean square distance of silos' gradients from their mean.
+      gap: bound on F(w_0) - F*.
 
     Examples:
       >>> from dpfl_jax.federation import isrl
@@ -61,7 +61,7 @@ class Problem:
 
     @property
     def signal(self) -> float:
-        """Epsilon n / sqrt(d): what privacy costs falls with it."""
+        """epsilon n / sqrt(d): the larger it is, the less privacy costs."""
         return self.budget.epsilon * self.silo_size / math.sqrt(self.dim)
 
     @property
@@ -71,12 +71,14 @@ class Problem:
 
 
 def minibatch_step(problem: Problem, rounds: int, sigma: float) -> float:
-    """Eta of noisy MB-SGD: Theorem 2.1 (D.1), convex; Lemma D.5, c = d sigma^2/M + L^2, strongly.
+    """Returns the step size eta of noisy minibatch SGD, by Theorem 2.1 (D.1).
+
+    For strongly convex losses it follows Lemma D.5, with c = d sigma^2/M + L^2.
 
     Args:
-      problem: of which silos.
-      rounds: R.
-      sigma: noise of a silo's *mean* gradient (needed if strongly convex).
+      problem: the problem.
+      rounds: number of rounds R.
+      sigma: noise on a silo's *mean* gradient, only used if the loss is strongly convex.
     """
     positive("rounds", rounds)
     p, mu = problem, problem.strong_convexity
@@ -90,7 +92,7 @@ def minibatch_step(problem: Problem, rounds: int, sigma: float) -> float:
 
 
 def minibatch_rounds(problem: Problem) -> int:
-    """Theorem 2.1: R of noisy MB-SGD."""
+    """Returns the number of rounds of noisy minibatch SGD, by Theorem 2.1."""
     p, beta, mu = problem, problem.smoothness, problem.strong_convexity
     private = p.cohort * p.signal**2
     sampled = min(p.cohort * p.silo_size, private)
@@ -101,10 +103,11 @@ def minibatch_rounds(problem: Problem) -> int:
 
 
 def accelerated_rounds(problem: Problem, batch: float) -> int:
-    """Theorem 4.1 (F.1): R of accelerated ERM, in stages if strongly convex, at local batch K.
+    """Returns the number of rounds of accelerated ERM with local batch K, by Theorem 4.1 (F.1).
 
-    Convex: printed with (beta D/L)^{1/4}; balancing the proof's two terms gives the square root of
-    the whole product, which is also what reproduces Theorem F.2.
+    It is multi-stage if the loss is strongly convex. For convex losses the paper prints (beta
+    D/L)^{1/4}. Balancing the two terms of its proof gives the square root of the whole product,
+    which also reproduces Theorem F.2.
     """
     p, beta, mu = problem, problem.smoothness, problem.strong_convexity
     if mu:
@@ -117,10 +120,11 @@ def accelerated_rounds(problem: Problem, batch: float) -> int:
 
 
 def one_pass_batch(problem: Problem) -> int:
-    """Theorem 3.1: K of one-pass accelerated MB-SGD, within 1 and n; R = floor(n / K).
+    """Returns the local batch K, from 1 to n, of one-pass accelerated SGD, by Theorem 3.1.
 
-    Convex: K = (L/(beta D))^{2/5} n^{3/5} (d ln(1/delta))^{1/5} / (epsilon^{2/5} M^{1/5}), printed
-    with a lost bracket; it balances beta D^2 K^2/n^2 against LD sqrt(d ln) / (epsilon sqrt(K n M)).
+    The number of rounds is then R = floor(n / K). For convex losses K is (L/(beta D))^{2/5} n^{3/5}
+    (d ln(1/delta))^{1/5} / (epsilon^{2/5} M^{1/5}), which the paper prints with a lost bracket. It
+    balances beta D^2 K^2/n^2 against LD sqrt(d ln(1/delta)) / (epsilon sqrt(K n M)).
     """
     p, n, mu = problem, problem.silo_size, problem.strong_convexity
     if mu:
@@ -135,10 +139,10 @@ def one_pass_batch(problem: Problem) -> int:
 
 
 def variance_sco(problem: Problem, batch: float, sigma: float) -> float:
-    """Lemma E.3: V^2 of the mean noisy gradient; sigma is the noise of one silo's *mean*.
+    """Returns the variance V^2 of the mean noisy gradient in one pass, by Lemma E.3.
 
-    phi^2/(MK) + (1 - (M-1)/(N-1)) upsilon^2/M + d sigma^2/M. (The lemma writes the noise inside the
-    mean over K; it is not divided by K.)
+    It is phi^2/(MK) + (1 - (M-1)/(N-1)) upsilon^2/M + d sigma^2/M, where sigma is the noise on one
+    silo's *mean*. (The lemma writes the noise inside the mean over K, but it is not divided by K.)
     """
     p, m = problem, problem.cohort
     between = 0.0 if p.silos == 1 else (1 - (m - 1) / (p.silos - 1)) * p.upsilon**2 / m
@@ -146,7 +150,7 @@ def variance_sco(problem: Problem, batch: float, sigma: float) -> float:
 
 
 def variance_erm(problem: Problem, batch: float, sigma: float) -> float:
-    """Lemma F.1: V^2 <= 4 L^2/(MK) (unless all records answer) + d sigma^2/M."""
+    """Returns a bound on V^2 in ERM: 4 L^2/(MK) (0 with all records) + d sigma^2/M (Lemma F.1)."""
     p = problem
     whole = p.cohort * batch >= p.silo_size * p.silos
     sampled = 0.0 if whole else 4 * p.lipschitz**2 / (p.cohort * batch)
@@ -154,7 +158,7 @@ def variance_erm(problem: Problem, batch: float, sigma: float) -> float:
 
 
 def smoothing_sco(problem: Problem) -> float:
-    """Section 2 (non-smooth), SCO: beta of the Moreau envelope."""
+    """Returns beta of the Moreau envelope for one pass (SCO), by section 2."""
     p = problem
     if p.strong_convexity:
         return p.strong_convexity * p.cohort / (1 / p.silo_size + p.noise**2)
@@ -163,7 +167,7 @@ def smoothing_sco(problem: Problem) -> float:
 
 
 def smoothing_erm(problem: Problem) -> float:
-    """Theorem F.2: epsilon n sqrt(M) L / (sqrt(d) D); strongly mu M epsilon^2 n^2 / d."""
+    """Returns beta of the Moreau envelope for ERM, by Theorem F.2."""
     p = problem
     if p.strong_convexity:
         return p.strong_convexity * p.cohort * p.signal**2
@@ -171,9 +175,9 @@ def smoothing_erm(problem: Problem) -> float:
 
 
 class Risk(NamedTuple):
-    """Excess risk that is possible: the parts that sampling and that privacy cause.
+    """A bound on the excess risk: the parts that are due to sampling and to privacy.
 
-    Constants are 1, and the upper bounds hide log^2 factors: the numbers are rates, not promises.
+    Constants are 1, and the upper bounds hide log^2 factors, so that these are only orders of size.
     """
 
     statistical: float
@@ -181,7 +185,7 @@ class Risk(NamedTuple):
 
 
 def risk_upper_bound(problem: Problem) -> Risk:
-    """Theorem 2.1: noisy MB-SGD, i.i.d. silos."""
+    """Returns the upper bound for noisy minibatch SGD with i.i.d. silos, by Theorem 2.1."""
     p = problem
     if p.strong_convexity:
         scale = p.lipschitz**2 / (p.strong_convexity * p.cohort)
@@ -191,7 +195,7 @@ def risk_upper_bound(problem: Problem) -> Risk:
 
 
 def risk_lower_bound(problem: Problem) -> Risk:
-    """Theorem 2.2: no ISRL-DP algorithm (compositional, C = 1) does better, up to logarithms."""
+    """Returns the lower bound for (compositional, C = 1) ISRL-DP algorithms, by Theorem 2.2."""
     p = problem
     cost = 1 / (p.signal * math.sqrt(p.cohort))
     if p.strong_convexity:
@@ -202,7 +206,7 @@ def risk_lower_bound(problem: Problem) -> Risk:
 
 
 def central_risk_lower_bound(problem: Problem) -> Risk:
-    """The trusted server's convex lower bound (Bassily et al. 2019): 1/sqrt(N) less noise."""
+    """Returns the convex lower bound with a trusted server (Bassily et al. 2019)."""
     p = problem
     private = p.lipschitz * p.diameter * min(1.0, 1 / (p.signal * p.cohort))
     return Risk(p.phi * p.diameter / math.sqrt(p.cohort * p.silo_size), private)

@@ -1,7 +1,7 @@
-"""A plan: a mechanism calibrated for a data set, and what a step of it computes.
+"""Plans: mechanisms calibrated for a data set, and what their steps compute.
 
-``batches`` reads what is drawn, ``sums`` adds up clipped gradients over devices, and ``sum_check``
-compares the compiled sum with plain gradients before the first step.
+``batches`` reads the units that are drawn, ``sums`` adds up clipped gradients over devices, and
+``sum_check`` compares the compiled sum with plain gradients before the first step.
 """
 
 from dpfl_jax.mechanisms.plan.plan import Batch, ClippedSum, Plan

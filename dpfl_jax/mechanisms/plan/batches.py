@@ -1,7 +1,7 @@
-"""The data pipeline as a training run sets it up: one set of shapes, units in the form of the loss.
+"""Sets up the data pipeline of a training run: the sizes of buffers, and the form of examples.
 
-Reading, padding, shipping and reading ahead are ``data.pipeline``'s; here is decided how large its
-buffers are and in which form examples cross to the devices.
+``data.pipeline`` reads, pads and ships examples. This module decides how large its buffers are, and
+in which form examples are sent to the devices.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 PyTree = Any
 
-# A draw outgrows its buffer with this probability; then it gets a larger one.
+# A draw exceeds its buffer with this probability, and then gets a larger one.
 _OVERFLOW = 1e-15
-# As ids and segments are computed with; they cross to the devices as narrow as they fit.
+# Types to compute with; ids and segments are sent to the devices in the narrowest type that fits.
 _KINDS = {"tokens": np.int32, "segments": np.int32}
 
 
@@ -49,14 +49,15 @@ def training_pipeline(
     """Returns the pipeline of a run, whose batches all have the same shapes.
 
     Args:
-      sampler: which units each step has.
-      store: where examples are read. Token stores are shipped as stored (``example_loss``).
-      mesh: where batches go.
+      sampler: draws the units of each step.
+      store: store that examples are read from. Tokens are shipped as stored (``example_loss``).
+      mesh: devices that batches are shipped to.
       microbatch_size: units per device and row.
-      group_buckets: put users with few examples into buffers with a smaller group axis (1, 2, 4,
-        ...) instead of padding them to the group size.
-      loss_key: root key of the examples' own keys, for a loss that takes one (``example_loss``).
-      packing: pack each unit's sequences into rows of so many shapes (``data.packing``); 0: not.
+      group_buckets: whether to put users with few examples into buffers with a smaller group axis
+        (1, 2, 4, ...) instead of padding them to the group size.
+      loss_key: root key of the examples' random keys, for a loss that takes one (``example_loss``).
+      packing: number of row shapes into which each unit's sequences are packed (``data.packing``);
+        0: no packing.
     """
     row = microbatch_size * unit_parts(mesh)
     if packing:
@@ -80,12 +81,12 @@ def training_pipeline(
 
 
 def _packed(sampler: Sampler, store: Readable, mesh: Mesh, row: int, most_shapes: int) -> Pipeline:
-    """With as much room for units of each shape as were in it among those looked at."""
+    """A packing pipeline, with room for units of each shape by its share in a sample of units."""
     most = sampler.size_bound(_OVERFLOW)
     shapes, shares = choose_shapes(
         store, sampler.group_size, sampler.expected_size, row, unit_parts(mesh), most_shapes
     )
-    # Of few units that were looked at: a share may be larger by some of its standard errors.
+    # The sample is small, so the true share may be larger by some standard errors.
     sure = [min(1.0, share + 4 * math.sqrt(share / SAMPLE_UNITS) + 0.004) for share in shares]
     units = [min(most, most * share + 6 * math.sqrt(most * share)) for share in sure]
     return Pipeline(
@@ -101,19 +102,19 @@ def _packed(sampler: Sampler, store: Readable, mesh: Mesh, row: int, most_shapes
 
 
 def check_packing(loss_fn: Callable[..., jax.Array], store: Readable, how: Execution) -> None:
-    """Raises BadInputError where examples cannot be packed, though ``how`` says so."""
+    """Raises BadInputError if ``how`` asks for packing, but the examples cannot be packed."""
     if not how.packing:
         return
     schema = getattr(store, "schema", None)
     if schema is None or schema.kind == "arrays" or schema.pairs:
         raise BadInputError(
-            "execution.packing is for single sequences of tokens, which these examples are not: "
+            "execution.packing packs single sequences of tokens, which these examples are not: "
             "set it to 0"
         )
     if not handles_segments(loss_fn):
         raise BadInputError(
-            "execution.packing needs a loss of several sequences in one row, as the transformer's "
-            "is: set it to 0, or mark a loss that takes `segments` with "
+            "execution.packing needs a loss that handles several sequences in one row, like the "
+            "transformer's: set it to 0, or mark a loss that takes `segments` with "
             "dpfl_jax.task.takes_segments"
         )
     for name in ("group_buckets", "examples_at_once", "split_users"):
@@ -125,15 +126,15 @@ def check_packing(loss_fn: Callable[..., jax.Array], store: Readable, how: Execu
 
 
 def check_packed_loss(loss_fn: Callable[..., jax.Array], store: Readable, params: PyTree) -> None:
-    """Holds the loss of packed rows against those of their sequences: some of the store's first.
+    """Checks that the loss of packed rows is the sum of their sequences' losses.
 
     Args:
-      loss_fn: of one example, or of a row.
-      store: whose sequences are cut to half a row, so that two share one.
+      loss_fn: loss of one example, or of a packed row.
+      store: store whose first sequences are cut to half a row, so that two share a row.
       params: all parameters.
 
     Raises:
-      BadInputError: the row's is not the sum, or a key matters.
+      BadInputError: the losses differ, or the loss depends on a random key.
     """
     offsets = np.asarray(store.user_offsets)
     positions = np.arange(offsets[0], min(offsets[0] + 4, offsets[-1]))
@@ -153,42 +154,42 @@ def check_packed_loss(loss_fn: Callable[..., jax.Array], store: Readable, params
     together = float(jax.jit(losses)(params, rows).sum())
     if not abs(together - one_by_one.sum()) <= room:
         raise BadInputError(
-            f"the loss of packed rows is {together:.6g}, but that of their {len(positions)} "
-            f"sequences adds up to {one_by_one.sum():.6g}: set execution.packing to 0, or make the "
-            "loss that takes_segments marks the sum over a row's sequences of each one's own"
+            f"the loss of packed rows is {together:.6g}, but the losses of their {len(positions)} "
+            f"sequences add up to {one_by_one.sum():.6g}: set execution.packing to 0, or make the "
+            "loss that takes_segments marks the sum of the losses of a row's sequences"
         )
     name = key_argument(loss_fn)
     if name is not None:
         drawn = np.asarray(jax.jit(losses)(params, single, **{name: jax.random.key(1)}))
         if not np.abs(drawn - one_by_one).sum() <= room:
             raise BadInputError(
-                f"the loss draws at random (`{name}`), and sequences of a packed row have no keys: "
+                f"the loss draws at random (`{name}`), but sequences in a packed row have no keys: "
                 "set execution.packing to 0, or leave dropout out"
             )
 
 
 class _Halved:
-    """A store whose sequences end after half a row."""
+    """A view of a store in which sequences end after half a row."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.schema = store, getattr(store, "schema", None)
         self.user_offsets = store.user_offsets
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        found = self._store.read(positions)
-        length = found["mask"].shape[1]
+        rows = self._store.read(positions)
+        length = rows["mask"].shape[1]
         kept = np.arange(length) < max(1, length // 2)
-        return {"tokens": np.where(kept, found["tokens"], 0), "mask": found["mask"] & kept}
+        return {"tokens": np.where(kept, rows["tokens"], 0), "mask": rows["mask"] & kept}
 
 
 def example_loss(
     loss_fn: Callable[..., jax.Array], store: Readable, packing: bool = False
 ) -> Callable[..., jax.Array]:
-    """Turns a loss of one example of ``store`` into one of what the pipeline ships of it.
+    """Returns the loss of one example in the form that the pipeline ships.
 
-    Token sequences cross to the devices as stored (two bytes a token, not five) and are unpacked
-    there, one microbatch at a time. A loss that takes a key (``randomness.key_argument``) gets
-    that of its example. With ``packing`` an example is a row of several, and has no key.
+    Token sequences are shipped as stored (two bytes per token, not five), and are unpacked on the
+    device, one microbatch at a time. A loss that takes a key (``randomness.key_argument``) gets the
+    key of its example. With ``packing``, an example is a row of several, and has no key.
     """
     if packing:
 
@@ -208,7 +209,7 @@ def example_loss(
 
 
 def step_arguments(mechanism: Mechanism, batch: StepBatch) -> tuple[Any, Any, Any]:
-    """Returns a batch as the train step takes it: units, masks and rows in use, per bucket."""
+    """Returns a batch as arguments of the step: units, masks and numbers of rows, per bucket."""
     return (
         tuple(units_of(mechanism, bucket) for bucket in batch.buckets),
         tuple(bucket.unit_mask for bucket in batch.buckets),
@@ -222,17 +223,17 @@ def units_of(mechanism: Mechanism, bucket: Bucket) -> PyTree:
     units = mechanism.participation.units(examples, bucket.example_mask)
     if bucket.per_unit is not None:
         units = {**units, "bound": bucket.per_unit}
-    # Its rows are fewer than its examples, whose mean is meant (``mean_of_examples``).
+    # A packed unit has fewer rows than examples, but its loss is the mean over examples.
     return units if bucket.counts is None else {**units, "count": bucket.counts}
 
 
 def draw_digest(sampler: Sampler, key: RootKey, step: int) -> str:
-    """Identifies which examples a step has, for processes to compare; tells nobody without the key.
+    """Returns a digest of a step's draw, for processes to compare, keyed so that it is secret.
 
     Args:
-      sampler: which units each step has.
+      sampler: draws the units of each step.
       key: root key of the run.
-      step: a step number.
+      step: number of the step.
     """
     draw = sampler.draw(step)
     content = hashlib.sha256(np.ascontiguousarray(draw.units).tobytes())

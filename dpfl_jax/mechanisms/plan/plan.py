@@ -1,6 +1,6 @@
 """A plan: a mechanism calibrated for a data set, a number of steps and a target.
 
-It is what can be run and accounted, whether ``fit`` runs it or a loop of one's own.
+``fit`` runs a plan, or a loop that you write.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
-    """What a step's units add up to.
+    """The clipped sum of one step's units.
 
     Attributes:
-      sum: clipped sum, float32, in the shape of the trained parameters. Not private before noise.
-      stats: what the units were like. Not private.
+      sum: clipped sum, a float32 pytree like the trained parameters. Not private before noise.
+      stats: statistics of the units, such as norms and losses. Not private.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -85,9 +85,9 @@ class Batch:
     """The units of one step, and the key of its noise.
 
     Attributes:
-      step: its number.
-      units: what ``Plan.clipped_grad`` takes.
-      plan: digest of the plan that it belongs to.
+      step: number of the step, from 0.
+      units: the data of the units, which ``Plan.clipped_grad`` reads.
+      plan: digest of the plan that the batch belongs to.
 
     Examples:
       >>> import numpy as np
@@ -108,36 +108,36 @@ class Batch:
 
     @property
     def noise_key(self) -> np.ndarray:
-        """uint32 [11] or more, what ``Plan.noise`` takes: secret, for one release, and given once.
+        """The secret noise key for ``Plan.noise``, uint32 [11] or longer. It can be read only once.
 
         Raises:
-          BadInputError: it was taken before.
+          BadInputError: it was read before.
         """
         if not self._keys:
             raise BadInputError(
-                f"the noise key of step {self.step} was taken from its batch before (or this is a "
-                f"copy of the batch, which has none), but {ONE_RELEASE}"
+                f"the noise key of step {self.step} was already taken from its batch (or this is a "
+                f"copy of the batch, which has no key), but {ONE_RELEASE}"
             )
         return self._keys.pop()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What ``copy`` and ``pickle`` take: two of one batch would each give the key."""
+        # Copies get no key: two copies of a batch would each give it once.
         return {**self.__dict__, "_keys": []}
 
 
-# Digest of a secret key and a plan -> steps that were drawn in this process.
+# Fingerprint of a secret key and digest of a plan -> number of steps drawn in this process.
 _drawn: dict[str, int] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """See ``Mechanism.plan``, which makes it.
+    """A mechanism calibrated for a data set, made by ``Mechanism.plan``.
 
     Attributes:
       calibrated: the mechanism with its noise, for the data's population.
-      data: whose units are sampled.
+      data: the store whose units are sampled.
       execution: how steps are computed.
-      mesh: what they are computed on.
+      mesh: the devices that compute.
 
     Examples:
       >>> import numpy as np
@@ -156,10 +156,10 @@ class Plan:
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        """Checks the mesh, and that the noise is for these data.
+        """Checks the mesh, and that the noise was calibrated for these data.
 
         Raises:
-          BadInputError: the mesh has no axis to split units over, or the population is another one.
+          BadInputError: the mesh has no axis ``data``, or the data have other counts.
         """
         self._check_population()
         if DATA_AXIS not in self.mesh.axis_names:
@@ -170,7 +170,7 @@ class Plan:
 
     @property
     def mechanism(self) -> Mechanism:
-        """Fitted to the number of steps."""
+        """The mechanism, fitted to the number of steps."""
         return self.calibrated.mechanism
 
     @property
@@ -191,23 +191,25 @@ class Plan:
     # ---- what runs -------------------------------------------------------------------------
 
     def batches(self, key: RootKey, *, start: int = 0, loss_keys: bool = False) -> Iterator[Batch]:
-        """The units of every step from ``start`` on, with its noise's key; read ahead.
+        """Yields the batch of every step from ``start`` on, with the key of its noise.
 
-        What is drawn from a secret key also depends on the plan. It does not depend on the loss or
-        on the parameters: a key is for one run alone, or two would add the same noise, which their
-        difference does not have. Within a process a secret key gives each step once.
+        Every batch must be used, even an empty one. Batches are read ahead.
+
+        Use a key for one run only. Draws depend on the key and the plan, but not on the loss or the
+        parameters: two runs with one key would add the same noise, which cancels in the difference
+        of their models. Within a process, a secret key gives each step once.
 
         Args:
-          key: of this run alone. To go on with a loop, keep it (secret) beside the parameters and
-            the noise's state, without which gradients are NaN where noise is correlated. Every
-            batch must be used, an empty one too.
-          start: steps already taken. If the mechanism ``is_stateful`` they were taken under this
-            key and by this plan, or a user may be drawn more often than is accounted.
-          loss_keys: whether the loss takes a key of its own for each example (``rng`` or ``key``).
+          key: secret root key of this run. To resume a loop, save the key with the parameters and
+            the state of the noise; with correlated noise, gradients are NaN without this state.
+          start: number of steps already taken. If the mechanism ``is_stateful``, they must have
+            been taken with this key and this plan, or a user may be drawn more often than is
+            accounted.
+          loss_keys: whether the loss takes a random key for each example (``rng`` or ``key``).
 
         Raises:
-          BadInputError: ``start`` is no step of the plan, or was drawn from this key before; or
-            users have budgets of their own.
+          BadInputError: ``start`` is no step of the plan, or was drawn from this key before; or the
+            mechanism has individual budgets or an adaptive clip norm.
         """
         expect(key, RootKey, "key", "a RootKey, as RootKey.generate() makes")
         self._refuse_own_loop()
@@ -232,10 +234,10 @@ class Plan:
     def clipped_grad(
         self, loss_fn: LossFn, *, trainable: Trainable = None
     ) -> Callable[[PyTree, Batch], ClippedSum]:
-        """The sum of a batch's clipped gradients.
+        """Returns the function that sums a batch's clipped gradients.
 
-        At the first call it is checked as by ``fit``: that units do not mix, that the sum is that
-        of one device, and that norms are those of plain per-unit gradients.
+        Its first call checks, as ``fit`` does, that units do not mix, that the sum equals the sum
+        computed on one device, and that norms equal those of plain per-unit gradients.
 
         Args:
           loss_fn: ``(params, example) -> scalar`` for one example.
@@ -245,14 +247,14 @@ class Plan:
           ``(params, batch) -> ClippedSum``.
 
         Raises:
-          BadInputError: the plan's mesh splits parameters, users have budgets of their own, or the
-            clip norm adapts: that is for ``fit``.
+          BadInputError: the plan's mesh splits parameters, the mechanism has individual budgets, or
+            the clip norm adapts. Use ``fit`` for these.
         """
         self._refuse_own_loop()
         if splits_parameters(self.mesh):
             raise BadInputError(
-                "this plan splits parameters over devices (execution.mesh), which a loop of one's "
-                "own does not: use fit, or a mesh with data alone"
+                "this plan splits parameters over devices (execution.mesh), which only fit can "
+                "run: use fit, or a mesh with data alone"
             )
         shipped, random = self.shipped_loss(loss_fn), self.key_argument_of(loss_fn)
         summed = jax.jit(
@@ -271,10 +273,10 @@ class Plan:
             if self.execution.packing:
                 check_packed_loss(loss_fn, self.data, params)
             trained, frozen = place(split(params, trainable), replicated(self.mesh))
-            # Refused as by ``fit`` where nothing that is traced tells what the loss computes.
+            # Like ``fit``, refuses a loss whose traced computation does not say what it computes.
             traced = with_any_key(loss_fn, key_argument(loss_fn))
             training_digest(traced, trained, frozen, self.example, optax.identity())
-            any_key = RootKey.from_seed(0)  # it looks at the first units, whoever is drawn
+            any_key = RootKey.from_seed(0)  # the check reads the first units, not a draw
             sampler = self.sampler(any_key)
             pipeline = self.pipeline(sampler, any_key if random else None)
             group = sampler.group_size
@@ -284,8 +286,9 @@ class Plan:
             nonlocal checked
             if batch.plan != self.digest:
                 raise BadInputError(
-                    "the batch is of another plan (data, mechanism, steps or delta): what it costs "
-                    "is not what this plan states; take plan.batches of this one"
+                    "the batch belongs to another plan (other data, mechanism, steps or delta), "
+                    "whose privacy cost this plan does not state: take batches from "
+                    "plan.batches of this plan"
                 )
             if random and batch.units.buckets[0].keys is None:
                 raise BadInputError(
@@ -313,23 +316,24 @@ class Plan:
         trainable: Trainable = None,
         say: Callable[[str], object] = str,
     ) -> None:
-        """Holds a compiled sum against one device's, and its norms against plain ones.
+        """Compares a compiled sum with the sum on one device, and norms with plain per-unit norms.
 
-        Only norms that no gradient is formed for are compared, for each shape of units.
+        Norms are compared for each shape of units, if the strategy computes them without forming
+        gradients.
 
         Args:
-          summed: what trains; see ``check_sum``.
-          loss_fn: of one example, as the pipeline ships it.
+          summed: the compiled sum that trains; see ``check_sum``.
+          loss_fn: loss of one example, in the form that the pipeline ships.
           params: all parameters.
-          trained: those that are trained, placed as in training.
-          frozen: the others, likewise.
-          pipeline: gives the first units.
-          group_size: the sampler's.
+          trained: the trained parameters, placed as in training.
+          frozen: the frozen parameters, placed as in training.
+          pipeline: reads the first units.
+          group_size: the sampler's group size.
           trainable: as for ``fit``.
-          say: is told what is being done.
+          say: called with what is being checked, for progress.
 
         Raises:
-          clipping.SelfCheckError: they disagree, or units mix.
+          clipping.SelfCheckError: sums or norms disagree, or units mix.
         """
         say("its sum over a few units (the step is compiled for this)")
         given = (summed, self.mechanism, loss_fn, trained, frozen, pipeline, group_size)
@@ -348,37 +352,44 @@ class Plan:
             self_check(bounded, params, rows, tolerance=summed_up.tolerance)
 
     def noise(self) -> optax.GradientTransformationExtraArgs:
-        """Turns a clipped sum into a private gradient: noise is added, and the sum divided.
+        """Returns the transformation of a clipped sum into a private gradient.
 
-        What is accounted is one release for each batch. A second one under its noise key is refused
-        where it is seen: a batch gives its key once; outside ``jit``, ``update`` takes the same
-        words once, and within it the same traced array; and from a state that has released the step
-        already the gradient is NaN (outside ``jit``: BadInputError). So always go on with the state
-        that ``update`` returned. Who keeps a key and an old state, and gives both to compiled
-        functions twice, or to one within ``vmap``, ``scan`` or ``lax.map``, is not seen.
+        It adds noise, and divides by the expected size. Always continue with the state that
+        ``update`` returned.
+
+        One release for each batch is accounted. A second release with the same noise key is
+        refused where it can be noticed:
+
+        * A batch gives its key once.
+        * ``update`` takes the same key once outside ``jit``, and the same traced array once within.
+        * From a state that has already released the step, ``update`` raises BadInputError outside
+          ``jit``, and returns NaN within.
+
+        It cannot be noticed if you keep a key and an old state, and pass both to a compiled
+        function twice, or use them within ``vmap``, ``scan`` or ``lax.map``.
 
         Returns:
           ``init(params) -> state`` and ``update(sum, state, params=None, *, noise_key) ->
-          (gradient, state)``, with the batch's own ``noise_key`` (``noise.refuse_key_reuse``).
+          (gradient, state)``, with the batch's ``noise_key`` (``noise.refuse_key_reuse``).
         """
         noise = self.calibrated.noise_transform()
         return refuse_key_reuse(noise) if self.mechanism.private else noise
 
     def _check_population(self) -> None:
-        """Refuses data with other counts than the accounted ones: how many are drawn would differ.
+        """Refuses data with other counts than those accounted, as the draw would differ.
 
-        Looked at again before units are drawn, as records of a user-defined store may change.
+        Called again before units are drawn, because a user-defined store may change.
         """
         drawn = self.mechanism.participation.population_of(self.data)
         if drawn != self.population:
             raise BadInputError(
                 f"the noise was calibrated for {self.population.description}, but these data hold "
-                f"{drawn.description}: what is stated would not be what runs; make the plan of "
-                "these data (mechanism.plan(data, ...)), and do not change them afterwards"
+                f"{drawn.description}, so that the stated guarantee would not hold: make the plan "
+                "from these data (mechanism.plan(data, ...)), and do not change them afterwards"
             )
 
     def sampler(self, key: RootKey) -> Sampler:
-        """Which units each step has, under the key of a run.
+        """Returns the sampler that draws each step's units from the root key of a run.
 
         Raises:
           BadInputError: the data have other counts than when the plan was made.
@@ -387,7 +398,7 @@ class Plan:
         return self.mechanism.sampler(self.data.user_offsets, key)
 
     def pipeline(self, sampler: Sampler, loss_key: RootKey | None = None) -> Pipeline:
-        """Reads what a sampler draws, for the plan's mesh."""
+        """Returns the pipeline that reads what a sampler draws, and ships it to the mesh."""
         how = self.execution
         return training_pipeline(
             sampler,
@@ -400,23 +411,24 @@ class Plan:
         )
 
     def shipped_loss(self, loss_fn: LossFn) -> LossFn:
-        """A loss of one example as one of what the pipeline ships.
+        """Returns the loss of an example in the form that the pipeline ships.
 
         Raises:
-          BadInputError: examples are to be packed, and these or this loss cannot.
+          BadInputError: ``execution.packing`` is set, but these examples or this loss cannot be
+            packed.
         """
         check_packing(loss_fn, self.data, self.execution)
         return example_loss(loss_fn, self.data, bool(self.execution.packing))
 
     def key_argument_of(self, loss_fn: LossFn) -> str | None:
-        """The name under which a loss takes each example's own key; None: it gets none."""
+        """Returns the name of the argument by which a loss takes each example's key, or None."""
         return None if self.execution.packing else key_argument(loss_fn)
 
     def noise_key(self, key: RootKey, step: int) -> np.ndarray:
-        """uint32 [11] or more: of the noise of a step, under the key of a run.
+        """Returns the noise key of a step, from the root key of a run: uint32 [11] or longer.
 
-        Eight words; those of steps before it, if their noise is drawn again; the step, and two
-        words of the run.
+        It holds eight words for this step, eight for each step before it whose noise is drawn
+        again, the number of the step, and two words that identify the run.
         """
         steps = range(step, step - self.mechanism.noise.keys_per_step, -1)
         words = [key.words("noise", max(s, 0)) for s in steps]
@@ -431,23 +443,24 @@ class Plan:
         if isinstance(self.mechanism.clip, Adaptive):
             raise BadInputError(
                 "mechanism.clip is adaptive: the clip norm of a step follows from the release "
-                "before it, which a loop of one's own does not keep: use fit, or another clip rule"
+                "before it, which only fit keeps: use fit, or another clip rule"
             )
         if self.mechanism.budget is not None:
             raise BadInputError(
-                f"mechanism.kind={self.mechanism.kind} keeps what each user has spent, and looks "
-                "at everybody's gradients, which a loop of one's own does not: use fit"
+                f"mechanism.kind={self.mechanism.kind} tracks each user's budget with passes over "
+                "all users, which only fit does: use fit, or another mechanism"
             )
 
     def _own(self, key: RootKey) -> RootKey:
-        """Who compares runs under a seed wants their draws; nothing about that key is secret."""
+        # Each plan gets its own key from a secret one. A public seed draws the same in every plan,
+        # because runs under one seed are compared with each other.
         return key if key.public else key.child("plan:" + self.digest)
 
     # ---- what is accounted -----------------------------------------------------------------
 
     @property
     def bounding(self) -> Bounding | None:
-        """What was left out of data whose examples have several owners; None of other data."""
+        """What was left out of data whose examples have several owners; None for other data."""
         return bounding_of(self.data)
 
     @functools.cached_property
@@ -458,21 +471,20 @@ class Plan:
 
     @functools.cached_property
     def stated(self) -> dict[str, Any]:
-        """The plan as a report tells it: plain JSON."""
-        told = {
+        """The plan as plain JSON, for reports."""
+        stated = {
             "mechanism": self.calibrated.to_section(),
             "population": self.population.to_json(),
             "delta": self.delta,
             "steps": self.steps,
         }
-        return json.loads(json.dumps(told, default=lambda number: number.item()))
+        return json.loads(json.dumps(stated, default=lambda number: number.item()))
 
     @property
     def data_digest(self) -> str:
-        """Identifies the training data; a function of them, without noise.
+        """Hex digest that identifies the training data. Not private.
 
-        Computed at each call: records of a user-defined store may have changed, and then the noise
-        must differ.
+        Computed at each call: if a user-defined store has changed, the noise must differ.
         """
         offsets = np.asarray(self.data.user_offsets, np.int64)
         digest = hashlib.sha256(offsets.tobytes())
@@ -481,21 +493,21 @@ class Plan:
 
     @property
     def code_outside(self) -> list[str]:
-        """Digests of the code of parts that are not this package's."""
+        """Digests of the code of those parts of the mechanism that are not this package's."""
         return code_outside(self.mechanism, getattr(self.mechanism.participation, "scheme", None))
 
     @functools.cached_property
     def digest(self) -> str:
-        """Identifies mechanism, data, steps and delta. Execution is no part of it."""
+        """Hex digest that identifies mechanism, data, steps and delta, but not the execution."""
         content = json.dumps([self.stated, self.data_digest, *self.code_outside], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def event(self, steps: int | None = None) -> Any:
-        """The ``dp_accounting.DpEvent`` of the first ``steps`` steps (all) for one unit."""
+        """Returns the ``DpEvent`` of the first ``steps`` steps (None: all) for one privacy unit."""
         return self.calibrated.event(steps)
 
     def epsilons(self, counts: Sequence[int]) -> list[float]:
-        """Upper bounds on epsilon after these numbers of steps; inf where there is none."""
+        """Returns upper bounds on epsilon after these numbers of steps; inf where there is none."""
         return self.calibrated.epsilons(counts)
 
     def guarantee(
@@ -505,15 +517,15 @@ class Plan:
         *,
         key: RootKey | None = None,
     ) -> accounting.Guarantee:
-        """What the first ``steps`` steps (all) guarantee.
+        """Returns the guarantee of the first ``steps`` steps.
 
-        A loop of one's own adds caveats for what it releases beside the parameters. If ``batches``
-        of this plan were drawn from a public seed, that is named.
+        It names public seeds that ``batches`` of this plan drew from. If your loop releases more
+        than the parameters, say so in ``caveats``.
 
         Args:
-          steps: taken.
-          caveats: further sentences.
-          key: what was drawn from elsewhere; one that is public is named, too.
+          steps: number of steps taken; None: all.
+          caveats: sentences to add.
+          key: root key of draws that were not made by ``batches``; it is named if it is public.
 
         Raises:
           BadInputError: the plan has fewer steps.
@@ -524,10 +536,10 @@ class Plan:
         return self.with_public_inputs(self.calibrated.guarantee(steps, caveats))
 
     def with_public_inputs(self, guarantee: accounting.Guarantee) -> accounting.Guarantee:
-        """A guarantee of this plan that names its unit's key and what it takes as public."""
+        """Returns the guarantee with what makes a user in the data, and the public inputs."""
         inputs = public_inputs(self.population.description, self.mechanism.bounds)
         return about(guarantee, unit_key_of(self.data), inputs)
 
     def statement(self, guarantee: accounting.Guarantee, steps: int | None = None) -> Statement:
-        """What guarantee.json says of the first ``steps`` steps (all), with their guarantee."""
+        """Returns the contents of guarantee.json for the first ``steps`` steps (None: all)."""
         return self.calibrated.statement(guarantee, steps)

@@ -1,9 +1,10 @@
-"""Checks the compiled sum of a run, as laid out over its devices, before the first step.
+"""Checks the compiled sum of a run, on its devices, before the first step.
 
-``clipping.self_check`` looks at norms in a small program on a few units. What trains is another
-program: split over devices by a compiler that may be wrong. The guarantee needs two things of it:
-nothing of a unit that is left out is in the sum, and each unit that is in it adds its own bounded
-gradient. Both are measured on that very program: masks and data are its arguments.
+``clipping.self_check`` compares norms in a small program on a few units. The program that trains is
+another, which a compiler with possible bugs has split over devices. The guarantee needs two things
+of it: units that are left out do not affect the sum, and each unit that is included adds its own
+clipped gradient. Both are measured on the very program that trains, which takes masks and data as
+arguments.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 PyTree = Any
 Mask = list[np.ndarray]
-_UNITS = 4  # different ones; they are repeated until rows are full
-_ROWS = 2  # of each buffer
-_ALONE = 2  # places of a row in which a unit is looked at by itself
-# What two runs of one program may differ by where the device adds up in no fixed order.
+_UNITS = 4  # number of different units, which are repeated until rows are full
+_ROWS = 2  # rows of each buffer that are filled
+_ALONE = 2  # places of a row in which a single unit is checked
+# Largest relative difference of two runs of one program on devices that add in no fixed order.
 _UNORDERED = 1e-5
 
 
@@ -41,10 +42,9 @@ class SumCheck:
     """What ``check_sum`` measured.
 
     Attributes:
-      max_relative_error: largest over parameters and sums, relative to the whole sum.
-      tolerance: what it was held against.
-      compared: whether one device computed the same sums, or they were only held against each
-        other.
+      max_relative_error: largest error over parameters and sums, relative to the whole sum.
+      tolerance: largest relative error that is allowed.
+      compared: whether sums were compared with those of one device, or only with each other.
     """
 
     max_relative_error: float
@@ -64,36 +64,39 @@ def check_sum(
     trainable: Trainable = None,
     tolerance: float | None = None,
 ) -> SumCheck:
-    """Compares a run's sum with one device's, and looks whether units mix.
+    """Compares a run's sum with the sum on one device, and checks that units do not mix.
 
     The first units of the store fill up to two rows of each buffer, so that every device holds
-    some. Summed are all of them, a random half, the other half, and single ones in several places:
+    some. The program sums all of them, a random half, the other half, and single units in several
+    places:
 
-    * Where units are left out, the sum must not change by one bit when their data become zeros.
-      (Where the device adds up in no fixed order, as some do, by no more than 1e-5 of the sum.)
-    * The sum of all, and of each single unit, must be that of plain per-unit gradients on one
-      device; the two halves must add up to all. Where the parameters do not fit on one device, or
-      the loss is bound to the mesh, single units must add up to their common sum instead.
-    * A unit alone must not add more than the rule's sensitivity.
+    * If units are left out, the sum must not change by one bit when their data become zeros. (On
+      devices that add in no fixed order, it may change by 1e-5 of the sum.)
+    * The sum of all units, and of each single unit, must equal that of plain per-unit gradients on
+      one device, and the two halves must add up to the sum of all. If the parameters do not fit on
+      one device, or the loss is bound to the mesh, single units must add up to their common sum.
+    * A single unit must not add more than the clip rule's sensitivity.
+
+    With several processes, all of them must call it.
 
     Args:
-      summed: compiled ``(params, units, mask, num_microbatches, frozen) -> (sum, StepStats)``, the
-        run's (``step.TrainStep.sum``).
-      mechanism: what it sums for.
-      loss_fn: of one example, as the pipeline ships it.
-      params: trained parameters, placed as the run places them. Those that are all zero are moved a
+      summed: the run's compiled ``(params, units, mask, num_microbatches, frozen) -> (sum,
+        StepStats)``.
+      mechanism: the run's mechanism.
+      loss_fn: loss of one example, in the form that the pipeline ships.
+      params: trained parameters, placed as in the run. Parameters that are all zero are moved a
         little for the check.
-      frozen: the others.
-      pipeline: the run's; with a mesh.
-      group_size: the sampler's.
+      frozen: frozen parameters.
+      pipeline: the run's pipeline, with a mesh.
+      group_size: the sampler's group size.
       trainable: as given to ``clipping.split``.
-      tolerance: largest relative error; default as in ``clipping.self_check``.
+      tolerance: largest relative error; None: as in ``clipping.self_check``.
 
     Returns:
-      What was measured. Of several processes all must call it.
+      What was measured.
 
     Raises:
-      SelfCheckError: in every process; says what is wrong, where, and what to do.
+      SelfCheckError: in every process; it says what is wrong, where, and what to do.
     """
     params = away_from_zero(params)
     host = pipeline.first_units(_UNITS, group_size)
@@ -101,7 +104,7 @@ def check_sum(
     widths = [pipeline.width(shape) for shape in pipeline.shapes or (None,) * len(host)]
     given = zip(host, capacities, widths, strict=True)
     which = [_places(b.num_units, min(_ROWS, most), width) for b, most, width in given]
-    # As training gives it, which is the same program then.
+    # Placed as in training, so that it is the same program.
     adapting = place(mechanism.initial_extra_args, replicated(pipeline.mesh))
     buckets = pipeline.spread(host, which)
     trial = _Trial(summed, mechanism, params, frozen, buckets, adapting)
@@ -116,7 +119,7 @@ def check_sum(
     zeros = jax.eval_shape(mechanism.zero_sum, params)
     check.alone = _OneDevice.made(plain, zeros, params, frozen, pipeline.mesh)
     check.run_all()
-    # Their parts of the sum may be wrong in some processes only.
+    # The sum may be wrong only in the parts of some processes.
     for said in processes.gather(check.wrong[:1]):
         for sentence in said:
             layout = " x ".join(f"{axis} {size}" for axis, size in pipeline.mesh.shape.items())
@@ -130,7 +133,7 @@ def check_sum(
 
 @dataclasses.dataclass
 class _Check:
-    """Notes what is wrong and goes on: several processes must run the same programs."""
+    """The checks, which collect errors without raising, as all processes must run all programs."""
 
     trial: _Trial
     which: list[np.ndarray]
@@ -186,7 +189,7 @@ class _Check:
             )
 
     def compare(self, got: HostSum, real: Mask, what: str) -> None:
-        """With one device's, if that can be had."""
+        """Compares a sum with that of one device, if one device can compute it."""
         if self.alone is None:
             return
         counts = [
@@ -197,7 +200,7 @@ class _Check:
         except ValueError as error:
             if "incompatible devices" not in str(error):
                 raise
-            self.alone = None  # the loss holds arrays, or places them, on the mesh
+            self.alone = None  # the loss captures arrays on the mesh, or places them there
             return
         self.assert_close(got, got.project(want), size, f"{what} is not that of one device")
         if not abs(got.norms - norms) <= self.tolerance * norms:
@@ -207,20 +210,20 @@ class _Check:
             )
 
     def per_unit_reference(self, real: Mask) -> HostSum:
-        """The sum of the units at ``real``, in which nothing may be of the others."""
+        """The sum of the units at ``real``, after checking that others do not affect it."""
         got, wrong = per_unit_reference(functools.partial(self.trial.run, real))
         self.wrong += [] if wrong is None else [wrong]
         return got
 
 
 def _places(units: int, rows: int, row: int) -> np.ndarray:
-    """Which unit lies where, int [rows, row]: neighbours differ, and so do parts of a row."""
+    """The unit at each place, int [rows, row], so that neighbours and parts of a row differ."""
     columns = np.arange(row)
     return (columns + columns // units + np.arange(rows)[:, None]) % units
 
 
 def _of_one_size(buckets: list[Bucket]) -> list[Bucket]:
-    """Units filled up to the largest shape, users to the largest group: one compilation for all."""
+    """Buckets padded to one shape, so that the reference compiles once for all of them."""
     trees = [{"arrays": b.arrays, "example_mask": b.example_mask, "keys": b.keys} for b in buckets]
 
     def one(*same: np.ndarray) -> list[np.ndarray]:
@@ -236,7 +239,7 @@ def _of_one_size(buckets: list[Bucket]) -> list[Bucket]:
 
 
 class HostSum:
-    """One sum, as this process holds it: each part of each parameter once, on the host."""
+    """A sum on the host: each part of each parameter that this process holds, once."""
 
     def __init__(self, total: PyTree, stats: Any) -> None:
         flat = jax.tree_util.tree_leaves_with_path(total)
@@ -258,20 +261,20 @@ class HostSum:
         self.stats = [np.asarray(x) for x in jax.tree.leaves(stats)]
 
     def same_bits(self, other: HostSum) -> bool:
-        """Whether another sum and its statistics equal this one, bit by bit."""
+        """Returns whether another sum and its statistics equal this one, bit by bit."""
         mine, theirs = self.parts + self.stats, other.parts + other.stats
         return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
     def project(self, whole: list[np.ndarray]) -> list[np.ndarray]:
-        """The parts that this process holds of whole parameters."""
+        """Returns the parts of whole parameters that this process holds."""
         return [whole[i][index] for i, index in zip(self.leaf, self.index, strict=True)]
 
     def plus(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        """The parts of this sum and another's, added up."""
+        """Returns the parts of this sum plus those of another."""
         return [a + b for a, b in zip(self.parts, parts, strict=True)]
 
     def error(self, want: list[np.ndarray], size: float) -> tuple[str, float]:
-        """The parameter that is furthest off, and how far relative to ``size``."""
+        """Returns the name of the parameter with the largest error, and it relative to ``size``."""
         squared = np.zeros(len(self.names))
         for i, a, b in zip(self.leaf, self.parts, want, strict=True):
             squared[i] += np.sum(np.square(a.astype(np.float64) - b))
@@ -281,13 +284,13 @@ class HostSum:
 
 
 def per_unit_reference(run: Callable[[bool], HostSum]) -> tuple[HostSum, str | None]:
-    """Looks whether the data of units that are left out change a sum.
+    """Checks that the data of units that are left out do not change a sum.
 
     Args:
-      run: the sum; given True, the data of those that are left out are zeros.
+      run: computes the sum; if given True, with zeros for the data of units that are left out.
 
     Returns:
-      The sum, and what is wrong with it in words.
+      The sum, and what is wrong with it in words, or None.
     """
     got, blank = run(False), run(True)
     if all(processes.gather(got.same_bits(blank))):
@@ -297,7 +300,7 @@ def per_unit_reference(run: Callable[[bool], HostSum]) -> tuple[HostSum, str | N
     if not got.same_bits(again) and error <= _UNORDERED:
         return got, None
     return got, (
-        f"units mix: the data of those that are left out change it at parameter {leaf!r} (by "
+        f"units mix: the data of units that are left out change it at parameter {leaf!r} (by "
         f"{error:.1e} of it)"
     )
 
@@ -308,7 +311,7 @@ def _norm(tree: PyTree) -> jax.Array:
 
 
 def only(units: PyTree, mask: jax.Array) -> PyTree:
-    """The data of the units at ``mask``, and zeros for the others."""
+    """Returns the units' data with zeros for the units that are not in ``mask``."""
 
     def one(x: jax.Array) -> jax.Array:
         there = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
@@ -322,7 +325,7 @@ _only = jax.jit(only)
 
 @dataclasses.dataclass
 class _Trial:
-    """The run's sum on units that fill rows, some of which are left out."""
+    """Runs the program that trains on rows of units, some of which are left out."""
 
     summed: Callable[..., Any]
     mechanism: Mechanism
@@ -332,14 +335,14 @@ class _Trial:
     adapting: tuple[jax.Array, ...]
 
     def run(self, real: Mask, blank: bool = False, rows: int = _ROWS) -> HostSum:
-        """The sum of the units at ``real``; ``blank``: the others' data are zeros."""
+        """Returns the sum of the units at ``real``; with ``blank``, others' data are zeros."""
         units = tuple(units_of(self.mechanism, bucket) for bucket in self.buckets)
         masks = tuple(
             place(np.pad(m, [(0, len(b.unit_mask) - len(m)), (0, 0)]), b.unit_mask.sharding)
             for m, b in zip(real, self.buckets, strict=True)
         )
         if blank:
-            # Placed as they were: another placement would be another program.
+            # Placed as before, because another placement would be another program.
             blanked = [_only(u, m) for u, m in zip(units, masks, strict=True)]
             units = tuple(
                 jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), new, old)
@@ -351,7 +354,7 @@ class _Trial:
 
 @dataclasses.dataclass
 class _OneDevice:
-    """Plain per-unit gradients on one device."""
+    """Sums of plain per-unit gradients on one device."""
 
     add: Callable[..., Any]
     params: PyTree
@@ -362,12 +365,12 @@ class _OneDevice:
     def made(
         cls, reference: Any, zeros: PyTree, params: PyTree, frozen: PyTree, mesh: Any
     ) -> _OneDevice | None:
-        """None if the parameters do not fit; ``zeros`` are shaped like a sum."""
+        """Returns None if the parameters do not fit; ``zeros`` has the shapes of a sum."""
         device = mesh.local_devices[0]
         size, rest = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (params, frozen))
         stats = device.memory_stats() or {}
         free = stats.get("bytes_limit", np.inf) - stats.get("bytes_in_use", 0)
-        # Parameters, a gradient, the sum before and after; half of what is free for the rest.
+        # Room for parameters, a gradient, and the sum before and after, in half of what is free.
         if not all(processes.gather(bool(rest + 4 * size <= free / 2))):
             return None
 
@@ -395,9 +398,10 @@ class _OneDevice:
     def total(
         self, units: list[PyTree], counts: list[np.ndarray]
     ) -> tuple[list[np.ndarray], float, float]:
-        """The sum of so many of each unit, its size (no less than of sums at right angles), norms.
+        """Returns the sum of ``counts`` of each unit, the size to relate errors to, and all norms.
 
-        Where units nearly cancel, rounding is relative to what was added up, not to what is left.
+        The size is at least that of orthogonal summands: if units nearly cancel, rounding errors
+        are relative to what was added up, not to the sum.
         """
         sums, squares, norms = self.zeros, 0.0, 0.0
         for bucket, often in zip(units, counts, strict=True):

@@ -1,8 +1,8 @@
-"""The clipped sum over a step's units: microbatches in a loop, one reduction over ``data``.
+"""The clipped sum over a step's units: a loop over microbatches, then one reduction over ``data``.
 
-Where only units are split, each device sums its own share by hand (``shard_map``). Where parameters
-are split too, the compiler places everything, and each data-parallel part has a sum of its own, so
-that gradients still meet over ``data`` once, after the loop.
+If only units are split over devices, each device sums its own share (``shard_map``). If parameters
+are split, too, the compiler places everything, and each data-parallel part keeps its own sum, so
+that there is still only one reduction over ``data``, after the loop.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def clipped_sum_over_microbatches(
     """Returns ``(params, units, mask, num_microbatches, frozen, clip_norm) -> (sum, stats)``.
 
     ``params`` and ``frozen`` are the two parts of ``clipping.split`` (frozen may be left out). The
-    sum, before noise, has the structure of ``params``. If the clip norm adapts it is a
-    ``CountedSum`` of that, and ``clip_norm`` is that of this step (None: of the first).
+    sum, before noise, has the structure of ``params``. If the clip norm adapts, the sum is a
+    ``CountedSum``, and ``clip_norm`` is the clip norm of this step (None: of the first step).
 
     Args:
-      mechanism: clips the gradients.
+      mechanism: the mechanism, which clips the gradients.
       loss_fn: ``(params, example) -> scalar`` for one example.
       mesh: from ``mesh.make_mesh``; the rows of ``units`` are split over its unit axes.
-      whole: as in ``mesh.parameter_shardings``. None: no parameter is; if the mesh would then split
-        the kernel of a convolution, that is refused when the sum is traced.
+      whole: parameters that are not split, as in ``mesh.parameter_shardings``. None: all may be;
+        tracing then fails if the mesh splits the kernel of a convolution.
       **options: passed to ``Mechanism.clipped_grad``; ``trainable`` as the parameters were split.
-        ``split_users`` shares the examples of each user out to the ``fsdp`` devices, of which each
-        then forms a part of the gradient, instead of one user a device; ``examples_at_once`` counts
-        those of one device.
+        ``split_users`` splits the examples of each user over the ``fsdp`` devices, each of which
+        computes a part of the user's gradient; ``examples_at_once`` then counts the examples of one
+        device.
     """
     cut = microbatched(
         mechanism,
@@ -95,17 +95,17 @@ def unit_norms(
 ) -> Callable[..., jax.Array]:
     """Returns ``(params, units, mask, frozen) -> float32 [rows, row]``: norms before clipping.
 
-    One unit after the other: a norm is a function of the unit and the model alone, to the bit. Of
-    several at once, the same unit rounds in another way at another place of the row.
+    Units are processed one after the other, so that a norm depends only on the unit and the model,
+    to the last bit. In a batch, rounding would depend on the unit's place in the row.
 
     Args:
-      mechanism: whose units these are.
+      mechanism: the mechanism that the units belong to.
       loss_fn: ``(params, example) -> scalar`` for one example.
-      mesh: from ``mesh.make_mesh``, of which parameters are not split.
+      mesh: from ``mesh.make_mesh``, without axes that split parameters.
       **options: passed to ``Mechanism.clipped_grad``.
 
     Returns:
-      Norms; infinite where a gradient is not finite, 0 where there is no unit.
+      Norms; infinite if a gradient is not finite, 0 where there is no unit.
     """
     clipped_grad = mechanism.clipped_grad(loss_fn, **options)
     rows, anything = PartitionSpec(None, DATA_AXIS), Flat(mechanism.clip_norm)
@@ -136,14 +136,14 @@ def microbatched(
     split_users: bool,
     whole: Collection[str] = (),
 ) -> dict[str, Any]:
-    """How ``Mechanism.clipped_grad`` is told to form units piece by piece; empty if it is not.
+    """Returns options for ``Mechanism.clipped_grad`` to process units in microbatches; {} if not.
 
     Args:
-      mechanism: whose units these are.
-      mesh: from ``mesh.make_mesh``; one that does not split parameters splits no users either.
-      examples_at_once: of a unit, on one device; None: all.
+      mechanism: the mechanism that the units belong to.
+      mesh: from ``mesh.make_mesh``; if it does not split parameters, it does not split users.
+      examples_at_once: number of a unit's examples that one device processes at once; None: all.
       split_users: whether the ``fsdp`` devices share each unit's examples.
-      whole: as in ``mesh.parameter_shardings``.
+      whole: parameters that are not split, as in ``mesh.parameter_shardings``.
     """
     if not (split_users and splits_parameters(mesh)):
         return {} if examples_at_once is None else {"examples_at_once": examples_at_once}
@@ -158,21 +158,21 @@ def microbatched(
 
 
 def _kernels_whole(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
-    """A loss that is refused where the mesh splits the kernel of a convolution: units would mix."""
+    """The loss, which raises if the mesh splits a convolution's kernel: XLA may mix units then."""
 
     def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
         places = {
             leaf_name(path): parameter_sharding(leaf_name(path), jnp.shape(x), mesh)
             for path, x in jax.tree_util.tree_leaves_with_path(params)
         }
-        found = convolution_kernels(functools.partial(loss_fn, **kwargs), params, example)
-        split = sorted(name for name in found if not places[name].is_fully_replicated)
+        kernels = convolution_kernels(functools.partial(loss_fn, **kwargs), params, example)
+        split = sorted(name for name in kernels if not places[name].is_fully_replicated)
         if split:
             raise BadInputError(
-                f"the mesh splits {', '.join(split)} over devices, which reach the kernel of a "
-                "convolution, where XLA mixes units: copy them to all devices, with whole= "
-                "clipping.jaxprs.convolution_kernels(loss_fn, params, example) here and in "
-                "mesh.parameter_shardings"
+                f"the mesh splits {', '.join(split)} over devices, but XLA mixes units if the "
+                "kernel of a convolution is split: keep these parameters whole on all devices, "
+                "with whole=clipping.jaxprs.convolution_kernels(loss_fn, params, example) here and "
+                "in mesh.parameter_shardings"
             )
         return loss_fn(params, example, **kwargs)
 
@@ -180,12 +180,10 @@ def _kernels_whole(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..
 
 
 def _in_place(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
-    """A loss whose activations stay with their example, wherever the parameters are.
+    """The loss, with activations placed with their example, wherever the parameters are.
 
-    Positions, the first axis of a language model's activations, are split over ``sequence``.
-
-    Raises:
-      BadInputError: by the loss, if there are no positions to be split.
+    Positions, the first axis of a language model's activations, are split over ``sequence``. The
+    loss raises BadInputError if there are no positions to split.
     """
     sequence = mesh.shape.get(SEQUENCE_AXIS, 1)
 
@@ -194,20 +192,21 @@ def _in_place(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., ja
 
         def pin(x: jax.Array) -> jax.Array:
             nonlocal split
-            # The axes of examples and units are added by those who map over them.
+            # ``vmap`` adds the axes of examples and units.
             axes: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
             if sequence > 1 and x.shape[0] % sequence == 0:
                 axes[0], split = SEQUENCE_AXIS, True
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
         with constrain_activations(pin):
-            found = loss_fn(params, example, **kwargs)
+            value = loss_fn(params, example, **kwargs)
         if not split:
             raise BadInputError(
                 f"execution.mesh.sequence={sequence} splits the positions of a language model into "
-                f"equal parts: take a multiple of it as data.seq_len; for another model, 1"
+                f"equal parts: set data.seq_len to a multiple of it, or for another model set "
+                "execution.mesh.sequence to 1"
             )
-        return found
+        return value
 
     return loss
 
@@ -215,7 +214,7 @@ def _in_place(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., ja
 def _shard_mapped(
     mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, options: dict[str, Any]
 ) -> SumFn:
-    """Every device has all parameters."""
+    """The sum if every device has all parameters."""
     summed = mechanism.sum_fn(mechanism.clipped_grad(loss_fn, **options))
     rows = PartitionSpec(None, DATA_AXIS)
 
@@ -260,8 +259,8 @@ def _compiler_placed(
     whole: Collection[str],
     options: dict[str, Any],
 ) -> SumFn:
-    """Parameters are split; the units of a row [row, ...] become [data, row / data, ...]."""
-    # Where users are split, they come one by one to all devices together.
+    """The sum if parameters are split; units [row, ...] become [data, row / data, ...]."""
+    # If users are split, all devices process one user at a time.
     units = (None,) if "example_sharding" in options else (FSDP_AXIS,)
     inner = NamedSharding(mesh, PartitionSpec(*units))
     outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, *units))

@@ -94,5 +94,5 @@ def test_what_cannot_be_split_is_refused(parts):
         params, loss = model("plain").init(jax.random.key(0)), model("plain").loss
     mesh = make_mesh(sequence=parts)
     summed = jax.jit(clipped_sum_over_microbatches(UNITS["els"], loss, mesh))
-    with pytest.raises(BadInputError, match=rf"mesh.sequence={parts} splits .* as data.seq_len"):
+    with pytest.raises(BadInputError, match=rf"mesh.sequence={parts} splits .* set data.seq_len"):
         summed(params, units, mask, np.int32(2))

@@ -125,7 +125,7 @@ def random_one(params, example, rng=None):
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (mean_of_them, "sequences adds up to"),
+        (mean_of_them, "sequences add up to"),
         (random_one, "draws at random"),
         (functools.wraps(mean_of_them)(lambda params, example: 0.0), "several sequences in one"),
     ],
