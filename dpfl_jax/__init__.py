@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
 
-# By module its names: loaded on first use, so that `dpfl --help` does not start JAX.
+# Module -> its public names, imported on first use, so that `dpfl --help` does not start JAX.
 _NAMES = {
     "accounting": "Guarantee",
     "clipping": "ClippedGradResult clipped_fun clipped_grad",
@@ -133,5 +133,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is loaded, and what is on first use: notebooks complete both."""
+    """Lists names that are not yet imported, too, so that notebooks complete them."""
     return sorted({*globals(), *__all__})

@@ -36,10 +36,10 @@ class BadInputError(ValueError):
 
 
 def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str) -> None:
-    """Refuses an argument of another type.
+    """Refuses an argument that is not of type ``kind``.
 
     Raises:
-      BadInputError: what ``name`` is, and what is ``wanted``.
+      BadInputError: says what ``name`` is, and what is ``wanted``.
     """
     if not isinstance(value, kind):
         text = "" if _holds_data(value) else f"{' '.join(repr(value).split())[:60]} "
@@ -47,10 +47,10 @@ def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str)
 
 
 def require(good: object, name: str, value: object, wanted: str, advice: str = "") -> None:
-    """Refuses a value: "``name`` is ``value``, but it must be ``wanted``: ``advice``".
+    """Refuses a value that is not good: "``name`` is ``value``, but it must be ``wanted``".
 
-    ``positive``, ``at_least``, ``probability`` and ``one_of`` below are its common cases. To all
-    four, None is "not given", and fine.
+    ``positive``, ``at_least``, ``probability`` and ``one_of`` below are its common cases. They
+    accept None, which means "not given".
 
     Args:
       good: whether the value can be used.
@@ -73,10 +73,10 @@ def require(good: object, name: str, value: object, wanted: str, advice: str = "
 
 
 def positive(name: str, value: float | None, advice: str = "") -> None:
-    """Refuses what is not a finite number above 0.
+    """Refuses values that are not finite numbers above 0.
 
     Raises:
-      BadInputError: as of ``require``.
+      BadInputError: the value is refused, as by ``require``.
     """
     good = value is None or 0 < _number(value) < math.inf
     require(good, name, value, "finite and above 0", advice)
@@ -94,7 +94,7 @@ def at_least(
     """Refuses numbers below ``least``, above ``most`` and, if asked, those that are not whole.
 
     Raises:
-      BadInputError: as of ``require``.
+      BadInputError: the value is refused, as by ``require``.
     """
     good = value is None or (
         least <= _number(value) <= (math.inf if most is None else most)
@@ -107,10 +107,10 @@ def at_least(
 def probability(
     name: str, value: float | None, *, zero: bool = True, one: bool = True, advice: str = ""
 ) -> None:
-    """Refuses what is not from 0 to 1; without ``zero`` or ``one``, that end itself, too.
+    """Refuses values outside [0, 1]; ``zero=False`` or ``one=False`` refuses that end, too.
 
     Raises:
-      BadInputError: as of ``require``.
+      BadInputError: the value is refused, as by ``require``.
     """
     good = value is None or (
         0 <= _number(value) <= 1 and (zero or value > 0) and (one or value < 1)
@@ -120,10 +120,10 @@ def probability(
 
 
 def one_of(name: str, value: object, options: Iterable[object], advice: str = "") -> None:
-    """Refuses what is not among the options, which are all named.
+    """Refuses a value that is not among the options; the message names them all.
 
     Raises:
-      BadInputError: as of ``require``.
+      BadInputError: the value is refused, as by ``require``.
     """
     options = list(options)
     good = value is None or value in options
@@ -138,19 +138,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _number(value: Any) -> float:
-    """A Python number, as comparisons with one of NumPy's float16 would be in float16; or NaN."""
+    """A Python number, as a NumPy float16 would be compared in float16; NaN if it is no number."""
     if isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0:
         return value if isinstance(value, int) else float(value)
     return math.nan
 
 
 def _holds_data(value: object) -> bool:
-    """Whether the value is an array, a table or a list, whose contents may be somebody's."""
+    """Whether the value is an array, a table or a list, whose contents may be private."""
     is_array = hasattr(value, "__array__") and getattr(value, "ndim", 1) > 0
     return is_array or isinstance(value, list | tuple)
 
 
-# Escapes that move the cursor, letters that turn the direction of writing, and breaks of lines.
+# Unicode categories of control characters, direction marks, surrogates and line breaks.
 _UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
@@ -170,7 +170,7 @@ def one_line(text: str) -> str:
 
 
 def repeated(names: Iterable[_T]) -> _T | None:
-    """The first of ``names`` that comes a second time, if any does."""
+    """The first of ``names`` that occurs a second time; None if all differ."""
     seen = set()
     for name in names:
         if name in seen:
@@ -180,18 +180,18 @@ def repeated(names: Iterable[_T]) -> _T | None:
 
 
 def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, as the ``object_pairs_hook`` of ``json.loads``.
+    """Makes a dict of the pairs of a JSON object (``object_pairs_hook`` of ``json.loads``).
 
     Raises:
-      ValueError: a key stands there twice, and which value was meant cannot be known.
+      ValueError: a key occurs twice, so that it is unknown which value was meant.
     """
     if (twice := repeated(name for name, _ in pairs)) is not None:
-        raise ValueError(f"the key {twice!r} stands there twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return dict(pairs)
 
 
 def imported(place: str, setting: str) -> Any:
-    """The object that ``package.module:NAME`` names: callers make sure that its code may run.
+    """Imports the object ``package.module:NAME``; callers make sure that its code may run.
 
     The current folder is searched for the module, too, after all others.
 
@@ -204,8 +204,8 @@ def imported(place: str, setting: str) -> Any:
     if module.partition(".")[0] in sys.stdlib_module_names:
         # `subprocess:getoutput` would run what a row of the data, or an option, says.
         raise BadInputError(
-            f"{setting} is {place!r}, of Python's standard library, which was not written to be "
-            "called from here: name something in a module of your own"
+            f"{setting} is {place!r}, which is in Python's standard library: name something in a "
+            "module of your own"
         )
     try:
         with _current_folder_on_path():
@@ -216,10 +216,10 @@ def imported(place: str, setting: str) -> Any:
 
 @contextlib.contextmanager
 def _current_folder_on_path() -> Iterator[None]:
-    """Puts the folder behind all others, so that a module there hides none; and only in here.
+    """Searches the current folder after all others, and only inside this context.
 
-    Libraries try to import what may be installed beside them: a folder that somebody sent could
-    hold modules of these names.
+    Libraries try to import optional packages: a folder from somebody else could hold modules of
+    these names.
     """
     added = "" not in sys.path
     if added:
@@ -263,7 +263,7 @@ def room_on_disk() -> Iterator[None]:
             raise
         raise BadInputError(
             f"{error.filename or 'a file'} cannot be written, as the disk is full: free space, and "
-            "do the same again; a run resumes with its run directory"
+            "repeat the command; a run resumes from its run directory"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Files that somebody sent, read with care; and names on the Hugging Face hub."""
+"""Safe reading of files that come from others, and names on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def within(folder: pathlib.Path, name: str) -> pathlib.Path:
     Links may lead to what the folder holds and, in the Hugging Face cache, to its repository.
 
     Raises:
-      BadInputError: it leads elsewhere: in a folder that somebody sent, to any file of ours.
+      BadInputError: it leads out of the folder; somebody else's could lead to any file of ours.
     """
     path = folder / name
     try:
         inside, real = folder.resolve(), path.resolve()
     except (OSError, RuntimeError) as error:  # links that lead to each other
         raise BadInputError(f"{path} cannot be reached: {error}") from None
-    # Of a repository the hub's cache holds snapshots/REVISION/NAME, a link to blobs/DIGEST.
+    # In the hub's cache, snapshots/REVISION/NAME is a link to blobs/DIGEST.
     blobs = [parent.parent / "blobs" for parent in inside.parents if parent.name == "snapshots"]
     if inside not in real.parents and real.parent not in blobs:
         raise BadInputError(
-            f"{path} is {real}, outside of the folder {folder}: put a copy in its place, or remove "
-            "it"
+            f"{path} links to {real}, outside of the folder {folder}: put a copy in its place, or "
+            "remove it"
         )
     return path
 
 
 def check_links(folder: pathlib.Path) -> None:
-    """Raises BadInputError if an entry of a folder that is written to is a link out of it."""
+    """Raises BadInputError if an entry of a folder to write into is a link out of it."""
     for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.is_symlink():
             within(folder, entry.name)
@@ -51,8 +51,8 @@ def read_text(path: pathlib.Path) -> str:
     """The text of a regular file of bounded size (devices and pipes never end).
 
     Raises:
-      OSError: it cannot be read.
-      BadInputError: it is something else, or too large.
+      OSError: the file cannot be read.
+      BadInputError: it is not a regular file, or too large.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
@@ -103,7 +103,7 @@ def default_cache_dir() -> pathlib.Path:
 
 _PREFIX = "hf:"
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.*))?")
-# What ends so is a missing file, not a name.
+# A path with one of these suffixes is a missing file, not a name on the hub.
 _FILES = {".arrow", ".csv", ".gz", ".json", ".jsonl", ".model", ".parquet", ".tsv", ".txt"}
 
 
@@ -122,12 +122,12 @@ def local_path(path: str | os.PathLike[str], kind: Literal["model", "dataset"]) 
     on_hub = text.startswith(_PREFIX)
     match = _NAME.fullmatch(text.removeprefix(_PREFIX))
     if on_hub and (match is None or ".." in (match[2] or "").split("/")):
-        raise BadInputError(f"{text!r} is no name of the Hugging Face hub: write hf:org/name")
+        raise BadInputError(f"{text!r} is not a name on the Hugging Face hub: write hf:org/name")
     if not on_hub:
         is_name = match is not None and not match[2] and os.path.splitext(text)[1] not in _FILES
         if is_name and not text.startswith(".") and not os.path.lexists(text):
             raise BadInputError(
-                f"there is no file or folder {text}: if it is a name of the Hugging Face hub, "
+                f"there is no file or folder {text}: if it is a name on the Hugging Face hub, "
                 f"write hf:{text}"
             )
         return text
@@ -138,7 +138,7 @@ def local_path(path: str | os.PathLike[str], kind: Literal["model", "dataset"]) 
         folder = snapshot_download(match[1], repo_type=kind, local_files_only=True)
     except ImportError as error:
         raise BadInputError(
-            f"{text} is a name of the Hugging Face hub: pip install huggingface_hub, which knows "
+            f"{text} is a name on the Hugging Face hub: pip install huggingface_hub, which knows "
             "where its cache is"
         ) from error
     except (OSError, ValueError) as error:

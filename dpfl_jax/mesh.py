@@ -33,7 +33,7 @@ _TENSOR_ON_INPUTS = ("out", "down", "embedding")
 def data_parallel_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A one-axis mesh (``"data"``) over ``devices`` (default: all of them).
 
-    Those of one process are neighbours, so that each reads whole stretches of a row.
+    Devices of one process are neighbours, so that each process reads contiguous parts of a row.
 
     Examples:
       >>> import jax
@@ -41,8 +41,8 @@ def data_parallel_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
       >>> data_parallel_mesh(jax.devices()[:1]).axis_names
       ('data',)
     """
-    found = jax.devices() if devices is None else devices
-    chosen = np.array(sorted(found, key=lambda device: device.process_index))
+    available = jax.devices() if devices is None else devices
+    chosen = np.array(sorted(available, key=lambda device: device.process_index))
     return Mesh(chosen, (DATA_AXIS,), axis_types=(AxisType.Auto,))
 
 
@@ -53,21 +53,21 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     sequence: int = 1,
 ) -> Mesh:
-    """A mesh over all devices.
+    """Makes a mesh of all devices.
 
     Args:
-      data: copies of the (split) parameters; None: as many as there are devices for.
-      fsdp: parts of parameters, optimiser state, sums and noise.
-      tensor: parts of each layer's products.
-      devices: default all.
-      sequence: parts of each example's positions.
+      data: number of copies of the (split) parameters; None: as many as there are devices for.
+      fsdp: number of parts that parameters, optimiser state, sums and noise are split into.
+      tensor: number of parts of each layer's matrix products.
+      devices: the devices; default all.
+      sequence: number of parts of each example's positions.
 
     Returns:
-      The one-axis data mesh if nothing else is asked for, else one with axes data, fsdp, tensor,
-      and sequence if that is asked for.
+      A mesh with the axis data if all others are 1, else with data, fsdp, tensor and, if it is
+      above 1, sequence.
 
     Raises:
-      BadInputError: the devices do not divide up.
+      BadInputError: the product of the axes is not the number of devices.
     """
     chosen = list(jax.devices() if devices is None else devices)
     parts = fsdp * tensor * sequence
@@ -82,7 +82,7 @@ def make_mesh(
         return data_parallel_mesh(chosen)
     shape = {DATA_AXIS: data, FSDP_AXIS: fsdp, TENSOR_AXIS: tensor}
     shape |= {SEQUENCE_AXIS: sequence} if sequence > 1 else {}
-    # An axis may be a part of a side of the slice (fsdp 2 of a 4 x 4), which is not the default.
+    # An axis may be part of a side of a TPU slice (fsdp 2 on a 4 x 4): JAX refuses by default.
     grid = mesh_utils.create_device_mesh(
         tuple(shape.values()), chosen, allow_split_physical_axes=True
     )
@@ -90,17 +90,17 @@ def make_mesh(
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of what every device holds whole."""
+    """Returns the sharding of arrays of which every device holds a full copy."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def place(tree: PyTree, shardings: PyTree, copy: bool = True) -> PyTree:
-    """Puts arrays where they belong, on this process's devices and on others'.
+    """Puts arrays on the devices that their shardings name, also those of other processes.
 
     Args:
       tree: pytree of arrays: the same ones in every process, or already global.
       shardings: NamedShardings: one for all arrays, or a pytree like ``tree``.
-      copy: whether the result must be independent of ``tree`` even where that is in place.
+      copy: whether to copy arrays that are in place already; else the result may share them.
     """
 
     def one(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -110,7 +110,7 @@ def place(tree: PyTree, shardings: PyTree, copy: bool = True) -> PyTree:
             return jax.jit(jnp.copy, out_shardings=sharding)(x)
         if sharding.is_fully_addressable:
             return jax.device_put(jnp.array(x, copy=True) if copy else x, sharding)
-        host = np.asarray(x)  # every process has it whole, and ships its devices' parts
+        host = np.asarray(x)  # every process has all of it, and sends parts to its devices
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     return jax.tree.map(one, tree, jax.tree.broadcast(shardings, tree))
@@ -127,7 +127,7 @@ def unit_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def unit_parts(mesh: Mesh) -> int:
-    """Into how many parts a row of units is split."""
+    """The number of parts that a row of units is split into."""
     return math.prod(mesh.shape[axis] for axis in unit_axes(mesh))
 
 
@@ -136,12 +136,12 @@ def parameter_shardings(params: PyTree, mesh: Mesh, whole: Collection[str] = ())
 
     Matrices (and stacks of them: the last two axes) are split over ``tensor`` on their outputs, or
     on their inputs if their name says that they close a block or embed, and over ``fsdp`` on the
-    other side; an axis that does not divide stays whole. Vectors are copied: they are small.
+    other side; an axis that does not divide is not split. Vectors are copied: they are small.
 
     Args:
       params: pytree of arrays or ShapeDtypeStructs.
       mesh: from ``make_mesh``.
-      whole: names (``blocks/up/kernel``) of parameters that are copied all the same
+      whole: names (``blocks/up/kernel``) of parameters to copy instead
         (``jaxprs.convolution_kernels``).
     """
 
@@ -166,7 +166,7 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     axes: list[str | None] = [None] * len(shape)
     inputs, outputs = len(shape) - 2, len(shape) - 1
     inward = any(part in name for part in _TENSOR_ON_INPUTS)
-    # The rank of an adapter is short: its product is whole where it is needed.
+    # The rank of an adapter is too short to split.
     rank = outputs if "lora_a" in name else inputs if "lora_b" in name else None
     for axis, at in (
         (TENSOR_AXIS, inputs if inward else outputs),
@@ -175,16 +175,17 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
         if at != rank and mesh.shape[axis] > 1 and shape[at] % mesh.shape[axis] == 0:
             axes[at] = axis
     while axes and axes[-1] is None:
-        axes.pop()  # as the compiler writes it: another spelling would compile the step again
+        axes.pop()  # the compiler's spelling: another one would compile the step again
     return PartitionSpec(*axes)
 
 
 def state_shardings(
     params: PyTree, opt_state: PyTree, mesh: Mesh, whole: Collection[str] = ()
 ) -> PyTree:
-    """How an optimiser's state is split: what has a parameter's shape, as that parameter.
+    """How an optimiser's state is split: NamedShardings like ``opt_state``.
 
-    So is a stack of such arrays (a window of past steps), which is not split along its first axis.
+    What has a parameter's name and shape is split like the parameter; so is a stack of such arrays
+    (a window of past steps), but not along its first axis. All else is copied.
 
     Args:
       params: pytree of arrays or ShapeDtypeStructs.
@@ -192,8 +193,8 @@ def state_shardings(
       mesh: from ``make_mesh``.
       whole: as in ``parameter_shardings``.
     """
-    # By the end of the path, so that it works for any optimiser: `mu/blocks/up/kernel` is like
-    # `blocks/up/kernel`. Anything else (counters, factored moments) is copied.
+    # Matched by the end of the path, which works for any optimiser: `mu/blocks/up/kernel` is split
+    # like `blocks/up/kernel`.
     known = {
         tuple(map(str, path)): (tuple(x.shape), sharding)
         for (path, x), sharding in zip(

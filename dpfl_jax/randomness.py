@@ -83,10 +83,10 @@ class RootKey:
         return hmac.new(self.secret, message, hashlib.sha256).digest()
 
     def keyed_digest(self, name: str, content: str) -> str:
-        """32 hex digits that identify ``content``, to those alone who have the key.
+        """Returns 32 hex digits that identify ``content``, but only to those who have the key.
 
         Args:
-          name: what it is the content of.
+          name: what the content belongs to.
           content: any text.
         """
         return self.derive(f"digest:{name}:{content}").hex()[:32]
@@ -118,9 +118,9 @@ class RootKey:
 
 
 # ---- keys for losses that draw at random ---------------------------------------------------------
-# For dropout, say. Each example has a key at each step, ``fold_in(the step's key, place)``, with
-# ``place`` the example's position in the store. It does not depend on devices, processes,
-# microbatches and the order of units, and noise and sampling never share it.
+# For dropout, for instance. Each example has a key at each step, ``fold_in(step's key, place)``,
+# with ``place`` the example's position in the store. The key does not depend on devices,
+# processes, microbatches or the order of units, and noise and sampling never share it.
 
 
 PyTree = Any
@@ -133,7 +133,7 @@ def key_argument(loss_fn: Callable[..., Any], *, needed_without: str | None = No
     Only arguments after (params, example) count, without a default or with the default None.
 
     Raises:
-      BadInputError: the key has no default, and ``needed_without`` says where there is none.
+      BadInputError: the key has no default, and ``needed_without`` names a use without keys.
     """
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())[2:]
@@ -153,10 +153,12 @@ def key_argument(loss_fn: Callable[..., Any], *, needed_without: str | None = No
 
 
 def example_keys(root: RootKey, counters: tuple[int, ...], places: np.ndarray) -> np.ndarray:
-    """What ``keyed`` derives the examples' keys from, uint32 [..., 3].
+    """Returns uint32 [..., 3], from which ``keyed`` derives the key of each example.
 
-    They are the step's key ``root.jax("loss", *counters)``, and the place: ``places`` are int64
-    [...], positions in the store (of padding: any).
+    Args:
+      root: root key of the run.
+      counters: address of the step; its key is ``root.jax("loss", *counters)``.
+      places: int64 [...], positions in the store; any number for padding.
     """
     words = root.threefry(PURPOSE, *counters)
     out = np.empty((*places.shape, 3), np.uint32)
@@ -171,7 +173,7 @@ def with_keys(examples: PyTree, keys: Any) -> PyTree:
 
 
 def keyed(loss_fn: Callable[..., jax.Array], name: str) -> Callable[..., jax.Array]:
-    """A loss of examples ``with_keys``; each example's key is its argument ``name``."""
+    """Returns the loss of examples ``with_keys``: it gets each example's key as ``name``."""
     import jax
 
     def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
@@ -183,7 +185,7 @@ def keyed(loss_fn: Callable[..., jax.Array], name: str) -> Callable[..., jax.Arr
 
 
 def with_any_key(loss_fn: Callable[..., jax.Array], name: str | None) -> Callable[..., jax.Array]:
-    """A loss ``(params, example)`` for tracing only: its ``key_argument`` is filled in."""
+    """Returns a loss ``(params, example)`` for tracing only, with a constant for its key."""
     import jax
 
     return loss_fn if name is None else functools.partial(loss_fn, **{name: jax.random.key(0)})

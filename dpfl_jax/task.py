@@ -1,4 +1,4 @@
-"""What is learned from a data set: public, and all that a model must know of it."""
+"""What is learned from a data set: public facts, and all that a model must know of the data."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Table:
     """Which columns of a table are learned from, and how their cells become numbers.
 
     All of it is public: the header of the files, and what was declared without looking at rows. An
-    exported model holds it, so that new rows are read like those of training.
+    exported model holds it, so that new rows are read as in training.
 
     Attributes:
       inputs: columns that ``x`` is made of, in this order.
       target: column of ``label``.
-      scale: by column, (middle, half width).
+      scale: by column, (middle, half width), which become 0 and 1.
       categories: by column, its words: an input has a number for each, 1 for the word in the cell;
         of the target they are the classes.
-      missing: columns whose cells may be empty: that counts as the middle of the scale, or as none
-        of the words.
+      missing: columns whose cells may be empty: an empty cell counts as the middle of the scale,
+        or as none of the words.
       dates: by column, how dates that are text are written (``strptime``). All dates become years
         since 2000.
       decimal: point or comma, the decimal separator of numbers that are text.
@@ -53,7 +53,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The kind of examples.
+    """The kind of examples of a data set.
 
     Attributes:
       kind: ``"tokens"``: the next token, from ``{"tokens", "mask"}``. ``"classes"``: ``label``, an
@@ -62,8 +62,8 @@ class Task:
       input_shape: of one ``x``, or of one example's tokens.
       classes: number of classes; 0 if there are none.
       vocab_size: token ids (in ``tokens``, or in ``x``) are below it; 0 if x holds numbers.
-      bos_id: the id that a model prepends to a sequence of tokens; None: none.
-      scaled: numbers are of order 1, by constants that were known without these data.
+      bos_id: the id that a model prepends to a sequence of tokens; None: it prepends nothing.
+      scaled: whether numbers are of order 1, by constants that were known without these data.
       table: what ``x`` and ``label`` were read from; None for other data.
     """
 
@@ -86,7 +86,7 @@ def takes_segments(loss_fn: Any) -> Any:
     """Marks a loss that computes the *sum* of the losses of several examples packed in one row.
 
     Such a row has ``segments``, int [length]: the example of each token, 0 for none. The loss gets
-    no key for random numbers. A function that wraps the loss is another one, and is not marked.
+    no key for random numbers. A function that wraps the loss is not marked.
     """
     loss_fn.takes_segments = loss_fn
     return loss_fn

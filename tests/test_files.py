@@ -109,9 +109,9 @@ def test_what_the_cache_does_not_hold_is_one_sentence_with_the_command(home):
     for name, kind, match in (
         ("hf:org/other", "model", "`hf download org/other` does that"),
         ("org/tiny", "model", "no file or folder org/tiny: if .* hub, write hf:org/tiny"),
-        ("hf:org/tiny/../../x", "model", "is no name of the Hugging Face hub"),
+        ("hf:org/tiny/../../x", "model", "is not a name on the Hugging Face hub"),
         ("hf:org/tiny", "dataset", "`hf download org/tiny --repo-type dataset` does that"),
-        ("hf:nothing", "model", "is no name of the Hugging Face hub: write hf:org/name"),
+        ("hf:nothing", "model", "is not a name on the Hugging Face hub: write hf:org/name"),
     ):
         with pytest.raises(BadInputError, match=match) as caught:
             local_path(name, kind)

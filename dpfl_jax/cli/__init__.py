@@ -1,1 +1,1 @@
-"""dpfl_jax.cli."""
+"""The command line ``dpfl``: one module for each command."""

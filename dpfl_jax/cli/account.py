@@ -50,7 +50,7 @@ examples:
   # noise for 1,000 steps of example-level sampling, users of at most 32 examples
   dpfl account els --epsilon 1 --delta 1e-6 --steps 1000 --group-size 32 \\
       --sampling-prob 0.001953125
-  # epsilon of a noise multiplier, beside looser ways to account for the same run
+  # epsilon of a noise multiplier, next to looser ways to account for the same run
   dpfl account els --noise-multiplier 4 --delta 1e-6 --steps 1000 --group-size 32 \\
       --sampling-prob 0.002 --compare
   # what users of 1, 4 and 32 examples spend in such a run
@@ -69,15 +69,15 @@ examples:
 
 
 class Options(options.Options):
-    """What every mechanism is asked.
+    """The options of all mechanisms.
 
     Attributes:
       epsilon: target (or leave out to compute it).
       delta: between 0 and 1.
       noise_multiplier: noise over the clip norm.
-      accountant: of epsilon.
+      accountant: how epsilon is computed.
       compare: add looser ways of accounting.
-      explain: what an attacker may find out, in words.
+      explain: say in words what an attacker may find out.
       plot: draw to a file.
       plot_against: epsilon against steps or delta; or right against false accusations.
     """
@@ -93,7 +93,7 @@ class Options(options.Options):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one sub-command per row, whose parameters are those of the row's parts."""
+    """Adds one sub-command for each row of ``ROWS``, with the parameters of its parts."""
     commands = parser.add_subparsers(dest="mechanism", metavar="MECHANISM", required=True)
     for name, row in ROWS.items():
         sub = commands.add_parser(
@@ -310,7 +310,7 @@ def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any], mea
         console.print(f"plot: {result['plot']}")
 
 
-# ---- what it knows: a row for each name ---------------------------------------------------------
+# ---- the mechanisms: one row for each name -------------------------------------------------------
 
 
 Values = dict[str, Any]
@@ -339,19 +339,19 @@ _ALL_IN_STEP = functools.partial(SeveralUnits, per_step_cap=None)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One sub-command. Its parameters are those that its parts take.
+    """One sub-command. Its parameters are those of its parts.
 
     Attributes:
-      help: one line.
-      unit: whom it protects.
+      help: one line of help.
+      unit: the privacy unit.
       scheme: makes the sampling scheme.
-      several: makes what a privacy unit has in a draw; None: it is itself what is drawn.
-      matrix: makes that of the noise, ``(steps, separation, *, ...)``; None: independent noise.
+      several: makes the contribution of a privacy unit; None: what is drawn is the unit.
+      matrix: makes the strategy matrix, ``(steps, separation, *, ...)``; None: independent noise.
       drawn: what is drawn; "": the unit.
       is_sized: whether the size of the data set is a parameter.
       adjacency, trust: as in ``Guarantee``.
-      assumptions: besides those of the cell, and that all parameters are public.
-      event: of the sums, where no cell has it; None: the cell's.
+      assumptions: further ones than the cell's, and that all parameters are public.
+      event: makes the event of the sums, if no cell has it; None: the cell's.
       others: (noise multiplier, values, delta) -> {other accounting: (epsilon, is it a bound?)}.
     """
 
@@ -380,7 +380,7 @@ class Row:
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """By the names of their options: all but the noise multiplier, steps last."""
+        """All parameters but the noise multiplier, by the names of their options; steps last."""
         result = _taken_by(self.scheme, always=True)
         for maker in (self.several, self.matrix):
             result |= {} if maker is None else _taken_by(maker)
@@ -391,9 +391,9 @@ class Row:
         return {parameter.name: parameter for parameter in result.values()}
 
     def sums(self, noise: float, values: Values) -> NoisedSums:
-        """What is accounted, in one silo."""
+        """The noised sums of one silo, which are accounted."""
         steps = events.check_count(values["steps"], "number of steps", 1)
-        steps *= values.get("local_steps", 1)  # in rounds of these
+        steps *= values.get("local_steps", 1)  # steps counts rounds then
         matrix, contribution = INDEPENDENT, None
         scheme = self.scheme(**_arguments(self.scheme, values))
         if self.matrix is not None:
@@ -410,7 +410,7 @@ class Row:
         return events.horizontal([event] * values.get("silos", 1))
 
     def describe(self, noise: float, values: Values) -> tuple[str, tuple[str, ...]]:
-        """The sampling in words, and what must hold."""
+        """The sampling in words, and the assumptions of the guarantee."""
         sums, drawn = self.sums(noise, values), self.drawn or self.unit
         constants = f"public constants: {', '.join(self.parameters)}, clip norm, divisor"
         cell = sums.cell.assumptions if self.event is None else ()
@@ -448,7 +448,7 @@ def _parameter(field: str, kind: type, default: Any) -> inspect.Parameter:
 
 
 def _taken_by(maker: Callable[..., Any], always: bool = False) -> dict[str, inspect.Parameter]:
-    """By field, what a class or function takes that is not settled; ``always``: has no default."""
+    """Parameters of ``maker`` that it is not given elsewhere; ``always``: without defaults."""
     settled = {"steps", "separation", *getattr(maker, "keywords", ())}
     hints = typing.get_type_hints(getattr(maker, "func", maker))
     return {
@@ -478,7 +478,7 @@ def _two_stage(noise: float, v: Values, delta: float) -> dict[str, tuple[float, 
 
 
 def _isrl(noise: float, v: Values, delta: float) -> dict[str, tuple[float, bool]]:
-    """The epsilon for which the paper's formulas ask for this noise (both fall as 1 / epsilon)."""
+    """The epsilon for which the paper's formulas give this noise (both fall as 1 / epsilon)."""
     per_unit = noise / v["sampling_prob"]  # sigma n / L
     valid = closed_forms.minibatch_noise(v["steps"], 1, 1e-9, delta) * 1e-9 / per_unit
     shown = closed_forms.experiment_noise(v["steps"], 1, 1.0, delta) / per_unit
@@ -508,15 +508,15 @@ ROWS = {
         schemes.RandomAllocation, assumptions=_ONE_USER,
     ),
     "bandmf": Row(
-        "groups of users in turns, sampled in theirs, banded noise, user-level guarantee", "user",
+        "cyclic Poisson sampling of users, banded noise (BandMF), user-level guarantee", "user",
         schemes.CyclicPoisson, matrix=matrices.best_banded, assumptions=_ONE_USER,
     ),
     "blt": Row(
-        "users in turns without sampling, buffered Toeplitz noise, user-level guarantee", "user",
+        "cyclic participation of users, buffered noise (BLT), user-level guarantee", "user",
         schemes.Cyclic, matrix=matrices.best_buffered, assumptions=_ONE_USER,
     ),
     "banded-inverse": Row(
-        "users in turns without sampling, noise of few bands, user-level guarantee", "user",
+        "cyclic participation of users, banded-inverse noise, user-level guarantee", "user",
         schemes.Cyclic, matrix=matrices.best_banded_inverse, assumptions=_ONE_USER,
     ),
     "poisson": Row("plain DP-SGD, record-level guarantee", "record"),

@@ -1,4 +1,4 @@
-"""``dpfl audit``: what an attack proves about epsilon."""
+"""``dpfl audit``: attacks a mechanism or a run, and compares the result with its epsilon."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class Options(options.MayRunCode):
     """An audit.
 
     Attributes:
-      simulate: attack its mechanism alone.
-      train: train it with canaries (central runs).
-      user_inference: rank its people by other records.
-      membership: rank its people by their records.
-      overrides: directory of a finished run; or, of a configuration, keys to override.
-      trials: of --simulate.
-      confidence: of the proof (default 0.95, or the run's).
-      repeat: independent audits.
-      seed: of coins, sampling and noise (default: drawn).
-      picture: draw it (PNG).
+      simulate: attack only the mechanism of a configuration.
+      train: train a configuration with canaries (central runs).
+      user_inference: rank the people of a configuration by other records.
+      membership: rank the people of a configuration by their records.
+      overrides: directory of a finished run; or, for a configuration, keys to override.
+      trials: number of trials of --simulate.
+      confidence: confidence of the proof (default 0.95, or the run's).
+      repeat: number of independent audits.
+      seed: seed of coins, sampling and noise (default: drawn).
+      picture: draw the result (PNG).
     """
 
     simulate: Annotated[str | None, Flag("CONFIG", group="what")] = None
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if path is None:
         if len(args.overrides) != 1:
             raise BadInputError(
-                "say what to audit: the directory of a run, or a configuration behind --simulate, "
+                "say what to audit: the directory of a run, or a configuration after --simulate, "
                 "--train, --user-inference or --membership"
             )
         return _report(console, *_of_run(pathlib.Path(args.overrides[0]), args.confidence), args)
@@ -121,8 +121,8 @@ def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any
 
     if not (directory / "config.yaml").exists():
         raise BadInputError(
-            f"{directory} is not the directory of a run: a configuration stands behind --simulate, "
-            "--train or --user-inference"
+            f"{directory} is not the directory of a run: give a configuration after --simulate, "
+            "--train, --user-inference or --membership"
         )
     seen = proof.read_run_audit(directory)
     return seen.audits(statement.read(directory / statement.NAME), confidence), seen.cost
@@ -160,8 +160,8 @@ def _ranked(config: Any, key: Any, console: Console, args: argparse.Namespace) -
     for name, area in result["auc"].items():
         console.print(f"{name.replace('_', ' ')}: AUC {area:.3f}", highlight=False)
     console.print(
-        f"{result['users_in']} took part and {result['users_out']} did not; where nothing can be "
-        f"told it is 0.500, give or take {result['chance_deviation']:.3f}",
+        f"{result['users_in']} took part and {result['users_out']} did not; a guess has AUC 0.500, "
+        f"give or take {result['chance_deviation']:.3f}",
         highlight=False,
     )
     return result | _report(console, audits, None, args) if audits else result
@@ -170,7 +170,7 @@ def _ranked(config: Any, key: Any, console: Console, args: argparse.Namespace) -
 def _report(
     console: Console, audits: list[Any], cost: dict[str, Any] | None, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Says, draws and returns what was proved."""
+    """Prints, draws and returns what the audits prove."""
     from dpfl_jax.audit import proof
     from dpfl_jax.audit.proof import plot_audits
 

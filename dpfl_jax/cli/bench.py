@@ -28,8 +28,8 @@ examples:
 def from_checkout(name: str) -> ModuleType:
     """Imports a module of ``reproductions`` or ``benchmarks``.
 
-    The checkout is the folder that holds the running ``dpfl_jax``: what lies in the folder one is
-    in is not run for lying there.
+    The checkout is the folder that holds the running ``dpfl_jax``; the current folder is not
+    searched.
 
     Args:
       name: e.g. "benchmarks" or "reproductions.registry".
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds one sub-command per module of ``benchmarks``."""
     try:
         benchmarks = from_checkout("benchmarks")
-    except BadInputError as missing:  # --help is for everybody
+    except BadInputError as missing:  # --help must work without a checkout, too
         parser.add_argument("bench", metavar="WHAT", nargs=argparse.REMAINDER, help=str(missing))
         parser.set_defaults(run_bench=lambda _: from_checkout("benchmarks"))
         return

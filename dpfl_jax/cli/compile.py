@@ -1,4 +1,4 @@
-"""``dpfl compile``: the real train step, compiled for a TPU slice that is not there."""
+"""``dpfl compile``: compiles the real train step for a TPU slice, without having one."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Options(Configured):
 
     Attributes:
       topology: e.g. v5e:4x4, v3:16x16, cpu:8.
-      vocab_size: where the configuration's tokeniser is not at hand.
+      vocab_size: size of the vocabulary, if the configuration's tokeniser is not at hand.
       suggest: look for the largest execution.microbatch_size (a power of two) that fits.
-      no_baseline: do not compile the step without privacy (its FLOPs are counted all the same).
-      count_only: count FLOPs and compile nothing: seconds.
+      no_baseline: do not compile the step without privacy (its FLOPs are still counted).
+      count_only: count FLOPs and compile nothing, which takes seconds.
     """
 
     topology: str = "v5e:4x4"
@@ -99,7 +99,7 @@ def _print(result: dict[str, Any], to_stderr: bool) -> None:
     if largest is not None:
         table.add_row("largest microbatch", str(largest or "not even one unit fits"))
     if result["collectives"] is None:
-        table.add_row("collectives", "not readable: libtpu and jaxlib do not fit together")
+        table.add_row("collectives", "not readable: libtpu is newer than jaxlib")
     for c in result["collectives"] or []:
         where = "in a loop" if c["in_loop"] else "once a step"
         table.add_row(c["kind"], f"{c['count']} {where}, {c['bytes'] / 2**20:.1f} MiB in all")

@@ -1,4 +1,4 @@
-"""``dpfl completion``: a script for shell completion."""
+"""``dpfl completion``: prints a script for shell completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Options(options.Options):
     """A shell's completion.
 
     Attributes:
-      shell: whose script.
+      shell: the shell to write the script for.
     """
 
     shell: Annotated[Literal["bash", "zsh", "tcsh"], Flag(is_positional=True)]

@@ -16,8 +16,8 @@ DESCRIPTION = """\
 Build a store of examples grouped by user, or look into one.
 
 A store is a folder: examples in Arrow files, an index by user, a manifest with checksums. It is
-written beside its final place and renamed when complete; run an interrupted build again and it goes
-on.
+written under another name and renamed when complete; an interrupted build resumes by the same
+command.
 
 examples:
   dpfl data build --input posts.jsonl --user-column author --text-column body --out STORE
@@ -41,14 +41,14 @@ class Build(options.Options):
     Attributes:
       source: files, python_source, tfds, or a named data set (see docs/guides/data_reference.md).
       input: files, patterns or folders.
-      format: jsonl, parquet, csv, folder or huggingface (else by name).
+      format: jsonl, parquet, csv, folder or huggingface (else from the name of the files).
       split: which split (tfds and named data sets).
-      data_dir: where prepared TFDS data lie (tfds).
+      data_dir: folder of prepared TFDS data (tfds).
       out: folder to make.
       store_format: arrow (memory-mapped) or arrayrecord (compressed, for object stores).
       shards: number of shards (default: from the input size).
       workers: processes that encode (default: all cores).
-      engine: what builds.
+      engine: what builds the store.
       engine_flags: after --: flags for the Beam runner.
     """
 
@@ -82,9 +82,9 @@ class Inspect(options.Options):
       png: plot the examples per user.
       private: differentially private quantiles only.
       epsilon: privacy loss of all quantiles together.
-      quantiles: for --private.
-      largest: upper bound for --private.
-      seed: for --private, in tests only: a public seed.
+      quantiles: quantiles of --private.
+      largest: upper bound on the examples of a user, for --private.
+      seed: public seed of --private, for tests only.
     """
 
     store: Annotated[str, Flag("STORE", is_positional=True)]
@@ -186,7 +186,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def csv_format(args: argparse.Namespace) -> Any:
-    """What ``--delimiter`` and ``--encoding`` say."""
+    """The format of CSV files that ``--delimiter`` and ``--encoding`` describe."""
     from dpfl_jax.data.rows import CsvFormat
 
     good = args.delimiter is None or len(args.delimiter) == 1
@@ -201,7 +201,7 @@ def _conversations(args: argparse.Namespace) -> Any:
     result = conversations_in(columns, args.tokenizer, args.chat_template)
     if result is not None and (args.source != "files" or args.engine == "beam" or args.text_column):
         raise BadInputError(
-            f"--{result.columns[0]}-column is for files, read by the local engine, in the place of "
+            f"--{result.columns[0]}-column is for files, read by the local engine, instead of "
             "--text-column"
         )
     return result

@@ -38,14 +38,14 @@ class Options(options.Options):
     """An export.
 
     Attributes:
-      run: run directory, finished.
+      run: directory of a finished run.
       out: a directory that does not exist or is empty.
-      which: checkpoint: the last, or the one with the lowest held-out loss (train.keep_best).
-      adapter: adapters alone, as peft has them.
-      dtype: of the weights.
-      max_file_size: of a weights file, in GB.
-      registry: where to write the entry; not into DIR, whose files are those of the guarantee.
-      module: code of model.module, where some of what it builds was not trained; it is imported.
+      which: the last checkpoint, or the one with the lowest held-out loss (train.keep_best).
+      adapter: only the adapters, in the layout of peft.
+      dtype: type of the weights.
+      max_file_size: largest size of a weights file, in GB.
+      registry: file for the registry's entry; not in DIR, whose files the guarantee lists.
+      module: code of model.module, if some of what it builds was not trained; it is imported.
     """
 
     run: Annotated[str, Flag("RUN", is_positional=True)]
@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _check_place(file: pathlib.Path, folder: pathlib.Path) -> None:
     if folder.resolve() in file.resolve().parents:
         raise BadInputError(
-            f"--registry is {file}, in the folder of the model, whose files are those of its "
-            "guarantee: write the entry somewhere else"
+            f"--registry is {file}, in the folder of the model, all of whose files the guarantee "
+            "lists: write the entry somewhere else"
         )
     if not file.resolve().parent.is_dir():
         raise BadInputError(f"--registry is {file}, but there is no such folder: make it")

@@ -1,4 +1,4 @@
-"""``dpfl finetune``: a checkpoint and people's texts in, a model with a guarantee out."""
+"""``dpfl finetune``: trains a checkpoint on people's texts, and exports the model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ examples:
 
 exit status: 0 done; 2 bad input (one sentence on stderr); 1 anything else, interruption included.
 """
-SEQ_LEN = 512  # tokens of an example, where the model reads that many
-SHAPES = 8  # of packed rows
+SEQ_LEN = 512  # tokens of an example, or fewer if the model takes fewer
+SHAPES = 8  # shapes of packed rows
 COLUMNS = ("text", *CONVERSATION)
 
 
@@ -46,9 +46,9 @@ class Options(options.MayRunCode):
 
     Attributes:
       checkpoint: the model to start from.
-      data: texts, and whose they are.
+      data: texts, with a column that says whose each is.
       overrides: any key of the configuration.
-      full: train all parameters, no adapters.
+      full: train all parameters instead of adapters.
       out: folder of configuration, run and model.
       dry_run: print and price the configuration; train nothing.
     """
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
     out = pathlib.Path(args.out)
     raw = configuration(args)
-    # `raw` has the overrides afterwards.
+    # This also writes the overrides into `raw`.
     config = make_config(raw, args.overrides, out / "config.yaml", args.allow_code)
     text = write_yaml(raw)
     console = RunConsole(stderr=args.json)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
-    """The usual choices for these arguments, as YAML has them."""
+    """The sections of the configuration: the usual choices for these arguments."""
     import jax
 
     from dpfl_jax.models.checkpoint import read_config
@@ -104,7 +104,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     on_cpu = jax.default_backend() == "cpu"
     source = source_of(args.data)
     data: dict[str, Any] = {"source": source, "path": args.data, "tokenizer": "checkpoint"}
-    if source != "store":  # which has its own
+    if source != "store":  # a store already has them
         data["seq_len"] = min(SEQ_LEN, read_config(args.checkpoint).max_seq_len)
         data["user_column"] = args.user_column
         for kind in COLUMNS:
@@ -136,14 +136,14 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
             "warmup_steps": min(20, args.steps // 10),
         },
         "train": {"steps": args.steps, "checkpoint_every": 50},
-        # Pairs are two rows each, which are not packed.
+        # Preference pairs are two rows each, which are not packed.
         "execution": {"microbatch_size": 4, "packing": 0 if pairs else SHAPES},
         "eval": {"split": "validation"},
     }
 
 
 def source_of(data: str) -> str:
-    """What ``data.source`` is of a path."""
+    """The ``data.source`` of a path."""
     from dpfl_jax.data.rows import guess_format
 
     if data.startswith("hf:"):
@@ -153,7 +153,7 @@ def source_of(data: str) -> str:
 
 
 def _write(path: pathlib.Path, text: str) -> None:
-    """The configuration; never another one in its place."""
+    """Writes the configuration, but never over another one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("x") as file:
@@ -163,5 +163,5 @@ def _write(path: pathlib.Path, text: str) -> None:
             again = ["dpfl", "train", str(path), "--run-dir", str(path.parent / "run")]
             raise BadInputError(
                 f"{path} is of another run (or was changed): name another folder with --out, or "
-                f"go on with it by `{shlex.join(again)}`"
+                f"resume it with `{shlex.join(again)}`"
             ) from None

@@ -1,4 +1,4 @@
-"""``dpfl init``: one of the configurations shipped, as a file to change."""
+"""``dpfl init``: writes one of the shipped configurations, as a file to change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpfl_jax.run.console import Console
 _LEDGER = "ledger.jsonl"
 DESCRIPTION = """\
 Write a configuration to start from: one of those shipped, comments included, into the current
-folder. Its runs are charged to ledger.jsonl beside it, so that what several of them spend adds up;
+folder. Its runs are charged to ledger.jsonl next to it, so that what several of them spend adds up;
 privacy.account names whose records they are. No file is ever overwritten.
 
 examples:
@@ -36,7 +36,7 @@ class Options(options.Options):
     """A new configuration.
 
     Attributes:
-      name: which of those shipped.
+      name: which shipped configuration.
       list: print the names, write nothing.
       out: default: the last part of NAME, with .yaml, in this folder.
     """
@@ -47,7 +47,7 @@ class Options(options.Options):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Writes one, or lists all."""
+    """Writes a configuration, or lists all."""
     console = Console(stderr=args.json)
     known = shipped()
     if args.list:
@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_ledger(text: str) -> str:
-    """A configuration whose runs are charged to a ledger beside it.
+    """Adds a ledger, in the same folder, to the text of a shipped configuration.
 
-    What is shipped names none: a run from the package's own folder would write one there.
+    Shipped ones name no ledger, as a run from the package's folder would write it there.
     """
     entries = f"ledger: {_LEDGER}", "account: people"
     comment = [
@@ -95,9 +95,9 @@ def with_ledger(text: str) -> str:
 
 
 def shipped() -> dict[str, pathlib.Path]:
-    """Name -> file of every configuration shipped, e.g. "isrl/quickstart"."""
+    """Name -> file of every shipped configuration, e.g. "isrl/quickstart"."""
     package = pathlib.Path(dpfl_jax.__file__).parent
-    # An installed package holds them; in a checkout they are beside it.
+    # An installed package contains them; in a checkout they are next to it.
     folder = next(x for x in (package / "configs", package.parent / "configs") if x.is_dir())
     files = sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}

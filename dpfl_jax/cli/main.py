@@ -1,7 +1,7 @@
-"""``dpfl``: finds the sub-command, runs it, turns errors into exit codes.
+"""``dpfl``: runs a sub-command, and turns errors into exit codes.
 
 A sub-command is a module with ``run(args) -> dict | None``, the constant ``DESCRIPTION`` (the
-manual page, its examples included) and a class ``Options`` (``cli.options``), ``VERBS`` with one
+manual page with examples) and a class ``Options`` (``cli.options``), or ``VERBS`` with such a class
 for each verb, or a function ``add_arguments(parser)``. ``run`` returns the JSON object
 that ``--json`` prints as the last line of stdout; what a person reads goes through ``rich`` to
 stdout without ``--json`` and to stderr with it.
@@ -45,7 +45,7 @@ COMMANDS = {
     "data": "build, inspect and verify data stores grouped by user",
     "bench": "benchmark clipping, accounting and data pipelines",
     "compile": "compile the train step for a TPU slice, without one",
-    "silo": "train with silos in processes of their own, on Flower",
+    "silo": "train with silos in separate processes, on Flower",
     "plan": "choose algorithm and group sizes for a compute budget",
     "sweep": "run a grid of configurations and tabulate the best",
     "reproduce": "reproduce a paper's figure or table, with a verdict on each claim",
@@ -58,12 +58,12 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Bad arguments are bad input like any other: one sentence, exit code 2."""
+    """A parser that raises BadInputError for bad arguments."""
 
     lists_keys = False
 
     def format_help(self) -> str:
-        """With the keys of a configuration, if the command is to list them."""
+        """Adds the keys of a configuration, if the command lists them."""
         if self.lists_keys:
             from dpfl_jax.cli.options import keys_in_words
 
@@ -83,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _suggestion(given: str, known: Iterable[str]) -> str:
-    names = {name.lstrip("-"): name for name in known}  # else dashes make all options alike
+    names = {name.lstrip("-"): name for name in known}  # dashes would make all options similar
     near = [names[n] for n in difflib.get_close_matches(given.lstrip("-"), names, 1, cutoff=0.7)]
     return f": did you mean {near[0]!r}?" if near else ""
 
@@ -141,26 +141,26 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
 
 
 def _ignore_code_in_current_folder() -> None:
-    """Nothing runs because it lies where ``dpfl`` was started: somebody may have sent that folder.
+    """Keeps code in the current folder, which may come from somebody else, from being imported.
 
     Only a module that a configuration names is looked for there, if its code may run.
     """
     if getattr(sys.modules["__main__"], "__spec__", None) and not sys.flags.safe_path:
         del sys.path[0]  # where `python -m dpfl_jax` puts the folder
-    os.environ["PYTHONSAFEPATH"] = "1"  # so that processes started from here do not
+    os.environ["PYTHONSAFEPATH"] = "1"  # for processes that this one starts
     ignore_matplotlibrc()
 
 
 def _of_a_file(error: OSError) -> str:
-    """What a disk or a folder would not do, and what to do about it."""
-    advice = "see who may read and write there"
+    """The sentence for an error of a file or a disk."""
+    advice = "check who may read and write there"
     if error.errno in FULL_DISK:
-        advice = "free space, and give the same command again; a run resumes with its --run-dir"
+        advice = "free space, and repeat the command; a run resumes with its --run-dir"
     return f"{error.filename or 'a file'} cannot be used ({error.strerror}): {advice}"
 
 
 def _use_no_tpu_that_is_not_here() -> None:
-    """``dpfl compile`` needs libtpu; on a machine without a TPU JAX then looks for one, aloud."""
+    """Where libtpu is installed (for ``dpfl compile``) without a TPU, JAX would warn: use CPUs."""
     has = importlib.util.find_spec
     signs = ("/dev/accel*", "/dev/vfio/*", "/sys/bus/pci/devices/*/vendor")
     files = [file for sign in signs for file in glob.glob(sign)]
@@ -171,7 +171,7 @@ def _use_no_tpu_that_is_not_here() -> None:
 
 
 def _use_one_thread_for_little_algebra(command: str | None) -> None:
-    """Searches over a few numbers, in BLAS: its threads would only wait for each other, busily."""
+    """Keeps BLAS from starting threads for small arrays, which would only spin."""
     if command in ("account", "plan"):
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _ignore_code_in_current_folder()
         _use_no_tpu_that_is_not_here()
         _use_one_thread_for_little_algebra(command)
-    end = argv.index("--") if "--" in argv else len(argv)  # behind it another program's
+    end = argv.index("--") if "--" in argv else len(argv)  # what follows is for another program
     verbose = "--verbose" in argv[:end]
     argv = [a for i, a in enumerate(argv) if a != "--verbose" or i > end]
     if verbose:

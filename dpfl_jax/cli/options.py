@@ -1,9 +1,9 @@
-"""Options of commands: from a class that documents them, and from the keys of a configuration.
+"""Options of commands, declared by a class and by keys of the configuration.
 
 A command declares its options as annotated names of a class, which extends ``Configured`` if it
-reads a configuration. Name, type, default and choices are those of the annotation, help is what the
-section ``Attributes`` says. ``keys`` are keys of the configuration that are options, too: type,
-choices and help are then the schema's.
+reads a configuration. Name, type, default and choices come from the annotation, help from the
+section ``Attributes``. ``keys`` are keys of the configuration that are options, too: type,
+choices and help then come from the schema.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-SCHEMA = object()  # as the default of a key: the schema's
+SCHEMA = object()  # marks a key whose default is the schema's
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """What an annotation does not say of an option.
+    """Properties of an option that its type does not give.
 
     Attributes:
-      metavar: how help calls its value.
-      name: of the option, where it is not that of the attribute.
-      is_positional: whether it has no ``--``; then it may be left out if it has a default.
+      metavar: name of its value in help.
+      name: name of the option, if it differs from the attribute's.
+      is_positional: whether it has no ``--``; it may be left out if it has a default.
       several: whether it may be repeated.
-      group: of options that exclude each other.
-      parse: text to value.
-      choices: all values there are.
+      group: name of a group of options that exclude each other.
+      parse: converts text to the value.
+      choices: all allowed values.
     """
 
     metavar: str | None = None
@@ -46,7 +46,7 @@ class Flag:
 
 
 class Options:
-    """Of every command that does something.
+    """The options of all commands.
 
     Attributes:
       json: print one JSON object as the last line of stdout; everything else goes to stderr.
@@ -59,18 +59,18 @@ class Options:
 
 
 class MayRunCode(Options):
-    """Of every command that reads a configuration.
+    """The options of all commands that read a configuration.
 
     Attributes:
-      allow_code: the configuration may name code (package.module:NAME), which is run: only for one
-        that you have read, or wrote.
+      allow_code: the configuration may name code (package.module:NAME), which is run: use it only
+        for a configuration that you have read, or wrote.
     """
 
     allow_code: bool = False
 
 
 class Configured(MayRunCode):
-    """Of those that read one file with overrides.
+    """The options of commands that read one configuration file with overrides.
 
     Attributes:
       config: YAML configuration file.
@@ -82,7 +82,7 @@ class Configured(MayRunCode):
 
 
 def add_options(parser: Any, options: type[Options]) -> None:
-    """Adds what a class and those that it extends declare."""
+    """Adds the options of a class and of its base classes to a parser."""
     hints = typing.get_type_hints(options, include_extras=True)
     for owner in reversed(options.__mro__):
         words, excluding = attributes(owner), dict[str, Any]()
@@ -102,13 +102,13 @@ def add_options(parser: Any, options: type[Options]) -> None:
 
 
 def overrides(options: type[Options], args: argparse.Namespace) -> list[str]:
-    """What the options that are keys say, as overrides of a configuration."""
+    """The options that are keys, as overrides of a configuration."""
     given = {key: getattr(args, key.rpartition(".")[2]) for key in options.keys}
     return [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
 
 
 def attributes(owner: type) -> dict[str, str]:
-    """What the docstring of a class says of its attributes, by name."""
+    """The section ``Attributes`` of a class's docstring, by name."""
     text = inspect.cleandoc(owner.__doc__ or "").partition("Attributes:\n")[2]
     result: dict[str, str] = {}
     for names, words in re.findall(r"^  (\w[\w, ]*): (.*(?:\n {4,}.*)*)", text, re.M):
@@ -153,7 +153,7 @@ def _add(parser: Any, name: str, hint: Any, default: Any, words: str) -> None:
 
 
 def _sections() -> dict[str, Any]:
-    """The keys at the top and their types; that of a section is its class."""
+    """The top-level keys and their types; a section's type is its class."""
     from dpfl_jax.config import RunConfig
     from dpfl_jax.config.load import section_type
 
@@ -193,7 +193,7 @@ def _add_key(parser: Any, key: str, default: Any) -> None:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """The types of a union, without what annotates them."""
+    """The types of a union, without annotations."""
     if get_origin(hint) is Annotated:
         yield from _alternatives(get_args(hint)[0])
     elif get_origin(hint) in (Union, types.UnionType):
@@ -204,7 +204,7 @@ def _alternatives(hint: Any) -> Iterator[Any]:
 
 
 def _with_default(words: str, default: Any) -> str:
-    """Help of argparse, which asks for two percent signs."""
+    """Help with the default appended; argparse needs percent signs doubled."""
     words = words.rstrip(".").replace("%", "%%")
     if default in (None, False, (), []) or default == "" or "default" in words:
         return words
@@ -213,7 +213,7 @@ def _with_default(words: str, default: Any) -> str:
 
 
 def keys_in_words() -> str:
-    """All keys of a configuration by section, for help."""
+    """Lists all keys of a configuration by section, for help."""
     from dpfl_jax.config.load import section_fields
     from dpfl_jax.config.variants import VARIANTS, takes
 

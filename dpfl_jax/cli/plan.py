@@ -1,4 +1,4 @@
-"""``dpfl plan``: which algorithm and group sizes, for a compute budget."""
+"""``dpfl plan``: finds the best algorithm and group sizes for a compute budget."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ PUBLIC = (
 )
 
 DESCRIPTION = """\
-Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
-size; ULS at each split into M users of G examples; at the same splits BandMF, BLT and banded
-inverse, whose users take turns (sampled in their turn, or not) and whose noise is correlated over
-steps; and allocation, where every user is in exactly one of every t steps, at ULS's best split.
-What is compared is the noise on the averaged gradient: sigma times the typical gradient norm over
-the size. Of correlated noise it is that of independent noise which leaves as much in sums of
+Price every way to spend a compute budget (expected gradient evaluations per step): ELS at each
+group size; ULS at each split into M users of G examples; at the same splits BandMF, BLT and banded
+inverse, with cyclic participation (sampled within a cycle, or not) and noise that is correlated
+over steps; and allocation, where every user is in exactly one of every t steps, at ULS's best
+split. The table compares the noise on the averaged gradient: sigma times the typical gradient norm
+over the size. Correlated noise counts as the independent noise that leaves as much noise in sums of
 gradients, which training follows.
-Prints a table, the heuristics beside the best, and the reason; writes a heat map and a
+Prints a table, the heuristics next to the best, and the reason; writes a heat map and a
 configuration that `dpfl train` runs. --target-noise, --ask and the best split of a fit weigh ELS
 and ULS.
 
@@ -48,23 +48,23 @@ fall as G^-DECAY (0: all examples of a user alike; 0.5: orthogonal). Otherwise n
 over a sample of users at the starting model: computed from private data without noise, for your own
 eyes or on public data.
 
-With --chip the bill of each cell is beside it: FLOPs of the train step's products and convolutions
-(as traced; every position of a sequence counts, padding too) over peak times MFU. With --memory the
-steps of the best cells are compiled, too, as `dpfl compile` does it (seconds each, larger models
-longer), and the table says what a device needs and whether it fits. That depends on one microbatch
+--chip adds a bill to each cell: FLOPs of the train step's products and convolutions (as traced;
+every position of a sequence counts, padding too) over peak times MFU. --memory also compiles the
+steps of the best cells, as `dpfl compile` does (seconds each, larger models longer), and the table
+says what a device needs and whether it fits. That depends on one microbatch
 (execution.microbatch_size): cells of one algorithm and group size need the same.
 
 --fit runs short proxy trainings on PUBLIC data (noise is added, and not accounted for), fits the
-law of the loss over steps, noise and batch, and draws it; interrupted, the same command resumes.
---with a fit gives every cell a predicted loss with its band (90 % of runs), the best split of the
-compute over batch and steps, and answers to --ask:
+loss as a function of steps, noise and batch, and draws it; interrupted, the same command resumes.
+--with a fit, every cell gets a predicted loss with its band (90 % of runs), the table shows the
+best split of the compute over batch and steps, and --ask answers:
 {questions}
 Without a fit, all but feasible, variants and size are answered by noise alone.
 
-Of a federation of people (subjects), with its gradients and its data: LocalGroupDP, HiGradAvgDP,
-subject_uls and UserLDP at caps up to the configuration's and at a quarter to four times its steps,
-by the noise of the whole run over the largest that its signal can be. --epsilon, --out and --png
-work as above; the others are for central runs.
+For a federation of people (subjects) it compares LocalGroupDP, HiGradAvgDP, subject_uls and
+UserLDP, at caps up to the configuration's and at a quarter to four times its steps, by the noise of
+the whole run over the largest possible signal. It reads the data. --epsilon, --out and --png work
+as above; the others are for central runs.
 
 examples:
   dpfl plan configs/subject/quickstart.yaml --out planned.yaml
@@ -92,33 +92,33 @@ class Options(Configured):
     """A plan.
 
     Attributes:
-      compute_budget: default: the configuration's.
-      decay: assumed fall of gradient norms.
-      max_group_size: largest G of users.
-      users: users sampled for norms.
-      private_median: release the median group size with this epsilon of its own (default: the
+      compute_budget: gradient evaluations per step (default: the configuration's).
+      decay: assumed exponent by which gradient norms fall with the group size.
+      max_group_size: largest group size G.
+      users: users sampled for gradient norms.
+      private_median: release the median group size with this additional epsilon (default: the
         exact one).
-      target_noise: also: smallest epsilon and budget that reach it.
+      target_noise: also print the smallest epsilon and budget that reach this noise.
       fit: run proxies on PUBLIC data, and fit.
-      runs: of --fit.
+      runs: number of runs of --fit.
       jobs: processes of --fit.
-      rates: learning rates of --fit, over the configuration's (default: 1).
-      public: of --fit: I say the data are public.
+      rates: learning rates of --fit, relative to the configuration's (default: 1).
+      public: with --fit, confirms that the data are public.
       fits: fits to use.
-      target_loss: also: the smallest epsilon that reaches it.
-      ask: answer a question; with --png, drawn.
-      html: with --ask: drawn for a browser, which shows the cell under the pointer.
-      chip: v5e, h100, ..., its FLOP/s (2e14), or here: this machine, timed; prices every cell.
+      target_loss: also print the smallest epsilon that reaches this loss.
+      ask: answer a question; --png draws the answer.
+      html: with --ask, draw for a browser, which shows the cell under the pointer.
+      chip: v5e, h100, ..., its FLOP/s (2e14), or here (this machine, timed); prices every cell.
       mfu: share of the chip's peak reached (default: 0.4).
-      price: of a chip-hour, in any currency.
-      watts: of a chip.
-      chip_hours: in place of --compute-budget: the largest power of two that they pay for.
-      memory: whether the best cells fit a device of it: v5e:4x4, ... (needs libtpu), or cpu:1, this
-        machine's own compiler (an estimate for GPUs).
-      vocab_size: where the tokeniser is not at hand.
-      overtake: also: the number of users, of G examples each, from which drawing examples is ahead.
-      png: heat map over G and M.
-      out: write the best.
+      price: price of a chip-hour, in any currency.
+      watts: power of a chip.
+      chip_hours: instead of --compute-budget, the largest power of two that they pay for.
+      memory: say whether the best cells fit a device of v5e:4x4, ... (needs libtpu), or of cpu:1,
+        by this machine's compiler (an estimate for GPUs).
+      vocab_size: size of the vocabulary, if the tokeniser is not at hand.
+      overtake: also print from how many users, of G examples each, drawing examples is ahead.
+      png: draw a heat map over G and M.
+      out: write the best configuration.
     """
 
     keys: ClassVar[dict[str, Any]] = {"privacy.epsilon": None}
@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.ask is not None:
         return _answer(args, scenarios or {"noise": Scenario(planner, gradients)}, console)
     with console.status("calibrating noise"):
-        # Examples that are drawn one by one make no user update.
+        # Example-level sampling cannot make user updates.
         alone = () if config.mechanism.clips_user_updates else None
         plan = planner.recommend(budget, example_groups=alone, every=True)
     result: dict[str, Any] = {
@@ -249,7 +249,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_costs(args: argparse.Namespace) -> None:
-    """Refuses what cannot be billed, before anything is computed."""
+    """Refuses options of the bill that do not fit together, before anything is computed."""
     from dpfl_jax.training.slices import HBM, kind_of
 
     needs = ("mfu", "price", "watts", "chip_hours")
@@ -285,7 +285,7 @@ def _planner(
     if declared is not None:
         if args.fit is not None:
             raise BadInputError(
-                "--fit trains, but this configuration has statistics in the place of data: give "
+                "--fit trains, but this configuration has statistics instead of data: give "
                 "one of a public proxy, and use its fit here (--with)"
             )
         users = UserStatistics(declared.num_users, limited=declared.limited_examples or None)
@@ -351,17 +351,17 @@ def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
 
 
 def _notes(mechanism: Any, budget: int) -> list[str]:
-    """What the table has no number for."""
+    """Sentences on what the table has no number for."""
     floor = ""
     if mechanism.budget is not None and mechanism.budget.least_steps is not None:
         floor = f" ({mechanism.budget.least_steps} here)"
     notes = [
-        "budgets of users' own are not priced: how long users stay follows from private gradients; "
+        "personal budgets are not priced: how long users stay follows from private gradients; "
         f"everybody takes part in the first mechanism.least_steps{floor} steps, at the noise that "
-        "the same mechanism without such budgets has in a run of about as many",
+        "the same mechanism without such budgets has in a run of about as many steps",
         "mechanism.clipping=per_layer has the noise of these rows: parameters share the clip norm, "
-        "so that more of a gradient is clipped away for the same noise; what that costs only runs "
-        "tell (--ask variants, with fits of both)",
+        "so that more of a gradient is clipped away for the same noise; only runs show what that "
+        "costs (--ask variants, with fits of both)",
     ]
     if mechanism.clips_user_updates:
         passes = mechanism.update.passes
@@ -448,7 +448,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
 
 
 def _memory_words(option: dict[str, Any]) -> tuple[str, str]:
-    """GiB of a device, and whether they are there; dashes where nothing was compiled."""
+    """GiB that a device needs, and whether it has them; dashes if nothing was compiled."""
     if "memory" not in option:
         return "-", "-"
     memory = option["memory"]
@@ -476,11 +476,11 @@ def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon:
     write_config(args.out, load_config(args.config, overrides, args.allow_code), reason)
 
 
-# ---- fits: proxy runs, and what their law says --------------------------------------------------
+# ---- fits of the loss to proxy runs --------------------------------------------------------------
 
 
 def _check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
-    """Says that proxy runs protect nobody, and wants it said that the data are public."""
+    """Warns that proxy runs protect nobody, and requires --public unless the data are shipped."""
     from dpfl_jax.data.sets import SETS
 
     console.print(PUBLIC, style="bold red", highlight=False, soft_wrap=True)
@@ -493,7 +493,7 @@ def _check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
 
 
 def _fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> dict[str, Any]:
-    """Runs the proxies that are missing, fits, writes and draws the law."""
+    """Runs the missing proxies, and fits, writes and draws the scaling law."""
     from dpfl_jax.planning.figures import draw_law
     from dpfl_jax.planning.planner import in_words
     from dpfl_jax.planning.proxy import design, run_trials
@@ -591,7 +591,7 @@ def _answer(args: argparse.Namespace, scenarios: dict[str, Any], console: Any) -
 
 
 def _print_prediction(console: Any, prediction: dict[str, Any]) -> None:
-    """The best of the budget, the best split, the least epsilon."""
+    """Prints the best cell of the budget, the best split, and the least epsilon."""
     from dpfl_jax.planning.planner import in_words
 
     def words(cell: dict[str, Any]) -> str:
@@ -631,7 +631,8 @@ def _plan_federation(args: argparse.Namespace, config: Any, console: Any) -> dic
     """Plans a federation, prints the table, and writes the best configuration if asked.
 
     Raises:
-      BadInputError: nobody trusted, arguments for central runs, or no way meets the target.
+      BadInputError: an ISRL configuration, arguments for central runs, or no mechanism that meets
+        the target.
     """
     from dpfl_jax.federation.choice import by_reach, federated_options, other_steps
     from dpfl_jax.federation.federated_run import prepare
@@ -650,7 +651,7 @@ def _plan_federation(args: argparse.Namespace, config: Any, console: Any) -> dic
         config = load_config(args.config, overrides, args.allow_code)
     prepared = prepare(config, console)
     with console.status("calibrating noise"):
-        # Of equal noise, what leaves out the fewest records.
+        # Among equal noise, the one that keeps the most records comes first.
         choices = sorted(
             federated_options(prepared), key=lambda c: (float(f"{c.ratio:.3g}"), -c.kept)
         )
@@ -691,7 +692,7 @@ def _plan_federation(args: argparse.Namespace, config: Any, console: Any) -> dic
         draw_caps(choices, args.png)
         console.print(f"drawn: {args.png}")
     if args.out is not None:
-        # With the target as it was asked for: a delta that follows from the data is left to them.
+        # With the target as asked for: a delta that follows from the data is not written.
         chosen = best.config.model_copy(update={"privacy": config.privacy})
         write_config(args.out, chosen, reason)
         train = ["dpfl", "train", str(args.out)]
@@ -729,6 +730,6 @@ def _print_federation(console: Any, result: dict[str, Any], prepared: Any) -> No
         f"rounds send less): {ratios_text(result['by_steps'][result['best']['kind']])}"
     )
     console.print(
-        f"were each person in at most so many silos (max_silos_per_subject): "
+        f"if each person were in at most so many silos (max_silos_per_subject): "
         f"{ratios_text(result['by_reach'])}"
     )

@@ -1,4 +1,4 @@
-"""``dpfl predict``: what a run's model says of new rows."""
+"""``dpfl predict``: predicts for new rows with the model of a run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
-Predict for new rows: with the model of a finished run, or of what `dpfl export` wrote.
+Predict for new rows with the model of a finished run, or with one that `dpfl export` wrote.
 
-The columns that the model was trained on are found by name, read and scaled as they were in
-training, and checked; the target need not be there. Written are the rows as they came, with
-`prediction` and, for classes, `probability_NAME` of each. A model of arrays (images, say) takes an
-array, x.npy. Predictions follow from the model: the guarantee of the run covers them, but it covers
-nobody whose row is predicted for.
+The columns that the model was trained on are found by name, checked, and read and scaled as in
+training; the target may be missing. The output has the rows as they are, with `prediction` and, for
+classes, `probability_NAME` of each. A model of arrays (images, say) takes an array, x.npy.
+Predictions follow from the model: the guarantee of the run covers them, but it covers nobody whose
+row is predicted for.
 
-With --held-out FILE is what the run was trained from, and only the rows of those whom it held out
-and evaluated are written: scores of these are those of its report.
+With --held-out, FILE must be the file that the run was trained from, and only rows of people whom
+it held out and evaluated are written: their scores are those of its report.
 
 examples:
   dpfl predict runs/visits new.csv --out predicted.csv
@@ -40,14 +40,14 @@ class Options(options.Options):
     """Predictions.
 
     Attributes:
-      run: run directory, finished, or an export's.
-      rows: .csv, .tsv, .parquet, .arrow, .jsonl, .npy.
-      out: .csv, .tsv or .parquet, a new one.
+      run: directory of a finished run, or of an export.
+      rows: file with rows: .csv, .tsv, .parquet, .arrow, .jsonl, .npy.
+      out: new file: .csv, .tsv or .parquet.
       held_out: only the rows that the run held out and evaluated.
-      delimiter: between cells of CSV files, --out too (default: the run's; of an export ,).
-      encoding: of CSV files, --out too (default: the run's; of an export UTF-8).
-      which: checkpoint, as of `dpfl export`.
-      module: the function of model.module, where that built the model; it is imported.
+      delimiter: between cells of CSV files, --out too (default: the run's; for an export ,).
+      encoding: encoding of CSV files, --out too (default: the run's; for an export UTF-8).
+      which: the last or the best checkpoint, as in `dpfl export`.
+      module: the function of model.module, if it built the model; it is imported.
     """
 
     run: Annotated[str, Flag("RUN", is_positional=True)]
@@ -61,7 +61,7 @@ class Options(options.Options):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Reads rows, predicts them by the model of a run or export, writes a CSV file."""
+    """Reads rows, predicts for them with the model of a run or export, and writes a file."""
     import numpy as np
 
     from dpfl_jax.data.rows import CsvFormat
@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         form = CsvFormat(form.delimiter or data.delimiter, form.encoding or data.encoding)
     if source.suffix == ".npy":
         if args.held_out:
-            raise BadInputError("--held-out is for tables: an array does not say whose rows are")
+            raise BadInputError(
+                "--held-out is for tables: an array does not say whose its rows are"
+            )
         try:
             given = np.load(source, allow_pickle=False)
         except (OSError, ValueError) as error:
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         columns = {name: [row.get(name) for row in given] for name in dict.fromkeys(given[0])}
     result = model.predict(given)
     if both := sorted({*columns} & {*result}):
-        raise BadInputError(f"{source} has a column {both[0]!r} of its own: rename it")
+        raise BadInputError(f"{source} already has a column {both[0]!r}: rename it")
     table = model.task.table if model.task is not None else None
     _write(out, {**columns, **result}, form, "point" if table is None else table.decimal)
     console = Console(stderr=args.json)
@@ -106,12 +108,14 @@ def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[
         rows = _held_out(rows, source, form, config)
     result = [row for _, row in rows]
     if not result:
-        raise BadInputError(f"{source} has no row of anybody whom the run held out: give its file")
+        raise BadInputError(
+            f"{source} has no row of a person whom the run held out: give the run's file"
+        )
     return result
 
 
 def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
-    """Of the rows of a run's file those that it evaluated."""
+    """The rows of a run's file that it evaluated."""
     from dpfl_jax.data import limit_store, load_dataset
     from dpfl_jax.data.owners import grouped_by_owner_set
     from dpfl_jax.data.table import read_table, user_key
@@ -143,12 +147,12 @@ def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
             except BadInputError:
                 continue  # as the run did
         if left.get(owner := key(row, where), 0) > 0:
-            left[owner] -= 1  # of somebody with more rows than are evaluated, the first
+            left[owner] -= 1  # only the first rows of a person are evaluated
             yield where, row
 
 
 def _write(out: pathlib.Path, columns: dict[str, Any], form: Any, decimal: str) -> None:
-    """As the file that was read is written, so that the same programs read it."""
+    """Writes in the format of the file that was read, so that the same programs read it."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet
@@ -175,9 +179,9 @@ def _write(out: pathlib.Path, columns: dict[str, Any], form: Any, decimal: str) 
 
 
 def _load(folder: pathlib.Path, which: Any, build: Any) -> tuple[Any, Any]:
-    """The configuration, if this is a run's, and the model.
+    """The configuration of a run (None for an export), and the model.
 
-    That of a run is exported for the moment, which checks the run.
+    The model of a run is exported to a temporary folder, which checks the run.
     """
     from dpfl_jax.training.export import export, read_run
     from dpfl_jax.training.exported import load_exported

@@ -27,9 +27,9 @@ holds, does not hold, or is undecided at so many seeds.
 
 Reproductions are not part of the installed package: run this in a checkout of the repository.
 
-`all` and PAPER/all run each figure in a process of its own, at reduced size unless --full is given,
+`all` and PAPER/all run each figure in a separate process, at reduced size unless --full is given,
 and say beforehand how long it should take. They write manifest.json (commit, versions, hardware,
-times, every number and verdict) beside the figures; the same command resumes after an interruption.
+times, every number and verdict) next to the figures; the same command resumes an interrupted one.
 
 examples:
   dpfl reproduce list
@@ -53,8 +53,8 @@ class Options(options.Options):
       full: the paper's size, of all figures, too.
       out: folder for the figures.
       seeds: seeds per training, where the figure has several (default: as in the paper).
-      minutes: start no training after so many minutes, where finished trainings are kept.
-      replication: above 0: other seeds throughout.
+      minutes: start no training after so many minutes, if finished trainings are kept.
+      replication: a number above 0 changes all seeds.
       jobs: figures at once (all; default 1).
     """
 
@@ -69,7 +69,7 @@ class Options(options.Options):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Lists the reproductions, or runs those that are named."""
+    """Lists the reproductions, or runs the named ones."""
     registry = from_checkout("reproductions.registry")
     console = Console(stderr=args.json)
     known = registry.figures()
@@ -132,7 +132,7 @@ def _all(
 def _check(args: argparse.Namespace, modules: dict[str, Any], many: bool) -> None:
     at_least("--replication", args.replication, 0)
     if args.jobs is not None and not many:
-        raise BadInputError("--jobs is of `all` and PAPER/all: omit it")
+        raise BadInputError("--jobs is for `all` and PAPER/all: omit it")
     at_least("--seeds", args.seeds, 1)
     at_least("--minutes", args.minutes, 0)
     for option in ("seeds", "minutes"):

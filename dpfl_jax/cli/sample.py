@@ -30,11 +30,11 @@ class Options(options.Options):
     Attributes:
       run: run directory, or a checkpoint's.
       prompt: what the text begins with.
-      max_tokens: most tokens that are sampled.
-      temperature: 0: the most likely tokens.
+      max_tokens: most tokens to sample.
+      temperature: temperature of sampling; 0 takes the most likely token.
       top_k: draw from the k most likely tokens.
-      seed: of the draws.
-      tokenizer: a tokeniser's file, or bytes; default the run's or checkpoint's own.
+      seed: seed of the draws.
+      tokenizer: a tokeniser's file, or bytes; default the run's or checkpoint's.
     """
 
     run: Annotated[str, Flag("RUN", is_positional=True)]
@@ -47,7 +47,7 @@ class Options(options.Options):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Samples, printing text as it comes."""
+    """Samples a text, and prints each token at once."""
     import sys
 
     import jax
@@ -88,10 +88,10 @@ def _load(path: pathlib.Path, tokenizer: str | None) -> tuple[Any, Any, Any]:
     from dpfl_jax.training.export import load_trained
     from dpfl_jax.training.exported import STRUCTURE, load_exported
 
-    if (path / STRUCTURE).exists():  # which has no tokeniser beside it
+    if (path / STRUCTURE).exists():  # such an export has no tokeniser
         exported = load_exported(path)
         if not isinstance(exported.model, LanguageModel):
-            raise BadInputError(f"{path} holds no language model")
+            raise BadInputError(f"{path} holds no language model: give the run of one")
         return exported.model, exported.params, load_tokenizer(tokenizer or "bytes")
     if not (path / "config.json").exists():
         trained = load_trained(path)

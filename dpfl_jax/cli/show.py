@@ -17,7 +17,7 @@ from dpfl_jax.cli.train import in_short
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console, draws
 
-_WIDE = 200  # off a terminal, where nothing says how wide it is: no table is cut
+_WIDE = 200  # columns off a terminal, whose width is unknown, so that no table is cut
 
 DESCRIPTION = """\
 Print the report of a run: guarantee, held-out losses, throughput, environment.
@@ -41,9 +41,9 @@ class Options(options.Options):
 
     Attributes:
       run: run directory.
-      full: the whole guarantee, and how gradients were clipped.
-      records: the table of records of a run with personal budgets (private).
-      limit: records shown with --records.
+      full: print the whole guarantee, and how gradients were clipped.
+      records: print the table of records of a run with personal budgets (private).
+      limit: number of records shown with --records.
     """
 
     run: Annotated[str, Flag("RUN", is_positional=True)]
@@ -53,7 +53,7 @@ class Options(options.Options):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Prints the report, or where an unfinished run stands."""
+    """Prints the report, or the last step of an unfinished run."""
     import json
 
     from dpfl_jax.run.directory import stated_report
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _in_short(report: dict[str, Any]) -> dict[str, Any]:
-    """Without how gradients were clipped, unless there is a warning."""
+    """Removes how gradients were clipped, unless there is a warning."""
     warning = (report.get("clipping") or {}).get("warning")
     return report | {"clipping": {"summary": None, "warning": warning} if warning else None}
 

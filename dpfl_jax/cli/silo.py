@@ -1,4 +1,4 @@
-"""``dpfl silo``: silos that are elsewhere, and the server that they train with."""
+"""``dpfl silo``: silos on other machines, and the server that they train with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
-Train with silos in processes of their own, on Flower (pip install 'flwr>=1.41,<1.42').
+Train with silos in separate processes, on Flower (pip install 'flwr>=1.41,<1.42').
 
 A silo's folder holds its root key, its policy (silo.yaml), its ledger and its log. Its records stay
 where they are: what leaves the silo is what it has sampled, clipped and noised. docs/guides/
@@ -62,14 +62,14 @@ class Init(options.Options):
     """A folder of a silo.
 
     Attributes:
-      folder: to be made.
-      name: of the silo.
+      folder: folder to make.
+      name: name of the silo.
       config: the study's configuration.
-      data: the silo's own data.
-      server: where it is.
-      root_certificates: that sign the server's.
-      certificate: the silo's own, if the server asks.
-      key: of --certificate.
+      data: the silo's data.
+      server: address of the server.
+      root_certificates: certificates that sign the server's.
+      certificate: the silo's certificate, if the server asks for one.
+      key: key of --certificate.
     """
 
     folder: Annotated[str, Flag("FOLDER", is_positional=True)]
@@ -86,18 +86,18 @@ class Check(options.Options):
     """A check of a silo.
 
     Attributes:
-      folder: of the silo.
+      folder: folder of the silo.
     """
 
     folder: Annotated[str, Flag("FOLDER", is_positional=True)]
 
 
 class Run(Check):
-    """A silo that answers.
+    """A silo that answers the server.
 
     Attributes:
       finish: end once a run is finished.
-      insecure: without TLS: for tests on one machine.
+      insecure: no TLS: for tests on one machine.
     """
 
     finish: bool = False
@@ -109,14 +109,14 @@ class Serve(options.Options):
 
     Attributes:
       config: the study's configuration.
-      run_dir: where the run lives.
-      host: where it listens.
-      port: likewise.
-      certificate: the server's own.
-      key: of --certificate.
-      silo_certificates: that sign the silos' own: whoever has none is turned away.
+      run_dir: directory of the run.
+      host: address to listen on.
+      port: port to listen on.
+      certificate: the server's certificate.
+      key: key of --certificate.
+      silo_certificates: certificates that sign the silos': a silo without one is refused.
       wait: seconds until a silo is left out.
-      insecure: without TLS: for tests on one machine.
+      insecure: no TLS: for tests on one machine.
     """
 
     config: Annotated[str, Flag("CONFIG", is_positional=True)]
@@ -132,7 +132,7 @@ class Serve(options.Options):
 
 VERBS = {
     "init": (Init, "make the folder of a silo"),
-    "check": (Check, "read everything, and ask nobody"),
+    "check": (Check, "read everything, and send nothing"),
     "run": (Run, "answer the server"),
     "serve": (Serve, "be the server"),
 }
@@ -152,7 +152,7 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
 
     folder = pathlib.Path(args.folder)
     if (folder / CONFIG).exists() or (folder / KEY).exists():
-        raise BadInputError(f"{folder} holds a silo already: its key and log are its memory")
+        raise BadInputError(f"{folder} already holds a silo, with its key and log: name another")
     config: Any = read_study(pathlib.Path(args.config))
     study_of(config)
     isrl = config.variant == "isrl"
@@ -234,7 +234,7 @@ def _flower() -> None:
     import os
 
     if importlib.util.find_spec("flwr") is None:
-        raise BadInputError("silos elsewhere need Flower: pip install 'flwr>=1.41,<1.42'")
+        raise BadInputError("`dpfl silo` needs Flower: pip install 'flwr>=1.41,<1.42'")
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 

@@ -55,18 +55,18 @@ class Options(Configured):
 
     Attributes:
       grid: values of one axis; repeat for more (default: the configuration's sweep section).
-      tune: take the best of this axis.
+      tune: take the best value of this axis.
       repeats: runs of each cell (default: 1).
-      out: the folder.
-      rank: this process.
+      out: folder of the sweep.
+      rank: number of this process, from 0.
       of: number of processes.
       collect: run nothing, only tabulate.
       dry_run: list the cells, run nothing.
       keep_runs: keep the cells' checkpoints.
-      private: release the best run alone, with one epsilon for all.
-      expected_runs: with --private: mean of the random number of runs (default: 10).
-      loss_bound: with --private: most that a person's mean loss counts for, a public number
-        (default: the logarithm of the number of tokens or classes).
+      private: release only the best run, with one epsilon for all.
+      expected_runs: with --private, mean of the random number of runs (default: 10).
+      loss_bound: with --private, a public bound that a person's mean loss is clipped to (default:
+        the logarithm of the number of tokens or classes).
     """
 
     lists_keys = True
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         console.print(f"{len(cells)} cells in {sweep.directory}")
         try:
             ran = sweep.run(console, args.rank, args.of)
-        except LedgerError as error:  # what is finished is tabulated all the same
+        except LedgerError as error:  # finished cells are tabulated first
             refused = error
     files = sweep.write_tables()
     best = sweep.best()

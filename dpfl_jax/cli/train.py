@@ -1,4 +1,4 @@
-"""``dpfl train``: one configuration, one run directory."""
+"""``dpfl train``: trains one configuration in one run directory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Options(Configured):
     """Training.
 
     Attributes:
-      run_dir: where the run lives; an unfinished run of this configuration is resumed (default: a
+      run_dir: directory of the run; an unfinished run of this configuration is resumed (default: a
         new folder runs/NAME-TIME).
       dry_run: validate and price (parameters, tokens, noise multiplier, epsilon); train nothing.
     """
@@ -67,7 +67,7 @@ class Options(Configured):
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Trains as a configuration says; with ``--dry-run`` says what that costs and guarantees."""
+    """Trains a configuration; with ``--dry-run`` prints what that would cost and guarantee."""
     from dpfl_jax.config import load_config
 
     console = RunConsole(stderr=args.json)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def train_or_price(
     config: Any, run_dir: Any, dry_run: bool, console: RunConsole
 ) -> dict[str, Any] | None:
-    """Trains in ``run_dir`` (None: a new one), or says what that would do and cost."""
+    """Trains in ``run_dir`` (None: a new one), or prints what that would cost and guarantee."""
     from dpfl_jax.run import pipeline
 
     with console.alive():
@@ -93,7 +93,7 @@ def train_or_price(
 
 
 def _chip_hours(flops: float) -> dict[str, float]:
-    """Of chips that many have, at the share of their peak that ``planning.costs`` assumes."""
+    """Chip-hours on common chips, at the share of their peak that ``planning.costs`` assumes."""
     from dpfl_jax.planning.costs import Chip
 
     return {
@@ -103,7 +103,7 @@ def _chip_hours(flops: float) -> dict[str, float]:
 
 
 def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None:
-    """Trains, alone or as one of many processes; only process 0 speaks."""
+    """Trains, alone or as one of many processes; only process 0 prints."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -203,7 +203,7 @@ def in_short(report: dict[str, Any]) -> list[str]:
 
 
 def _in_one_line(report: dict[str, Any]) -> str:
-    """Losses before, with privacy and without; nothing if one of them is missing."""
+    """Losses before, with privacy and without, in a line; "" if one of them is missing."""
     from dpfl_jax.accounting.guarantee import rounded_up
 
     losses = {name: value["loss"] for name, value in report["eval"].items()}
@@ -220,7 +220,7 @@ def _in_one_line(report: dict[str, Any]) -> str:
 
 
 def _got_worse(report: dict[str, Any]) -> str:
-    """What to change where the held-out loss rose; nothing where it did not."""
+    """A warning if the held-out loss rose; "" if it did not."""
     losses = {name: value["loss"] for name, value in report.get("eval", {}).items()}
     known = losses.keys() - {"last_iterate"} == {"initial", "final"}
     if not known or losses["final"] <= losses["initial"]:
@@ -237,7 +237,7 @@ def _steps(report: dict[str, Any]) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """A value of a price without brackets and quotation marks; several rows on a line each."""
+    """A value of a price without brackets and quotation marks; each of several rows on a line."""
     if isinstance(value, dict):
         if value.keys() == {"value", "from"}:
             return f"{_in_words(value['value'])} ({value['from']})"

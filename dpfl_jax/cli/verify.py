@@ -15,8 +15,8 @@ from dpfl_jax.run.console import Console
 DESCRIPTION = """\
 Check that the guarantee of a run is what it says.
 
-A run writes guarantee.json: unit, adjacency, epsilon and delta, and beside them the mechanism, the
-public numbers of the data and the events that follow from them. This command
+A run writes guarantee.json: unit, adjacency, epsilon and delta, and also the mechanism, the public
+numbers of the data and the events that follow from them. This command
 
   1. makes the mechanism again from the file, and with it events, unit, adjacency, trust, sampling,
      assumptions and caveats: the file must say the same;
@@ -26,11 +26,11 @@ public numbers of the data and the events that follow from them. This command
   3. compares the text with the numbers;
   4. given a folder, compares the files in it with the digests in guarantee.json: config.yaml and
      checkpoints of a run, all files of an export. Those that are not there are named, and so are
-     checkpoints of earlier steps, which a run keeps to go on from and takes no digest of;
+     checkpoints of earlier steps, which a run keeps to resume from and takes no digest of;
   5. compares the file with the advisories that this version of dpfl_jax knows, or with those of a
-     newer file (--advisories): versions that stated a wrong guarantee, of which runs, and what is
-     true. One that is about this guarantee is a failure; one that may be, as the file does not
-     show whether, is named with what to look at.
+     newer file (--advisories): which versions stated a wrong guarantee, for which runs, and what
+     is true. An advisory that applies to this guarantee is a failure; one that may apply, which the
+     file cannot show, is named with what to check.
 
 It needs nothing but the file, and nothing in the file is private. It cannot show that this
 mechanism is what ran, nor that the data are as the assumptions say, nor who wrote it: digests tie
@@ -62,9 +62,9 @@ class Options(options.Options):
     """A check of a guarantee.
 
     Attributes:
-      file: guarantee.json, a report.json beside one, or a run directory.
+      file: guarantee.json, the report.json of a run, or a run directory.
       mechanism: code of a mechanism that is not the library's; it is imported.
-      advisories: instead of those that came with this version.
+      advisories: file of advisories, instead of those that came with this version.
     """
 
     file: Annotated[str, Flag("FILE", is_positional=True)]
@@ -125,7 +125,7 @@ def _restate(basis: dict[str, Any]) -> Any:
 
 
 def _unlike_report(folder: pathlib.Path, stated: Any) -> list[str]:
-    """Where the reports of a run state another guarantee, a sentence each."""
+    """A sentence for each report of a run that states another guarantee."""
     from dpfl_jax.accounting.statement import read_report
     from dpfl_jax.files import read_text
 

@@ -1,4 +1,4 @@
-"""Configuration of runs: one YAML file, typed, validated, overridable."""
+"""Configuration of runs: one YAML file, typed and validated, whose keys can be overridden."""
 
 from dpfl_jax.config.load import config_fingerprint, config_to_dict, load_config, validate_config
 from dpfl_jax.config.schema import AuditConfig, RunConfig

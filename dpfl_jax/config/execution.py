@@ -1,7 +1,7 @@
-"""What sections are made of, and those that are no part of what a run computes.
+"""The base class of sections, and the sections that do not change what a run computes.
 
-A run may go on with others (not one of ``individual``, whose ``execution`` stays): no field of them
-enters the fingerprint of a configuration.
+No field of these enters the fingerprint of a configuration, so a run may resume with other values
+(except that ``individual`` needs the same ``execution``).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-# It names a folder, whose path is printed in commands that people paste.
+# A name becomes a folder, whose path is printed in commands that people paste.
 NAME = r"^\w[\w .,:@+-]*$"
-# What float32 holds with room for sums; infinity is none of them.
+# Finite, with room for sums in float32.
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 def check(holds: Any, sentence: str) -> None:
-    """Raises ValueError, in a validator, unless something holds."""
+    """Raises ValueError, which pydantic reports, unless ``holds`` is true."""
     if not holds:
         raise ValueError(sentence)
 
@@ -37,11 +37,11 @@ def exclude(**given: Any) -> None:
 
 
 class ProcessesConfig(Section):
-    """One run in many processes; where and how many is no part of what a run computes.
+    """One run in many processes, which do not change what it computes.
 
-    Where the others are is told by the variables DPFL_COORDINATOR, DPFL_NUM_PROCESSES and
-    DPFL_PROCESS_ID, or by the cluster. A configuration names no address: whoever wrote it would
-    hear what the processes tell each other.
+    The variables DPFL_COORDINATOR, DPFL_NUM_PROCESSES and DPFL_PROCESS_ID, or the cluster, say
+    where the others are. A configuration names no address: its author could then read what the
+    processes send each other.
 
     Attributes:
       mode: auto joins others if the variables or the cluster announce them (SLURM, Open MPI, TPU
@@ -57,13 +57,13 @@ class ProcessesConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_address(cls, raw: Any) -> Any:
-        """Runs of before list these keys, as null."""
+        """Configurations of earlier runs list these keys, as null."""
         if not isinstance(raw, dict):
             return raw
         for key in ("coordinator", "num_processes", "process_id"):
             if raw.get(key) is not None:
                 raise ValueError(
-                    f"processes.{key} is no setting: set the variable DPFL_{key.upper()} where "
+                    f"processes.{key} is not a setting: set the variable DPFL_{key.upper()} where "
                     "the command is started"
                 )
             raw = {name: value for name, value in raw.items() if name != key}
@@ -71,7 +71,7 @@ class ProcessesConfig(Section):
 
 
 class MetricsSection(Section):
-    """Where metrics go beside metrics.jsonl; no part of what a run computes.
+    """Where metrics go besides metrics.jsonl; they do not change what a run computes.
 
     Attributes:
       sinks: tensorboard (a folder of the run), wandb, mlflow; each needs the extra of its name.
@@ -83,7 +83,7 @@ class MetricsSection(Section):
     not_private: bool = False
 
     def caveats(self) -> tuple[str, ...]:
-        """What these settings mean for a guarantee."""
+        """Caveats of a guarantee that follow from these settings."""
         result = []
         if self.sinks and self.not_private:
             result.append(
@@ -103,11 +103,13 @@ class MeshConfig(Section):
     """How devices are arranged.
 
     Attributes:
-      data: copies of the parameters, each with its share of the units; default as many as fit.
-      fsdp: parts of parameters, optimiser state, sums and noise; units are split over them too.
-      tensor: parts of each layer's products.
-      sequence: parts of each example's positions, where not even one example fits on a device
-        (language models).
+      data: number of copies of the parameters, each with its share of the units; default as many
+        as fit.
+      fsdp: number of parts of parameters, optimiser state, sums and noise; units are split over
+        them, too.
+      tensor: number of parts of each layer's matrix products.
+      sequence: number of parts of each example's positions, if not even one example fits on a
+        device (language models).
     """
 
     data: int | None = Field(None, gt=0)
@@ -122,35 +124,35 @@ class MeshConfig(Section):
 
 
 class Execution(Section):
-    """How a run computes its steps: what changes speed and memory, never what is guaranteed.
+    """How a run computes its steps: it changes speed and memory, never the guarantee.
 
     Attributes:
-      profile: of so many turns of the loop (steps, rounds, blocks), after the first one, what the
-        devices did is written to ``profile/`` of the run directory, for xprof or Perfetto. It tells
-        how long each took, and is outside the guarantee.
+      profile: trace so many iterations of the loop (steps, rounds, blocks), after the first one,
+        into ``profile/`` of the run directory, for xprof or Perfetto. The trace shows how long each
+        took, and is outside the guarantee.
       microbatch_size: units per device processed at once (default 16), or in a silo (default 32);
-        of a unit there with more records (a person, a batch), so many records one after the other.
+        a unit there with more records (a person, a batch) is processed so many records at a time.
       strategy: how clipped gradients are computed.
       group_buckets: process users with few examples in buffers with a smaller group axis (1, 2, 4,
         ...), instead of padding them to the group size: less work, a longer compilation.
-      packing: lay short sequences of a unit one behind the other into rows of at most so many
-        shapes, each seeing itself alone, instead of filling each up to ``data.seq_len``; 0: no. Few
-        places are then without a token (8 shapes: one in four, 16: one in six), and compilation
-        takes as often as long. The shapes follow from the lengths of the sequences, about which
-        step times and memory then tell.
-      examples_at_once: examples of a user (ULS) that a device processes at once; the gradients of
-        the rest are accumulated before the user's norm is taken. Needed where a user's examples do
-        not fit together. Default: all.
-      split_users: share out each user's examples (ULS) to the fsdp devices, of which each then
-        forms a part of the gradient, instead of one user a device. Needed where no device holds a
+      packing: put short sequences of a unit one after the other into rows of at most so many
+        shapes, without attention between them, instead of padding each to ``data.seq_len``; 0 does
+        not. Few places are then padding (8 shapes: one in four, 16: one in six), and compilation
+        takes as many times as long. The shapes follow from the lengths of the sequences, which step
+        times and memory then reveal.
+      examples_at_once: examples of a user (ULS) that a device processes at once; gradients are
+        accumulated before the user's norm is taken. Needed if a user's examples do not fit
+        together. Default: all.
+      split_users: split each user's examples (ULS) over the fsdp devices, each of which then
+        forms a part of the gradient, instead of one user on a device. Needed if no device holds a
         whole gradient.
-      attention: of a transformer: ``plain`` holds the scores of all positions with all,
-        ``blockwise`` those of two blocks, so that memory grows with the length alone; ``auto``:
-        plain up to 1,024 positions.
+      attention: how a transformer computes attention. ``plain`` holds the scores of all pairs of
+        positions, ``blockwise`` those of two blocks, so that memory grows linearly with the length;
+        ``auto`` is plain up to 1,024 positions.
       mesh: how devices are arranged.
-      width: silos of a device that are vmapped (1 is fastest on a CPU).
+      width: silos that a device processes in one vmap (1 is fastest on a CPU).
       chunk_silos: silos whose data are on the devices at once; default by size.
-      rounds_per_block: where silos trust no server, rounds from one row of metrics to the next.
+      rounds_per_block: rounds from one row of metrics to the next, if silos trust no server.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -173,10 +175,10 @@ class Execution(Section):
 
     @property
     def unpacked(self) -> Execution:
-        """Every example a row, which is what plans and bills price."""
+        """The same settings without packing, which plans and bills price."""
         return self.model_copy(update={"packing": 0})
 
     @property
     def cut(self) -> dict[str, Any]:
-        """How users are cut up."""
+        """How the examples of a user are split."""
         return {"examples_at_once": self.examples_at_once, "split_users": self.split_users}

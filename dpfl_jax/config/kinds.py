@@ -1,8 +1,7 @@
-"""Sections that are objects: ``kind`` names what makes it, the other keys are its arguments.
+"""Sections that describe objects: ``kind`` names a class or function, the other keys its arguments.
 
-What makes an object is a frozen dataclass, which registers itself where it is defined, or a
-function (``register``). Whoever asks for a kind (a configuration, a sweep, the planner) finds it
-here.
+A class is a frozen dataclass, which registers itself where it is defined; functions are registered
+by ``register``. Configurations, sweeps and the planner look kinds up here.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _MOVED = {"noise_multiplier": "privacy.noise_multiplier"}
 
 
 class Kinds:
-    """Classes and functions by name; a section that one describes is ``Annotated[Any, kinds]``.
+    """A table of classes and functions by kind; such a section has type ``Annotated[Any, kinds]``.
 
     Attributes:
-      home: module that defines the library's own; imported when a kind is asked for.
-      section: where in a configuration such a section stands.
-      without_kind: the class that a section without ``kind`` describes; None: it needs one.
+      home: module that defines the library's kinds; imported when a kind is looked up.
+      section: key of such a section in a configuration.
+      without_kind: the class that a section without ``kind`` describes; None: it needs a kind.
     """
 
     def __init__(self, home: str, section: str = "mechanism") -> None:
@@ -45,20 +44,20 @@ class Kinds:
         self._known: dict[str, Callable[..., Any]] = {}
 
     def register(self, maker: Callable[..., Any], kind: str | None = None) -> None:
-        """Takes a class with an attribute ``kind``, by which runs tell it from others; a function.
+        """Adds a class or function to the table.
 
         Args:
           maker: class or function; its parameters are the keys of a section.
-          kind: of a function.
+          kind: its kind; default the class's attribute ``kind``.
 
         Raises:
-          BadInputError: there is no kind, or another has it.
+          BadInputError: it has no kind, or another class or function has it.
         """
         kind = maker.__dict__.get("kind") if kind is None else kind
         if kind is None:
             raise BadInputError(
-                f"{_place(maker, '.')} has no `kind` of its own: what it does could not be told "
-                "from what its parent does"
+                f"{_place(maker, '.')} does not define `kind`, so that it could not be told from "
+                "its parent: add one"
             )
         before = self._known.get(kind, maker)
         if _place(before) != _place(maker):
@@ -69,12 +68,12 @@ class Kinds:
         self._known[kind] = maker
 
     def names(self) -> list[str]:
-        """All kinds that are known by now."""
+        """The registered kinds."""
         importlib.import_module(self.home)
         return sorted(self._known)
 
     def __contains__(self, kind: Any) -> bool:
-        """Whether ``self[kind]`` would be found."""
+        """Whether ``self[kind]`` exists."""
         places = map(_place, self._known.values()) if ":" in str(kind) else self.names()
         return kind in [*places]
 
@@ -82,7 +81,7 @@ class Kinds:
         """The class or function of a kind, or at ``"package.module:name"`` if that was imported.
 
         Raises:
-          BadInputError: there is none.
+          BadInputError: no such kind is registered.
         """
         names = self.names()
         if isinstance(kind, str) and ":" in kind:
@@ -90,16 +89,16 @@ class Kinds:
                 if _place(maker) == kind:
                     return maker
             raise BadInputError(
-                f"{self.section}.kind is {kind!r}, which is no {self.section} of this kind, or was "
-                "not imported"
+                f"{self.section}.kind is {kind!r}, which is not a {self.section}, or was not "
+                "imported"
             )
         if not isinstance(kind, str) or kind not in self._known:
             raise BadInputError(f"{self.section}.kind is {kind!r}: {nearest(str(kind), names)}")
         return self._known[kind]
 
     def has_made(self, value: Any) -> bool:
-        """Whether a value is what a section describes."""
-        # A class that extends one of these has a kind of its own, or would go by its parent's name.
+        """Whether a value is an object that a section describes."""
+        # By exact type: a subclass must have another kind than its parent.
         return type(value) in (*self._known.values(), self.without_kind)
 
     def parse(self, given: Any) -> Any:
@@ -149,17 +148,17 @@ class Kinds:
         if option.kinds is not None:
             return None if value is None and option.default is None else option.kinds.parse(value)
         try:
-            # Numbers written as text are numbers, yes and no are none.
+            # Numbers written as text are accepted as numbers, booleans are not.
             strict = True if isinstance(value, bool) else None
             return TypeAdapter(option.hint).validate_python(value, strict=strict)
         except ValidationError as error:
             raise BadInputError(f"{self.section}.{name} is {value!r}: {why(error)}") from error
 
     def parse_known(self, given: Mapping[str, Any]) -> Any:
-        """``parse`` of what somebody else wrote: nothing is imported for it.
+        """Parses a section that somebody else wrote; nothing is imported for it.
 
         Raises:
-          BadInputError: as of ``parse``, or the kind names a module.
+          BadInputError: ``parse`` refuses it, or the kind names a module.
         """
         if ":" in str(given.get("kind")):
             raise BadInputError(
@@ -179,35 +178,35 @@ class Kinds:
         return {"kind": made.kind} | {name: Kinds.dump(value) for name, value in named.items()}
 
     def section_of(self, made: Any, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """The kind that makes an object of some of these values, and these; None if none does."""
+        """The kind and the arguments, out of ``values``, that make an equal object, or None."""
         for kind in self.names():
             maker, known = self._known[kind], options(self._known[kind])
             if not maker.__module__.startswith("dpfl_jax."):
-                continue  # what a value is called does not follow from what else was imported
+                continue  # the name of a value must not depend on what was imported
             given = {name: values[name] for name in known if name in values}
             if any(option.is_required and name not in given for name, option in known.items()):
                 continue
             try:
                 if maker(**given) == made:
                     return kind, given
-            except BadInputError:  # other parts take other values
+            except BadInputError:  # the values are of another kind
                 continue
         return None
 
     def __get_pydantic_core_schema__(self, source: Any, schema_of: Callable[[Any], Any]) -> Any:
-        """What pydantic asks of an annotation."""
+        """Tells pydantic how to validate and serialise a value of this annotation."""
         del source
         return schema_of(Annotated[Any, PlainValidator(self.parse), PlainSerializer(self.dump)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a section may set.
+    """A key of a section.
 
     Attributes:
       hint: its type.
-      default: ``inspect.Parameter.empty`` if there is none.
-      kinds: of a section within the section; None of a plain value.
+      default: its default; ``inspect.Parameter.empty`` if it is required.
+      kinds: the table of kinds, if it is itself such a section; None for a plain value.
     """
 
     hint: Any
@@ -222,7 +221,7 @@ class Option:
 
 @functools.cache
 def options(maker: Callable[..., Any]) -> dict[str, Option]:
-    """What a class or function takes of a section, by name."""
+    """The keys of the section that a class or function takes, by name."""
     hints = typing.get_type_hints(maker, include_extras=True)
     if isinstance(maker, type):
         derived = {f.name for f in dataclasses.fields(maker) if f.metadata.get("derived")}
@@ -242,7 +241,7 @@ def options(maker: Callable[..., Any]) -> dict[str, Option]:
 
 
 def _kinds_of(hint: Any) -> Kinds | None:
-    """What a type, or one of a union's, is annotated with."""
+    """The ``Kinds`` that annotate a type, or a member of a union."""
     result = [*getattr(hint, "__metadata__", ())]
     for one in typing.get_args(hint) if not result else ():
         result += getattr(one, "__metadata__", ())
@@ -255,13 +254,13 @@ def _place(maker: Any, separator: str = ":") -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Named(abc.ABC):
-    """What a section describes, by its ``kind``; a base names the table: ``kinds=CENTRAL``."""
+    """A base of classes with a ``kind``; a direct subclass names its table: ``kinds=CENTRAL``."""
 
     kind: ClassVar[str]
     _kinds: ClassVar[Kinds]
 
     def __init_subclass__(cls, kinds: Kinds | None = None, **rest: Any) -> None:
-        """A class with a ``kind`` of its own can be named in configurations."""
+        """Registers the class, so that configurations can name its ``kind``."""
         super().__init_subclass__(**rest)
         if kinds is None:
             cls._kinds.register(cls)
@@ -269,35 +268,35 @@ class Named(abc.ABC):
             cls._kinds = kinds
 
     def __post_init__(self) -> None:
-        """Checks the types of what a user sets: a group size of 2.5 is none.
+        """Checks the types of fields, such as a whole number for the group size.
 
         Raises:
-          BadInputError: naming the field.
+          BadInputError: a field has another type; the message names it.
         """
         check_types(self)
 
     def to_json(self) -> dict[str, Any]:
-        """What a report says of it: its public options."""
+        """Its kind and public options, for reports."""
         return {"kind": self.kind, **dataclasses.asdict(self)}
 
 
 class Composed(abc.ABC):
-    """A frozen dataclass of parts: a section names a preset with its options, or the parts."""
+    """A frozen dataclass of parts; a section names a preset with its options, or the parts."""
 
     kinds: ClassVar[Kinds]
 
     @abc.abstractmethod
     def preset_options(self) -> dict[str, Any]:
-        """What its parts hold, under the names by which presets take it."""
+        """The values of its parts, by the names of the presets' options."""
 
     def without_derived(self) -> Any:
-        """The same without what no section sets."""
+        """A copy without fields that no section sets."""
         return self
 
     @functools.cached_property
     def _section(self) -> dict[str, Any]:
-        # It is looked for, and not remembered: what is spelled out is the preset that it equals,
-        # and keys of runs follow from that.
+        # Searched for instead of stored, so that parts that are spelled out get the section (and
+        # the keys of a run) of the preset that they equal.
         preset = self.kinds.section_of(self.without_derived(), self.preset_options())
         if preset is None:
             given = {name: getattr(self, name) for name in options(type(self))}
@@ -306,19 +305,19 @@ class Composed(abc.ABC):
         return {"kind": kind} | {name: Kinds.dump(value) for name, value in given.items()}
 
     def to_section(self) -> dict[str, Any]:
-        """What describes it in a configuration: a preset with its options, or the parts."""
+        """Its section in a configuration: a preset with its options, or the parts."""
         return dict(self._section)
 
     to_json = to_section
 
     @property
     def kind(self) -> str:
-        """The name of the preset that it is; "custom" of other combinations."""
+        """The name of the preset that it equals; "custom" for other combinations."""
         return str(self._section.get("kind", "custom"))
 
 
 def fields_of(*parts: Any) -> dict[str, Any]:
-    """The fields of dataclasses, by name; None and other values have none."""
+    """The fields of dataclasses, by name; other values are ignored."""
     result: dict[str, Any] = {}
     for part in parts:
         if dataclasses.is_dataclass(part):
@@ -327,13 +326,13 @@ def fields_of(*parts: Any) -> dict[str, Any]:
 
 
 def code_outside(composed: Composed, *more: Any) -> list[str]:
-    """Digests of the code of parts that are not this package's; [] if there are none.
+    """Digests of the code of parts from outside this package; [] if all are the package's.
 
-    A section names such parts. If they are written anew, under the same names, they are another
+    A section only names such parts. If their code changes under the same names, they are another
     mechanism, which must not draw the noise of the one before.
 
     Args:
-      composed: whose parts.
+      composed: the object with the parts.
       *more: parts of its parts.
     """
     result = []
@@ -362,12 +361,12 @@ def why(error: ValidationError) -> str:
 
 
 def check_types(made: Any) -> None:
-    """Checks what a user sets of a frozen dataclass; whole numbers become floats where a field is.
+    """Checks the fields of a frozen dataclass; whole numbers become floats if the field is one.
 
-    So values that are equal have one section, to the last sign: what a run draws follows from it.
+    Equal values then have the same section to the last character, from which a run's draws follow.
 
     Raises:
-      BadInputError: a field has another type; the field is named.
+      BadInputError: a field has another type; the message names it.
     """
     cls: Any = type(made)
     for name, option in options(cls).items():

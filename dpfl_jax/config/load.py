@@ -1,4 +1,4 @@
-"""Reading a config: YAML file, overrides from the command line, one sentence for what is wrong."""
+"""Reads configurations: YAML files and overrides; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dpfl_jax.errors import BadInputError, imported, one_line, repeated
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
-# Where `${NAME}` is replaced: what stands in other keys is published with the run.
+# Keys in which `${NAME}` is replaced: the values of other keys are published with the run.
 _PATHS = (
     "data.path",
     "data.chat_template",
@@ -43,11 +43,11 @@ def load_config(
     """Reads, overrides and validates a configuration.
 
     Args:
-      path: YAML file; ``configs/...`` that is not here is the one that comes with the package.
+      path: YAML file; if there is no ``configs/...`` here, the package's is read.
       overrides: ``"section.key=value"`` strings; values are YAML. ``${NAME}`` in a path
         (``_PATHS``) is replaced by the environment variable NAME, and refused anywhere else.
-      allow_code: it may name code (``package.module:NAME``), which is imported and called: whoever
-        wrote the file then decides what runs.
+      allow_code: whether it may name code (``package.module:NAME``), which is imported and called:
+        whoever wrote the file then decides what runs.
 
     Returns:
       The configuration; ``privacy.ledger``, also from an override, is relative to the folder of the
@@ -64,12 +64,12 @@ def load_config(
     """
     file = pathlib.Path(path)
     raw = read_sections(shipped(file))
-    # A ledger beside a file that comes with the package is one in this folder.
+    # The ledger of a configuration that comes with the package goes into the current folder.
     return make_config(raw, overrides, file if file.exists() else file.name, allow_code)
 
 
 def shipped(file: pathlib.Path) -> pathlib.Path:
-    """``configs/...`` of the package, where there is no such file here: outside of a checkout."""
+    """``configs/...`` of the package if there is no such file here (outside of a checkout)."""
     package = pathlib.Path(__file__).parents[1]
     places = [folder / file for folder in (package, package.parent)]
     if file.exists() or file.parts[:1] != ("configs",) or ".." in file.parts:
@@ -78,7 +78,7 @@ def shipped(file: pathlib.Path) -> pathlib.Path:
 
 
 def read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The sections of a file, as they are written.
+    """Reads the sections of a file, as they are written.
 
     Raises:
       BadInputError: there is no such file, or it holds something else.
@@ -98,7 +98,7 @@ def read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _check_size(raw: Mapping[str, Any], where: str) -> None:
-    """Raises BadInputError for more than anybody writes: a few aliases of YAML make terabytes."""
+    """Raises BadInputError for too many values: a few aliases of YAML can make terabytes."""
     left: list[tuple[Any, int]] = [(raw, 0)]
     for _ in range(_MOST_VALUES):
         if not left:
@@ -110,8 +110,8 @@ def _check_size(raw: Mapping[str, Any], where: str) -> None:
             inner = value.values() if isinstance(value, Mapping) else value
             left += [(part, depth + 1) for part in inner]
     raise BadInputError(
-        f"{where} holds more than {_MOST_VALUES:,} values, or more than {_MOST_DEPTH} within each "
-        "other: no configuration does"
+        f"{where} holds more than {_MOST_VALUES:,} values, or more than {_MOST_DEPTH} levels: it "
+        "is too large for a configuration"
     )
 
 
@@ -121,16 +121,16 @@ def make_config(
     file: str | os.PathLike[str],
     allow_code: bool = False,
 ) -> RunConfig:
-    """``load_config`` of what a file holds, or is going to hold.
+    """Validates the sections of a file that exists or is going to be written.
 
     Args:
-      raw: its sections; overrides are written into it.
-      overrides: as of ``load_config``.
-      file: where it lies.
-      allow_code: as of ``load_config``.
+      raw: the sections; overrides are written into it.
+      overrides: as in ``load_config``.
+      file: path of the file.
+      allow_code: as in ``load_config``.
 
     Raises:
-      BadInputError: as of ``load_config``.
+      BadInputError: for anything wrong in the sections or the overrides.
     """
     file = pathlib.Path(file)
     for override in overrides:
@@ -140,7 +140,7 @@ def make_config(
         refuse_code(whole, str(file))
     for key, name in _code_in(whole):
         if key.startswith("mechanism."):
-            imported(name, key)  # it registers itself, and is found by its place
+            imported(name, key)  # importing it registers it
     return validate_config(whole, str(file))
 
 
@@ -163,7 +163,7 @@ def _code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         section, name = key.split(".")
         values = raw.get(section)
         value = values.get(name) if isinstance(values, Mapping) else None
-        # Only of a column is a colon something else, too.
+        # The name of a column may contain a colon.
         names = names_function if name == "user_column" else lambda text: ":" in text
         if isinstance(value, str) and names(value):
             yield key, value
@@ -197,7 +197,7 @@ def validate_config(raw: Mapping[str, Any], where: str = "the config") -> RunCon
 
 
 def _taken_for_number(raw: Any, read: Any) -> str | None:
-    """The first key whose yes or no became 1 or 0."""
+    """The first key whose true or false became 1 or 0."""
     if isinstance(raw, bool):
         return "" if type(read) in (int, float) else None
     pairs: Iterable[tuple[Any, Any, Any]] = ()
@@ -223,7 +223,7 @@ def config_to_dict(config: BaseModel) -> dict[str, Any]:
 
 
 def write_config(path: pathlib.Path, config: BaseModel, reason: str) -> None:
-    """Writes a configuration as YAML, below why it is this one.
+    """Writes a configuration as YAML, with ``reason`` as a comment at the top.
 
     Raises:
       BadInputError: it cannot be written there.
@@ -234,11 +234,11 @@ def write_config(path: pathlib.Path, config: BaseModel, reason: str) -> None:
         raise BadInputError(f"cannot write {path}: {error.strerror}") from error
 
 
-# A run that a budget refused resumes once it is raised.
+# `privacy.budget` is among them, so that a refused run resumes once its budget is raised.
 _NOT_COMPUTED = ("name", "execution", "processes", "metrics", "sweep", "privacy.budget")
-# Files that are known by their content may lie elsewhere.
+# Files that are identified by their content may move.
 _MOVABLE = ("data.path", "data.public", "model.checkpoint", "pretrain.cache_dir")
-# The others say what is written when.
+# The others only set when something is written.
 _OF_ONE_START = (
     *_MOVABLE,
     *(f"train.{n}" for n in ("log_every", "checkpoint_every", "keep_checkpoints")),
@@ -246,7 +246,7 @@ _OF_ONE_START = (
 
 
 def config_fingerprint(config: RunConfig) -> str:
-    """Identifies what a run computes, whatever its name and devices.
+    """Returns 16 hex digits that identify what a run computes, whatever its name and devices.
 
     Examples:
       >>> from dpfl_jax.config import config_fingerprint, load_config
@@ -260,8 +260,8 @@ def config_fingerprint(config: RunConfig) -> str:
 
 
 def other_run(began: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first key for which a run cannot go on, of two configurations as plain JSON."""
-    left_out = {*_NOT_COMPUTED, *_OF_ONE_START} - {"sweep"}  # of a private sweep it is the run
+    """The first key, in two configurations as plain JSON, that keeps a run from resuming."""
+    left_out = {*_NOT_COMPUTED, *_OF_ONE_START} - {"sweep"}  # it changes what a private sweep does
     return differing_key(_without(began, left_out), _without(now, left_out))
 
 
@@ -278,7 +278,7 @@ def differing_key(mine: Any, theirs: Any, key: str = "") -> str | None:
 
 
 def with_moved(began: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that a run began with, with files where they lie now."""
+    """The configuration that a run began with, with the current paths of moved files."""
     result = dict(began)
     for key in _MOVABLE:
         section, _, name = key.partition(".")
@@ -289,7 +289,7 @@ def with_moved(began: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
 
 
 def _without(content: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """What is not a key of a section is null instead of gone."""
+    """Removes whole sections; keys in a section become null."""
     result = dict(content)
     for key in keys:
         section, _, name = key.partition(".")
@@ -305,7 +305,7 @@ def _with_full_ledger(raw: dict[str, Any], file: pathlib.Path) -> dict[str, Any]
     privacy = raw.get("privacy")
     if not (isinstance(privacy, dict) and isinstance(privacy.get("ledger"), str)):
         return raw
-    # Links are followed: a configuration that is reached by two names has one ledger.
+    # Links are followed: a configuration with two names has one ledger.
     full = file.resolve().parent / os.path.expanduser(privacy["ledger"])
     return {**raw, "privacy": {**privacy, "ledger": str(full.resolve())}}
 
@@ -339,7 +339,7 @@ def _expand(value: Any, where: str, key: str = "") -> Any:
         name = match.group(1)
         if key not in _PATHS:
             raise BadInputError(
-                f"{where}: {key} uses ${{{name}}}, but variables are replaced in paths alone "
+                f"{where}: {key} uses ${{{name}}}, but variables are only replaced in paths "
                 f"({', '.join(_PATHS)}), as other values are published with the run: write it out"
             )
         if name not in os.environ:
@@ -355,7 +355,7 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def _one_sentence(error: ValidationError, raw: Mapping[str, Any], where: str) -> str:
-    """The first thing that is wrong; unknown keys before those that are missing for them."""
+    """A sentence on the first error; unknown keys come before the keys that then are missing."""
     errors = sorted(error.errors(), key=lambda one: one["type"] not in _UNKNOWN)
     first, location = errors[0], [str(part) for part in errors[0]["loc"]]
     key = ".".join(location)
@@ -375,7 +375,7 @@ def _one_sentence(error: ValidationError, raw: Mapping[str, Any], where: str) ->
     given = first.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool | None) else ""
     if first["type"] == "string_type":
-        shown += ", which YAML takes for no text: put it in quotes"
+        shown += ", which YAML does not read as text: put it in quotes"
     return f"{where}: {key}: {message}{shown}{more}"
 
 
@@ -387,7 +387,7 @@ def _variant_in(raw: Mapping[str, Any]) -> Variant | None:
 
 
 def near_keys(location: list[str], variant: Variant | None) -> tuple[list[str], list[str]]:
-    """Keys that an unknown one may have meant, and all that there are in its section."""
+    """Keys that an unknown key may have meant, and all keys of its section."""
     *section, name = location
     known = _keys_at(section, variant)
     places: dict[str, list[str]] = {key: [key] for key in known}
@@ -412,13 +412,13 @@ def _keys_at(location: list[str], variant: Variant | None) -> list[str]:
 
 
 def section_type(annotation: Any) -> Any:
-    """The class of a section, of the type of its key; None may be among what that allows."""
+    """The class of a section, from the type of its key, which may allow None."""
     inner = [a for a in get_args(annotation) if a is not type(None)]
     return inner[0] if inner else annotation
 
 
 def section_fields(section: Any) -> dict[str, tuple[Any, Any]]:
-    """Type and default of each key of a section; nothing of what is none."""
+    """Type and default of each key of a section; {} for other types."""
     if dataclasses.is_dataclass(section):
         hints: dict[str, Any] = get_type_hints(section, include_extras=True)
         return {f.name: (hints[f.name], f.default) for f in dataclasses.fields(section)}
@@ -430,20 +430,20 @@ def section_fields(section: Any) -> dict[str, tuple[Any, Any]]:
 
 
 # ---- YAML as people write it ---------------------------------------------------------------------
-# What would silently mean something else is refused: YAML takes a key without a value for null, the
-# second of two equal keys for both, `010` for 8 and `1:30` for 90. An unset variable of the shell
-# would turn a protection off.
+# Values that silently mean something else are refused: YAML reads a key without a value as null,
+# takes the second of two equal keys, and reads `010` as 8 and `1:30` as 90. An unset variable of
+# the shell would turn a protection off.
 
 
-# As of YAML 1.2; without one of these, PyYAML takes 1e-8 for text.
+# As in YAML 1.2; PyYAML would read 1e-8 as text.
 _EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
-_CUT = re.compile(r" #\S")  # a comment begins with a blank, or is what a name went on with
+_CUT = re.compile(r" #\S")  # without a blank after the #, it may be part of a name
 _NUMBERS = ("int", "float")
 _QUOTES = "put a value that holds one of : # & * ! @ % ` [ ] { } \\ in single quotes"
 
 
 class _Loader(yaml.SafeLoader):
-    """``yaml.SafeLoader`` that takes 1e-8 for a number."""
+    """``yaml.SafeLoader`` that reads 1e-8 as a number."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -455,20 +455,20 @@ for _kind in (_Loader, _Dumper):
 
 
 def write_yaml(content: Any) -> str:
-    """What ``read_yaml`` reads as it was."""
+    """Returns YAML that ``read_yaml`` reads back as ``content``."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False)
 
 
 def read_yaml(text: str, where: str, one_value: bool = False) -> Any:
-    """What a YAML text holds.
+    """Reads a YAML text.
 
     Args:
       text: the YAML.
-      where: for errors.
-      one_value: it is the value of one key, without comments.
+      where: name of the text, for errors.
+      one_value: whether it is the value of one key, without comments.
 
     Raises:
-      BadInputError: it is no YAML, or means something that nobody would write so.
+      BadInputError: it is not YAML, or YAML would read it as something else than it seems.
     """
     loader = _Loader(text)
     try:
@@ -493,7 +493,7 @@ def _line(mark: Any) -> str:
 
 
 def _check(root: yaml.Node | None, text: str, where: str, one_value: bool) -> None:
-    """Raises BadInputError for what YAML would read as something else than it says."""
+    """Raises BadInputError for what YAML would read as something else than it seems."""
     if root is None or (one_value and text[root.end_mark.index :].strip()):
         if "#" in text:
             raise BadInputError(f"{where}: YAML cuts a value off at the #: put it in quotes")
@@ -510,7 +510,7 @@ def _check(root: yaml.Node | None, text: str, where: str, one_value: bool) -> No
         if isinstance(node, yaml.MappingNode):
             names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
             if (twice := repeated(names)) is not None:
-                raise BadInputError(f"{at}: the key {twice!r} stands there twice: keep one")
+                raise BadInputError(f"{at}: the key {twice!r} occurs twice: keep one")
             for name, value in node.value:
                 shown = name.value if isinstance(name, yaml.ScalarNode) else "?"
                 inner = f"{key}.{shown}" if key else shown
@@ -533,12 +533,12 @@ def _check_plain(node: yaml.ScalarNode, text: str, at: str) -> None:
     if kind == "str" and _CUT.match(text, node.end_mark.index):
         raise BadInputError(
             f"{at} is cut off at the #, where YAML begins a comment: put the value in quotes, or a "
-            "blank behind the #"
+            "blank after the #"
         )
 
 
 def _empty(at: str) -> BadInputError:
     return BadInputError(
-        f"{at} is empty, which YAML takes for null: write null if nothing is meant; a variable of "
-        "the shell may not be set, and what begins with # or & needs quotes"
+        f"{at} is empty, which YAML reads as null: write null if that is meant; a variable of the "
+        "shell may be unset, and a value that begins with # or & needs quotes"
     )

@@ -1,9 +1,8 @@
 """The sections of a run's configuration, typed and validated.
 
-One YAML file holds them all (see ``load.load_config``); any key can be overridden on the command
-line. Defaults are what a private run should have; nothing here reads data. Each section has the
-keys of all kinds of runs: ``variants`` says which go with which kind of mechanism, and where
-defaults differ.
+One YAML file holds all sections (see ``load.load_config``); any key can be overridden on the
+command line. Defaults suit a private run; nothing here reads data. Each section has the keys of all
+kinds of runs: ``variants`` says which go with which kind of mechanism, and which defaults differ.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ NO_CHOICE_WITHIN_USERS = (
     "train.keep_best and train.patience would choose by examples of the people who are trained on, "
     "which their guarantee does not cover: hold out other people (data.split=by_user)"
 )
-# Any to a type checker: only silos that trust no server have a number each, or no rounds given.
+# Any for a type checker: only silos that trust no server may have a tuple, or no rounds.
 _OneOrEach = Annotated[
     Any, GetPydanticSchema(lambda _, schema_of: schema_of(float | tuple[float, ...] | None))
 ]
@@ -51,7 +50,7 @@ _Rounds = Annotated[
 
 
 def numbers(value: float | tuple[float, ...] | None) -> tuple[float, ...]:
-    """One number, one for each silo, or none, as a tuple."""
+    """One number, one for each silo, or None, as a tuple."""
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
@@ -102,10 +101,10 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters beside projections.
+    """Low-rank adapters of projections.
 
     Attributes:
-      rank: of an adapter.
+      rank: rank of an adapter.
       alpha: scale of an adapter times rank.
       targets: shell patterns of the projections that get one, e.g. "*/attention/*" or
         "*/mlp/down".
@@ -120,7 +119,7 @@ class DpoConfig(Section):
     """Direct preference optimisation of pairs (Rafailov et al. 2023).
 
     Attributes:
-      beta: how dear it is to leave the model that training started from.
+      beta: weight of the KL divergence to the model that training started from.
     """
 
     beta: Positive = 0.1
@@ -130,8 +129,8 @@ class AugmentationConfig(Section):
     """Copies of each image that a step averages the loss over (``training.augmented``).
 
     Attributes:
-      copies: K; a step takes K times as long.
-      shift: most pixels up or down, left or right.
+      copies: number K of copies; a step takes K times as long.
+      shift: largest random shift in pixels, up or down and left or right.
       flip: whether half of the copies are mirrored from left to right.
     """
 
@@ -153,30 +152,30 @@ class ModelConfig(Section):
 
     Attributes:
       kind: transformer (tokens), lstm (windows of characters), mlp, cnn, small_cnn, logistic
-        (classes), mlp (numbers); linear is linear regression of numbers and logistic regression of
-        classes. Default transformer, or mlp where silos train, or linear where one place has a
-        table. Only the transformer takes size, checkpoint, overrides, lora, last_layers and dpo,
-        and no options.
-      module: a model of your own in the place of a kind: ``package.module:build``, a function
+        (classes), mlp (numbers); linear is linear regression for numbers and logistic regression
+        for classes. Default transformer; mlp for silos that train; linear for a central table. Only
+        the transformer takes size, checkpoint, overrides, lora, last_layers and dpo, and it takes
+        no options.
+      module: your own model instead of a kind: ``package.module:build``, a function
         (task, key, **options) that returns it (docs/guides/models.md).
       options: arguments of the kind's class, or of the function.
-      size: a named size; not beside a checkpoint.
+      size: a named size; not with a checkpoint.
       checkpoint: directory in the Hugging Face layout (config.json and safetensors files) of a
         GPT-2, Llama or Gemma model, taken as public; ``hf:org/name``, in the local Hugging Face
         cache; or ``bundled:quickstart``, a small one that comes with the package.
-      overrides: fields of TransformerConfig; beside a checkpoint dtype, remat and scan_layers.
+      overrides: fields of TransformerConfig; with a checkpoint only dtype, remat and scan_layers.
       lora: adapters; null for none.
       trainable: all, lora, biases, last_layers, or shell patterns of parameter names; default lora
         if there are adapters, else all. The others are never differentiated, noised or updated.
       last_layers: blocks that ``trainable: last_layers`` trains (with the last norm).
-      frozen_dtype: of parameters of a checkpoint that are not trained.
-      dpo: the loss of data that are preference pairs (``data.chosen_column``).
-      augmentation: of images, in training; it costs computing alone.
-      loss: of the linear models of silos that trust no server: logistic or hinge (two classes),
-        softmax (classes), squared or absolute (a number). hinge and absolute are not smooth: their
-        Moreau envelope is trained.
+      frozen_dtype: dtype of parameters of a checkpoint that are not trained.
+      dpo: the loss for preference pairs (``data.chosen_column``).
+      augmentation: augmentation of images in training; it only costs computing.
+      loss: loss of the linear models of silos that trust no server: logistic or hinge (two
+        classes), softmax (classes), squared or absolute (a number). hinge and absolute are not
+        smooth: their Moreau envelope is trained.
       regularization: mu of mu/2 |w|^2; its gradient depends on no record, the server adds it.
-      radius: of the ball W about 0, half the diameter D of the theorems.
+      radius: radius of the ball W about 0, half the diameter D of the theorems.
       smoothing: beta of the envelope; default by theorem.
     """
 
@@ -204,7 +203,7 @@ class ModelConfig(Section):
 
     @property
     def identity(self) -> dict[str, str]:
-        """The same, as a report tells it."""
+        """The kind or module of the model, as a report shows it."""
         return {"kind": self.kind} if self.module is None else {"module": self.module}
 
     @property
@@ -249,7 +248,7 @@ class PretrainConfig(Section):
     Attributes:
       steps: optimiser steps.
       batch_size: examples per step, shuffled (no privacy, so no Poisson).
-      optimizer: its own optimiser.
+      optimizer: the optimiser of pre-training.
       cache_dir: where finished checkpoints are kept by content; default the user's cache folder.
     """
 
@@ -262,20 +261,20 @@ class PretrainConfig(Section):
 
 
 class BudgetConfig(Section):
-    """Each record's own epsilon (mechanism.kind=rpdp; Liu et al. 2024, section 7.1).
+    """A personal epsilon for each record (mechanism.kind=rpdp; Liu et al. 2024, section 7.1).
 
     Attributes:
       kind: three_levels, mix_gauss, pareto, constant (the first of levels), or column.
       levels: epsilons of the levels, means of the mixture.
-      shares: of the levels or components.
-      stds: of the mixture; the authors' code has 0.05, 0.1, 0.5.
-      shape: of the Pareto distribution; the authors' code has a lomax one of shape 4.
+      shares: shares of the levels or components.
+      stds: standard deviations of the mixture; the authors' code has 0.05, 0.1, 0.5.
+      shape: shape of the Pareto distribution; the authors' code has a lomax one of shape 4.
       pareto: classical, or lomax (shifted to start at 0).
-      bounds: least and largest budget of mixture and Pareto.
+      bounds: smallest and largest budget of mixture and Pareto.
       column: a field of the data, or of the CSV file ``path``.
       path: CSV file with a column ``record`` (the record's id) and the column of budgets.
-      declared: typical budgets, public, where the real ones come from a column.
-      seed: of drawn budgets; public.
+      declared: typical budgets, public, if the real ones come from a column.
+      seed: seed of drawn budgets; public.
     """
 
     kind: Literal["three_levels", "mix_gauss", "pareto", "constant", "column"] = "three_levels"
@@ -295,23 +294,25 @@ class FederationConfig(Section):
     """Silos, rounds and optimisers.
 
     Attributes:
-      silos: number of silos N. Default 16, or 5 where they trust no server.
-      partition: uniform, natural (the data's own silos), power (skewed by alpha), confined (a
-        subject in one silo) or labels (each silo holds half of the classes); where silos trust no
+      silos: number of silos N. Default 16, or 5 if they trust no server.
+      partition: uniform, natural (the silos of the data), power (skewed by alpha), confined (a
+        subject in one silo) or labels (each silo holds half of the classes); if silos trust no
         server uniform, natural, sorted (by label or target: as different as can be) or pairs (ten
         digits: an even and an odd one in a silo; 5 or 25 silos).
-      alpha: of the power law; 1 is uniform.
-      partition_seed: chooses who is where; public.
-      rounds: R; where silos trust no server, default by theorem.
-      local_steps: T, steps of a silo in a round.
-      silos_per_round: M, silos drawn in each round (fixed number); default all.
+      alpha: exponent of the power law; 1 is uniform.
+      partition_seed: seed of who is in which silo; public.
+      rounds: number of rounds R; if silos trust no server, default by theorem.
+      local_steps: number T of steps of a silo in a round.
+      silos_per_round: number M of silos drawn in each round; default all.
       silos_law: {m: probability} of the number of silos that answer in a round, instead of a fixed
-        one.
-      participation_prob: of each silo in each round, instead of a fixed number.
-      max_silos_per_subject: J; default all silos (1 if confined).
-      local_optimizer: of the silos.
+        number.
+      participation_prob: probability of each silo in each round, instead of a fixed number.
+      max_silos_per_subject: most silos J that hold records of a subject; default all silos (1 if
+        confined).
+      local_optimizer: optimiser of the silos.
       local_state: reset at every round, or keep.
-      server_optimizer: on minus the mean update; sgd with rate 1 is plain averaging.
+      server_optimizer: optimiser of the server, which gets minus the mean update; sgd with rate 1
+        is plain averaging.
       weights: public weights of the silos; default equal. Where silos trust no server, p_i,
         summing to 1.
     """
@@ -335,7 +336,7 @@ class FederationConfig(Section):
 
     @property
     def answering(self) -> int | dict[int, float] | None:
-        """How many silos answer in a round: a number, a law of it, or None for all."""
+        """How many silos answer in a round: a number, its distribution, or None for all."""
         return self.silos_law if self.silos_law is not None else self.silos_per_round
 
     @model_validator(mode="after")
@@ -359,15 +360,15 @@ class PrivacyConfig(Section):
     """The target, and the budget it is charged to.
 
     Attributes:
-      epsilon: target; the noise multiplier is calibrated to it. For whom: a user; a subject over
-        the whole federation (local_item: a record; rpdp: the public cap, a record of that budget is
-        always sampled); or what each silo that trusts no server grants each of its records, one
-        number or one for each silo (default 3), or null for a baseline without privacy.
-      delta: default (number of training examples, or subjects) ** -1.1, as in Charles et al. 2024;
-        of a silo that trusts no server 1 / n_i^2, and there may be one for each.
+      epsilon: target; the noise multiplier is calibrated to it. It is the epsilon of a user; of a
+        subject over the whole federation (local_item: of a record; rpdp: the public cap, a record
+        with that budget is always sampled); or of each record, by its silo that trusts no server:
+        one number or one for each silo (default 3), or null for a baseline without privacy.
+      delta: target; default (number of training examples, or subjects) ** -1.1, as in Charles et
+        al. 2024. Silos that trust no server have 1 / n_i^2 by default, and may have one each.
       noise_multiplier: sigma, instead of a target; the noise on the sum has stddev sigma times the
         largest contribution.
-      budgets: rpdp: of the records.
+      budgets: rpdp: the budgets of the records.
       policy: rpdp: how rates follow from budgets; certified, curve_fit or bisection (personal),
         minimum, dropout or uniform (baselines: one rate).
       unreachable: rpdp: what to do with a budget that no sampling rate keeps: error or exclude.
@@ -376,7 +377,7 @@ class PrivacyConfig(Section):
       account: name of the people in the ledger. Give one name to all versions of a data set that
         hold the same people.
       budget: largest epsilon (at the run's delta) the ledger may reach; beyond it a run is refused.
-        It is fixed by the first run and holds for all, also if one is chosen by what others showed.
+        The first run fixes it for all, also if later runs are chosen by what earlier ones showed.
     """
 
     epsilon: _OneOrEach = None
@@ -402,7 +403,7 @@ class PrivacyConfig(Section):
             self.budget is None or self.ledger is not None,
             "privacy.budget needs privacy.ledger, the file it is charged to",
         )
-        # It is appended to: by no name that another program reads by itself.
+        # It is appended to, so it must not be a file that another program reads by itself.
         check(
             self.ledger is None or self.ledger.endswith(".jsonl"),
             f"privacy.ledger is {self.ledger!r}, but a ledger is a file NAME.jsonl",
@@ -410,18 +411,19 @@ class PrivacyConfig(Section):
         check(
             self.ledger is None or self.account is not None,
             "privacy.ledger needs privacy.account: one name for these people, the same in every "
-            "run on them, however their data are cut",
+            "run on them, however their data are split",
         )
         return self
 
 
 class PopulationConfig(Section):
-    """Summary statistics of a data set that is not here, for ``--dry-run``.
+    """Summary statistics of a data set that is elsewhere, for ``--dry-run``.
 
     Attributes:
       num_users: users that training samples from.
       num_examples: their examples, before any limit.
-      limited_examples: by group size, examples left with at most so many of a user (for ELS).
+      limited_examples: by group size, the number of examples if each user has at most so many
+        (for ELS).
     """
 
     num_users: int = Field(gt=0)
@@ -439,17 +441,17 @@ class TrainConfig(Section):
       eval_every: steps (rounds, blocks) between evaluations on held-out data; 0 for before and
         after only.
       keep_best: keep the checkpoint with the lowest held-out loss, too.
-      patience: stop once so many evaluations in a row found no lower held-out loss. Epsilon stays
-        that of all steps. null: never.
-      checkpoint_every: steps between checkpoints. Default 50; 5 rounds where silos train, 2 blocks
-        where they trust no server.
+      patience: stop after so many evaluations in a row without a lower held-out loss. Epsilon stays
+        that of all steps. null never stops.
+      checkpoint_every: steps between checkpoints. Default 50; 5 rounds if silos train, 2 blocks if
+        they trust no server.
       keep_checkpoints: how many checkpoints are kept.
       log_every: steps between lines of metrics.jsonl.
-      average: none; ema, an exponential moving average of the iterates, which starts over the last
-        tenth of the steps and grows to what its decay says; or tail, their mean over the second
-        half of the steps. It is then the model that is evaluated and exported, the last iterate
-        being evaluated beside it. It costs no privacy, and one more copy of what is trained.
-      ema_decay: what the ema keeps of itself in a step, at most.
+      average: none; ema, an exponential moving average of the iterates over about the last tenth of
+        the steps, until ``ema_decay`` limits it; or tail, their mean over the second half of the
+        steps. The average is then the model that is evaluated and exported; the last iterate is
+        also evaluated. It costs no privacy, and one more copy of the trained parameters.
+      ema_decay: largest weight of the old average in an ema after a step.
     """
 
     steps: int = Field(0, gt=0)
@@ -472,7 +474,7 @@ class TrainConfig(Section):
 
     @property
     def chooses(self) -> bool:
-        """Whether held-out loss decides anything."""
+        """Whether held-out loss decides when to stop or which checkpoint is best."""
         return self.keep_best or self.patience is not None
 
 
@@ -480,7 +482,7 @@ class EvalConfig(Section):
     """Held-out evaluation.
 
     Attributes:
-      batch_size: examples per device and evaluation batch. Default 64, or 256 where silos train.
+      batch_size: examples per device and evaluation batch. Default 64, or 256 if silos train.
       max_users: at most this many held-out users, or subjects (a choice fixed by their ids); None
         for all.
       max_examples_per_user: only the first examples of each; None for all.
@@ -488,7 +490,7 @@ class EvalConfig(Section):
       personalize: at the end, also tune a copy of the trained parameters for each held-out user on
         half of their examples and score the other half (Charles et al. 2024, Appendix G.2).
       baseline: at the end, also train without privacy, at the same compute, and show its held-out
-        losses beside the private ones. The guarantee does not cover them.
+        losses next to the private ones. The guarantee does not cover them.
       prompt: text that the language model continues, before and after training, in the report.
     """
 
@@ -502,16 +504,16 @@ class EvalConfig(Section):
 
 
 class AuditConfig(Section):
-    """Canaries: users who are nobody, in or out by coins, for an attack on the run (audit.json).
+    """Canaries: artificial users, in or out by coins, for an attack on the run (audit.json).
 
     The guarantee for people is the same with them (docs/theory/README.md).
 
     Attributes:
-      canaries: with designed gradients, which every release is attacked by. They cost computing
-        alone: the model is the same without them.
-      texts: with rare strings, which the final model is attacked by (language models). They cost
-        quality: the model learns from those that are in.
-      confidence: of what is proved.
+      canaries: number of canaries with designed gradients, for an attack on every release. They
+        only cost computing: the model is the same without them.
+      texts: number of canaries with rare strings, for an attack on the final model (language
+        models). They cost quality: the model learns from those that are in.
+      confidence: confidence of what is proved.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -537,7 +539,7 @@ class AuditConfig(Section):
 
 
 class SweepConfig(Section):
-    """The grid of ``dpfl sweep``; ``dpfl train`` takes no notice of it.
+    """The grid of ``dpfl sweep``; ``dpfl train`` ignores it.
 
     Attributes:
       grid: values by axis (kind, budget, epsilon, group_size, cohort_size, clip_norm,
@@ -555,10 +557,10 @@ class RunConfig(Section):
     """A whole run: central, over silos that train locally, or over silos that trust no server.
 
     Attributes:
-      name: names the run directory.
-      seed: None draws the root key from the operating system and keeps it secret (the default for
-        private runs); an integer makes the run reproducible and its noise known to all who read
-        the config, which the report then says.
+      name: name of the run directory.
+      seed: seed of all sampling and noise. None draws the root key from the operating system and
+        keeps it secret (the default); an integer makes the run reproducible and its noise known to
+        all who read the configuration, which the report then says.
       init_seed: seed of the initial parameters (public; they carry no privacy).
       mechanism: ``kind`` and its fields, or the parts: ``participation``, ``clip``, ``noise``.
 
@@ -590,7 +592,7 @@ class RunConfig(Section):
 
     @property
     def variant(self) -> Variant:
-        """Which kind of run it is: that of its mechanism."""
+        """The kind of run, which follows from the mechanism."""
         return variant_of(self.mechanism)
 
     @model_validator(mode="before")
@@ -632,7 +634,7 @@ class RunConfig(Section):
                     check(
                         name not in privacy.model_fields_set
                         or getattr(privacy, name) == PrivacyConfig.model_fields[name].default,
-                        f"privacy.{name} is for records with budgets of their own "
+                        f"privacy.{name} is for records with personal budgets "
                         f"(mechanism.kind=rpdp), but mechanism.kind is {self.mechanism.kind}: "
                         "remove it, or take rpdp",
                     )

@@ -1,7 +1,7 @@
-"""Which keys go with which kind of mechanism, and what they are where nothing is said.
+"""Which keys go with which kind of mechanism, and which defaults depend on it.
 
 ``mechanism.kind`` selects the variant of a run: ``central``, ``silos`` (which train locally), or
-``isrl`` (silos that trust no server). A key that is not named here is of all three.
+``isrl`` (silos that trust no server). A key that is not named here belongs to all three.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpfl_jax.errors import BadInputError, nearest
 Variant = Literal["central", "silos", "isrl"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
-# In the order in which they are asked: what a central run needs imports no federation.
+# In the order in which they are searched, so that a central run imports no federation.
 MECHANISMS: dict[Variant, Kinds] = {"central": CENTRAL, "isrl": ISRL, "silos": SILOS}
 _PARTICIPATIONS: dict[Variant, Kinds] = {"central": PARTICIPATIONS, "silos": SILO_PARTICIPATIONS}
 
@@ -58,7 +58,7 @@ _KEYS = {
 }
 _OWNERS = {key: variants for variants, keys in _KEYS.items() for key in keys.split()}
 
-# Where a variant has another default than the section's class.
+# Defaults of a variant that differ from the section's class.
 _DEFAULTS: dict[Variant, dict[str, Any]] = {
     "central": {},
     "silos": {
@@ -82,7 +82,7 @@ REQUIRED: dict[Variant, tuple[str, ...]] = {
     "silos": ("federation.rounds", "federation.local_steps"),
     "isrl": (),
 }
-# Of keys whose values differ.
+# Allowed values that depend on the variant.
 VALUES: dict[str, dict[Variant, tuple[str, ...]]] = {
     "federation.partition": {
         "silos": ("uniform", "power", "confined", "natural", "labels"),
@@ -118,14 +118,12 @@ def variant_of(mechanism: Any) -> Variant:
     if kind is None:
         raise BadInputError(f"{key} is missing: give one of {', '.join(sorted(names))}")
     if ":" in str(kind):
-        raise BadInputError(
-            f"{key} is {kind!r}, which is no mechanism of this kind, or was not imported"
-        )
+        raise BadInputError(f"{key} is {kind!r}, which is not a mechanism, or was not imported")
     raise BadInputError(f"{key} is {kind!r}: {nearest(str(kind), names)}")
 
 
 def parse_mechanism(section: Any) -> Any:
-    """The mechanism that a section describes, of whatever variant."""
+    """The mechanism, of any variant, that a section describes."""
     return MECHANISMS[variant_of(section)].parse(section)
 
 
@@ -165,7 +163,7 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     data, model = raw.get("data"), raw.get("model", {})
     table = isinstance(data, Mapping) and data.get("target_column") is not None
     if table and variant == "central" and "model" not in raw:
-        defaults["model.kind"] = "linear"  # which learns a table, unless another is named
+        defaults["model.kind"] = "linear"
     if isinstance(model, Mapping) and model.get("module") is not None:
         defaults.pop("model.kind", None)
     for key, value in defaults.items():
@@ -177,7 +175,7 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_mapping(section: Any) -> Any:
-    """What was set of a section that is given as an object; other values are as they are."""
+    """The keys that were set of a section object, as a dict; other values are returned as is."""
     if isinstance(section, BaseModel):
         return {name: getattr(section, name) for name in section.model_fields_set}
     if isinstance(section, DataConfig):
@@ -209,7 +207,7 @@ def _keys(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _named(mechanism: Any) -> str:
-    """What says which variant it is."""
+    """The key that selects the variant, in words."""
     if not isinstance(mechanism, Mapping):
         return f"mechanism is {mechanism.kind}"
     if (kind := mechanism.get("kind")) is not None:

@@ -1,8 +1,8 @@
 """Building stores: DuckDB groups rows by user, out of core; processes encode the partitions.
 
-A build writes to a staging folder beside its final place: the table of rows, sorted by user within
+A build writes to a staging folder next to its final place: the table of rows, sorted by user within
 ``MEMORY``; a shard for each partition, with a side file; at the end index and manifest. Then the
-folder is renamed. A build that was interrupted resumes with the first missing file.
+folder is renamed. An interrupted build resumes with the first missing file.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _ROWS = pa.schema(
     ]
 )
 _BATCH_BYTES, _BATCH_ROWS = 2**22, 2**12
-# DuckDB holds thousands of rows of each sorted run at once: of larger data it sorts the offsets.
+# DuckDB holds thousands of rows of each sorted run in memory: larger data are sorted by offset.
 _LARGE_BYTES = 512
 _TABLE, _LARGE_FILE, _GROUPED = "rows.duckdb", "rows.large", "grouped"
 NO_FIRST_OF_SHARED = (
-    "some records have several owners, so that nobody has first ones: leave out "
+    "some records have several owners, so that a user's first records are not defined: leave out "
     "max_examples_per_user; mechanism.group_size says how many of each owner's are used"
 )
 Progress = Callable[[str, int, int], None]
@@ -159,7 +159,7 @@ def build_store(
 
 
 def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> pathlib.Path:
-    """Returns the staging folder: that of an interrupted build with the same plan, or a new one."""
+    """Returns the staging folder, of an interrupted build with the same plan or a new one."""
     if out.exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
@@ -170,12 +170,12 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
             shutil.rmtree(staging)
         if any(path.is_symlink() for path in (staging, *staging.rglob("*"))):
             raise BadInputError(
-                f"{staging}, which an interrupted build would have left, holds links, and what "
-                "they lead to would be written over: remove it"
+                f"{staging}, the folder of an interrupted build, holds links, and what they lead "
+                "to would be overwritten: remove it"
             )
         if not staging.exists():
             staging.parent.mkdir(parents=True, exist_ok=True)
-            staging.mkdir(mode=0o700)  # its rows may be closed to other users
+            staging.mkdir(mode=0o700)  # other users may not be allowed to read the rows
             write_text(marker, identity)
     except OSError as error:
         raise BadInputError(f"cannot write {staging}: {error.strerror or error}") from error
@@ -204,7 +204,7 @@ def group_rows(
                     yield part
                     count += part.num_rows
                     progress("reading", count, 0)
-        except (Exception, KeyboardInterrupt) as error:  # DuckDB would raise an error of its own
+        except (Exception, KeyboardInterrupt) as error:  # DuckDB would raise another error instead
             stopped = error
             raise
 
@@ -228,7 +228,7 @@ def group_rows(
 
 
 def _row_batches(rows: Iterable[Row], large_file: IO[bytes]) -> Iterator[pa.RecordBatch]:
-    """Yields rows as ``_ROWS``; large data go to a file of their own."""
+    """Yields rows as ``_ROWS``; large data go to ``large_file``."""
     waiting: list[tuple[int, bytes, int, bytes, bool]] = []
     size = 0
 
@@ -291,7 +291,7 @@ def _connect(staging: pathlib.Path, readers: int = 0) -> duckdb.DuckDBPyConnecti
     """
     settings: dict[str, Any] = {
         "memory_limit": f"{max(128, MEMORY // max(1, readers))}MiB",
-        "threads": 1,  # each further one holds rows of its own
+        "threads": 1,  # each further one would hold more rows
         "temp_directory": os.fspath(staging / f"{_TABLE}.{os.getpid()}.sorting"),
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
@@ -488,7 +488,7 @@ def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow"
 # The same build for more rows than one machine takes: files are read in parallel, the runner's
 # shuffle groups rows by partition, and the code of the local build encodes every partition. Any
 # runner will do whose workers and caller share a file system (a mounted bucket, NFS); the staging
-# folder lies beside the result.
+# folder lies next to the result.
 
 
 _Keyed = tuple[int, tuple[bytes, str, int, bytes]]
@@ -501,7 +501,7 @@ def _read(
     documents = read_documents([pathlib.Path(path)], how)
     for row, (user, text) in enumerate(documents):
         shard = plan.partition(user)
-        if shard in todo:  # a user's rows in the order of files, and of rows in each
+        if shard in todo:  # the number orders a user's rows by file, and by row in each
             yield shard, (user_order_key(user)[0], user, (file << 40) | row, text.encode())
 
 
@@ -523,7 +523,7 @@ def build_with_beam(
 ) -> ShardStore:
     """Builds a store from files with an Apache Beam runner.
 
-    Paths must be the same on all workers, that of ``out`` too. ``how`` is as of ``read_documents``;
+    All paths, also ``out``, must be the same on all workers. ``how`` is as in ``read_documents``;
     ``flags`` go to the runner, e.g. ``["--runner=FlinkRunner", ...]``.
 
     Raises:

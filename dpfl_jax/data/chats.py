@@ -64,7 +64,7 @@ class ChatTemplate:
     Attributes:
       source: Jinja source.
       tokens: special tokens by name, such as ``bos_token``.
-      name: what errors call it.
+      name: name for errors.
     """
 
     source: str
@@ -82,7 +82,7 @@ class ChatTemplate:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise BadInputError(
-                f"{self.name} is no template of Jinja: line {error.lineno}, {error.message}"
+                f"{self.name} is not a Jinja template: line {error.lineno}, {error.message}"
             ) from error
 
     def _render(self, messages: Sequence[Mapping[str, Any]], where: str, prompt: bool) -> str:
@@ -103,10 +103,10 @@ class ChatTemplate:
           where: the row, for errors.
 
         Returns:
-          text: of all messages.
+          text: the text of all messages.
           spans: first and last character (excluded) of each assistant message's answer: what the
-            template marks with ``{% generation %}``, else what rendering it adds to the text before
-            it (what ends the turn is part of it, what begins it is not).
+            template marks with ``{% generation %}``, else what rendering the message adds to the
+            text (the end of the turn is part of the answer, its beginning is not).
 
         Raises:
           BadInputError: the template does not take these messages, or their answers cannot be
@@ -132,8 +132,9 @@ class ChatTemplate:
             if not (text.startswith(after) and after.startswith(before) and after != before):
                 raise BadInputError(
                     f"{where}: with {self.name} the beginning of a conversation does not begin "
-                    "the text of the whole, so that answers cannot be told: put {% generation %} "
-                    "and {% endgeneration %} around them in a copy, and set data.chat_template"
+                    "the text of the whole, so that answers cannot be located: put "
+                    "{% generation %} and {% endgeneration %} around them in a copy, and set "
+                    "data.chat_template"
                 )
             spans.append((len(before), len(after)))
         return text, spans
@@ -151,13 +152,13 @@ def _unmarked(text: str) -> tuple[str, Spans]:
 
 
 def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate | None:
-    """The chat template in ``file``, else that of a tokeniser; None if there is neither.
+    """Reads the chat template in ``file``, else the tokeniser's; None if there is neither.
 
-    A tokeniser (as ``load_tokenizer`` takes it) has ``chat_template.jinja`` beside its file, or
+    A tokeniser (as ``load_tokenizer`` takes it) has ``chat_template.jinja`` next to its file, or
     ``tokenizer_config.json``, which also names special tokens.
 
     Raises:
-      BadInputError: a file that cannot be read.
+      BadInputError: a file cannot be read.
     """
     config: Mapping[str, Any] = {}
     source, name = None, ""
@@ -211,10 +212,10 @@ class Conversations:
       messages: column of a whole conversation.
       prompt: column of the text or messages that an answer follows.
       completion: column of the answer; or
-      chosen: of the better of two, and
-      rejected: of the other one. Without ``prompt`` both are whole conversations with a common
-        beginning.
-      template: of messages; None if there is none.
+      chosen: column of the better of two answers, and
+      rejected: column of the other one. Without ``prompt`` both are whole conversations with a
+        common beginning.
+      template: chat template of messages; None without one.
     """
 
     messages: str | None = None
@@ -242,8 +243,8 @@ class Conversations:
         """
         if not hasattr(tokenizer, "encode_with_offsets"):
             raise BadInputError(
-                "answers are told by the characters that a token is made of, which this tokenizer "
-                "does not say: set data.tokenizer to a tokenizer.json, or to bytes"
+                "answers are located by the characters that a token is made of, which this "
+                "tokenizer does not tell: set data.tokenizer to a tokenizer.json, or to bytes"
             )
         pairs = self.chosen is not None
         return Schema.answers(seq_len, tokenizer.vocab_size, tokenizer.fingerprint, pairs)
@@ -314,13 +315,13 @@ class Conversations:
 def conversations_in(
     columns: Mapping[str, str | None], tokenizer: Any, chat_template: str | None = None
 ) -> Conversations | None:
-    """Which columns hold conversations, by attribute of ``Conversations``; None if none is named.
+    """Makes ``Conversations`` of columns, by name of its attributes; None if none is named.
 
     Messages are rendered by the tokeniser's chat template, or the one in the file
     ``chat_template``.
 
     Raises:
-      BadInputError: the columns are no kind of conversation, or several.
+      BadInputError: the columns do not make exactly one kind of conversation.
     """
     given = {name for name, column in columns.items() if column is not None}
     kinds: tuple[set[str], ...]
@@ -348,7 +349,7 @@ def _messages(row: Mapping[str, Any], column: str, where: str) -> Messages:
         try:
             cell = json.loads(cell, object_pairs_hook=unrepeated)
         except (ValueError, RecursionError):
-            raise BadInputError(f"{where}: {column!r} holds text that is no JSON list") from None
+            raise BadInputError(f"{where}: {column!r} holds text that is not a JSON list") from None
     if not isinstance(cell, list | tuple) or not cell:
         kind = "an empty list" if isinstance(cell, list | tuple) else type(cell).__name__
         raise BadInputError(f"{where}: {column!r} holds {kind}, not a list of messages")
@@ -386,9 +387,8 @@ def encode_conversations(
     """Tokenises documents and truncates each to ``schema.seq_len`` tokens.
 
     A token belongs to an answer if one of its characters does. The beginning-of-sequence token is
-    part
-    of the sequence: the chat template writes it, or, where prompt and answer are text, the
-    tokeniser. A model of these examples prepends none, and predicts no first token.
+    part of the sequence: the chat template writes it, or, if prompt and answer are text, the
+    tokeniser. A model of these examples prepends no token, and does not predict the first one.
 
     Returns:
       records: [n] of ``schema.record_dtype``, in order.

@@ -106,7 +106,8 @@ def read_documents(
 def read_folder(root: pathlib.Path) -> Iterator[Document]:
     """Streams the text files of a folder; a user is a file or a folder at its first level.
 
-    Hidden files are skipped. Every other file must be UTF-8 text, and no link out of the folder.
+    Hidden files are skipped. Every other file must be UTF-8 text, and must not link out of the
+    folder.
     """
     any_file = False
     for path in sorted(root.rglob("*")):

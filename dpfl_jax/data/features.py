@@ -1,7 +1,7 @@
-"""Handcrafted features of images: what helps most where noise makes learning them dear.
+"""Handcrafted features of images, which help most if noise makes it costly to learn features.
 
-A feature is a function of one example alone, without anything learned or measured: the guarantee
-is that of training on the images themselves (Tramèr & Boneh 2021, arXiv 2011.11660).
+A feature is a function of one example only, and nothing is learned or measured: the guarantee is
+the same as for training on the images themselves (Tramèr & Boneh 2021, arXiv 2011.11660).
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from dpfl_jax.data.store import ArrayStore, Store
 from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.task import Task
 
-_ROWS, _READ = 256, 4096  # images transformed, and read, at once
-_GROUP = 3  # channels of a group, as Tramèr & Boneh have it for MNIST
+_ROWS, _READ = 256, 4096  # images that are transformed, and that are read, at once
+_GROUP = 3  # channels of a group, as in Tramèr & Boneh for MNIST
 
 
 def scattering(images: Any, *, scales: int = 2, angles: int = 8) -> np.ndarray:
-    """Scattering coefficients of orders 0 to 2 (Bruna & Mallat 2013; Oyallon & Mallat 2015).
+    """Returns scattering coefficients of orders 0 to 2 (Bruna & Mallat 2013).
 
-    An image is convolved with oriented Morlet wavelets; of the modulus the average over
-    ``2 ** scales`` pixels is kept (order 1), and order 2 does the same to the modulus with wavelets
-    of coarser scales. A shift by ``2 ** scales`` pixels shifts them by one place, and small
-    deformations change them little. Filters, padding and order are Kymatio's (arXiv 1812.11214).
+    An image is convolved with oriented Morlet wavelets. Order 1 is the average of the modulus over
+    ``2 ** scales`` pixels; order 2 does the same to the modulus, with wavelets of coarser scales. A
+    shift by ``2 ** scales`` pixels shifts coefficients by one place, and small deformations change
+    them little (Oyallon & Mallat 2015). Filters, padding and order of channels are Kymatio's
+    (arXiv 1812.11214).
 
     Args:
       images: [n, height, width] or [n, height, width, colours], of more than ``2 ** scales`` pixels
         on a side.
-      scales: J, scales of wavelets.
-      angles: L, directions of wavelets.
+      scales: number J of scales of wavelets.
+      angles: number L of directions of wavelets.
 
     Returns:
       float32 [n, ceil(height / 2^J), ceil(width / 2^J), channels]; for each colour the average, J L
@@ -64,7 +65,7 @@ def scattering(images: Any, *, scales: int = 2, angles: int = 8) -> np.ndarray:
     out = np.empty((len(images), *jax.eval_shape(transform, images).shape[1:]), np.float32)
     for low in range(0, len(images), _ROWS):
         part = images[low : low + _ROWS]
-        # Of one size: how an image is rounded must not follow from how many there are.
+        # Parts of one size: the rounding of an image must not depend on the number of images.
         filled = np.zeros((_ROWS, *part.shape[1:]), part.dtype)
         filled[: len(part)] = part
         out[low : low + _ROWS] = np.asarray(transform(filled))[: len(part)]
@@ -90,8 +91,8 @@ def _transform(images: Any, scales: int, angles: int) -> Any:
     def smooth(u: Any, at: int) -> Any:
         """Averages over 2^J pixels, one for each 2^J: [n, colours, channels, rows, columns]."""
         rows, columns = (_averages(size, unit, 2**at) for size in sizes)
-        found = jnp.einsum("ri,...ij,cj->...rc", rows, u, columns)
-        return found.reshape(*lead, math.prod(found.shape[2:-2]), *found.shape[-2:])
+        means = jnp.einsum("ri,...ij,cj->...rc", rows, u, columns)
+        return means.reshape(*lead, math.prod(means.shape[2:-2]), *means.shape[-2:])
 
     first = [modulus(x, 0, j) for j in range(scales)]
     order1 = [smooth(u, j) for j, u in enumerate(first)]
@@ -112,10 +113,10 @@ def _folded(spectrum: Any, factor: int) -> Any:
 def _wavelets(sizes: list[int], scale: int, angles: int) -> np.ndarray:
     """Spectra [L, height, width] of Morlet wavelets: waves under a Gaussian, of mean zero."""
     sigma, frequency, slant = 0.8 * 2**scale, 0.75 * np.pi / 2**scale, 4 / angles
-    # Periodic: what reaches over the border comes back on the other side.
+    # Periodic: what crosses the border enters on the other side.
     turns = np.arange(-2, 2)[:, None]
     rows, columns = ((np.arange(n) + n * turns).reshape(-1) for n in sizes)
-    found = []
+    spectra = []
     for angle in (angles // 2 + angles % 2 - 1 - np.arange(angles)) * np.pi / angles:
         along = rows[:, None] * np.cos(angle) + columns * np.sin(angle)
         across = columns * np.cos(angle) - rows[:, None] * np.sin(angle)
@@ -124,14 +125,14 @@ def _wavelets(sizes: list[int], scale: int, angles: int) -> np.ndarray:
             u.reshape(4, sizes[0], 4, sizes[1]).sum((0, 2)) * slant / (2 * np.pi * sigma**2)
             for u in (bell * np.exp(1j * frequency * along), bell)
         )
-        found.append(np.fft.fft2(wave - wave.sum() / bell.sum() * bell))
-    return np.array(found)
+        spectra.append(np.fft.fft2(wave - wave.sum() / bell.sum() * bell))
+    return np.array(spectra)
 
 
 def _averages(size: int, unit: int, step: int) -> np.ndarray:
-    """[places, size / step]: from every ``step``-th place to Gaussian means at every ``unit``-th.
+    """[places, size / step]: maps every ``step``-th pixel to Gaussian means at every ``unit``-th.
 
-    The first and the last mean, which lie in the padding, are left out.
+    The first and the last mean, which are in the padding, are left out.
     """
     sigma = 0.8 * unit / 2
     away = unit * np.arange(1, size // unit - 1)[:, None] - step * np.arange(size // step)
@@ -141,7 +142,7 @@ def _averages(size: int, unit: int, step: int) -> np.ndarray:
 
 
 def _group_norm(features: np.ndarray) -> np.ndarray:
-    """Each three adjacent channels of an example at mean 0 and variance 1 (Wu & He 2018)."""
+    """Normalises groups of channels of each example to mean 0 and variance 1 (Wu & He 2018)."""
     n, height, width, channels = features.shape
     x = features.reshape(n, height, width, channels // _GROUP, _GROUP)
     mean, var = x.mean((1, 2, 4), keepdims=True), x.var((1, 2, 4), keepdims=True)
@@ -149,16 +150,16 @@ def _group_norm(features: np.ndarray) -> np.ndarray:
 
 
 def with_features(store: Store, task: Task) -> tuple[Store, Task]:
-    """Examples with normalised scattering coefficients in the place of their images.
+    """Replaces the images of examples by normalised scattering coefficients.
 
-    Each is a function of its own image alone: norms are taken of groups of channels within it.
+    Each result depends only on its image: normalisation is over groups of channels within it.
 
     Raises:
-      BadInputError: the examples are no images.
+      BadInputError: the examples are not images.
     """
     if task.vocab_size or len(task.input_shape) not in (2, 3):
         raise BadInputError(
-            "data.features=scattering is for images, which these data are not: remove it"
+            "data.features=scattering is for images, and these data are not images: remove it"
         )
     if isinstance(store, SharedStore):
         sets, task = with_features(store.sets, task)

@@ -36,7 +36,7 @@ def from_texts(
       seq_len: tokens in an example.
 
     Raises:
-      BadInputError: naming the pair that is no user and text.
+      BadInputError: naming the item that is not a pair of user and text.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -67,7 +67,7 @@ def from_arrays(
     Args:
       arrays: such as ``{"x": ..., "label": ...}``; or ``tokens`` and ``mask`` of a tokeniser.
       users: [n], the owner of each row: text, integers or UUIDs, or lists of these.
-      tokenizer: that made ``tokens``; see ``load_tokenizer``.
+      tokenizer: the tokeniser that made ``tokens``; see ``load_tokenizer``.
 
     Raises:
       BadInputError: lengths differ, or a row has no user.
@@ -82,7 +82,7 @@ def from_arrays(
     """
     users = users.tolist() if hasattr(users, "tolist") else users
     expect(arrays, Mapping, "arrays", 'arrays by name, such as {"x": ..., "label": ...}')
-    expect(users, Sequence, "users", "a list: whose each row is")
+    expect(users, Sequence, "users", "a list with the user of each row")
     columns = {name: _device_array(name, array) for name, array in arrays.items()}
     schema = None
     if tokenizer is not None:
@@ -141,7 +141,7 @@ def _device_array(name: str, values: Any) -> np.ndarray:
 
 
 def table_rows(table: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a ``DataFrame``, an Arrow table, columns by name, or of dictionaries.
+    """Yields the rows of a ``DataFrame``, an Arrow table, columns by name, or dictionaries.
 
     Raises:
       BadInputError: it is none of these, or two columns have one name.
@@ -156,7 +156,7 @@ def table_rows(table: Any) -> Iterator[dict[str, Any]]:
     names = [str(name) for name in columns]
     if (twice := repeated(names)) is not None:
         raise BadInputError(f"two columns of the frame are called {twice!r}: rename one")
-    # Python's own values, but for arrays: their ``tolist`` turns times into integers.
+    # Python values, except from arrays, whose ``tolist`` turns times into integers.
     series = [table[name] for name in columns]
     values = [s.tolist() if hasattr(s, "tolist") and not isinstance(s, np.ndarray) else s
               for s in series]  # fmt: skip
@@ -164,7 +164,7 @@ def table_rows(table: Any) -> Iterator[dict[str, Any]]:
 
 
 def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
-    """Returns the store of a ``pandas.DataFrame``; columns as of ``from_rows``.
+    """Returns the store of a ``pandas.DataFrame``; columns as in ``from_rows``.
 
     Examples:
       >>> import pandas as pd
@@ -183,7 +183,7 @@ def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
 
 
 def from_huggingface(dataset: Any, *, user: str | None, **columns: Any) -> Store:
-    """Returns the store of a ``datasets.Dataset`` (one split); columns as of ``from_rows``.
+    """Returns the store of a ``datasets.Dataset`` (one split); columns as in ``from_rows``.
 
     Examples:
       >>> import datasets
@@ -205,7 +205,7 @@ def from_huggingface(dataset: Any, *, user: str | None, **columns: Any) -> Store
 def _named_inputs(
     columns: Mapping[str, Any], names: Sequence[str], user: str | None
 ) -> dict[str, Any]:
-    """Names the inputs by the columns that the table, not its first row, declares."""
+    """Names the inputs from the columns of the whole table, not from its first row."""
     target, silo, given = (columns.get(name) for name in ("target", "silo", "inputs"))
     ids = [] if user is None else UserKey(user).columns
     if target is None or (ids is None and given is None):
@@ -215,7 +215,7 @@ def _named_inputs(
 
 
 def from_grain(source: Any, *, user: str | None, **columns: Any) -> Store:
-    """Returns the store of a source with random access; columns as of ``from_rows``.
+    """Returns the store of a source with random access; columns as in ``from_rows``.
 
     Args:
       source: a Grain data source or ``MapDataset``, or ``tfds.data_source(...)``; its elements are
@@ -261,8 +261,7 @@ def from_rows(
     Args:
       rows: one dictionary each.
       user: column of the owner, or of a list of owners, or a key expression
-        (``docs/guides/data_reference.md``);
-        None: every row is a user (tables only).
+        (``docs/guides/data_reference.md``); None: every row is a user (tables only).
       text: column of the text, to be tokenised; or
       messages: column of a conversation (``docs/guides/finetune_reference.md``); or
       prompt: column of a prompt, text or messages, that is followed by
@@ -302,7 +301,7 @@ def from_rows(
     located: Iterator[LocatedRow] = ((f"row {i}", dict(row)) for i, row in enumerate(rows))
     if target is None:
         if user is None:
-            raise BadInputError("texts need user=, the column that says whose each is")
+            raise BadInputError("texts need user=, the column that says whose each text is")
         key = UserKey(user)
 
         def document(row: dict[str, Any], where: str) -> str:

@@ -136,7 +136,8 @@ def private_summary(
     key = RootKey.generate() if seed is None else RootKey.from_seed(seed)
     if isinstance(store, SharedStore):
         raise BadInputError(
-            "--private is for records of one owner each: who leaves takes records of others along"
+            "--private is for records of one owner each, but these records have several: leave "
+            "--private out"
         )
     values = private_quantiles(store.examples_per_user, quantiles, epsilon, largest, key)
     return {

@@ -27,7 +27,7 @@ import numpy as np
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.task import EACH_ROW
 
-# Between the ids of the owners of a record: together they take a user's place (``owners``).
+# Separates the owners of a record in the id of their set, which takes a user's place (``owners``).
 SEPARATOR = "\x1f"
 
 
@@ -43,7 +43,7 @@ def is_missing(value: object) -> bool:
 
 
 def no_sets(where: str) -> BadInputError:
-    """The error of an id that would be read as a set of owners."""
+    """Returns the error for an id that would be read as a set of owners."""
     return BadInputError(
         f"{where}: a user id holds U+001F, which separates the owners of a record: give owners as "
         "a list, or leave the character out"
@@ -57,13 +57,13 @@ def check_user_id(user_id: object, where: str = "") -> str:
     protected as one person.
 
     Raises:
-      BadInputError: naming ``where``, if the id is missing or no text.
+      BadInputError: naming ``where``, if the id is missing or not text.
     """
     place = f" ({where})" if where else ""
     if is_missing(user_id):
         raise BadInputError(
             f"a user id is {user_id!r}{place}: every row needs a user id; drop such rows or give "
-            "each a user of its own"
+            "each another id"
         )
     if not isinstance(user_id, str):
         kind = _KINDS.get(type(user_id), type(user_id).__name__)
@@ -116,8 +116,8 @@ def value_to_id(value: Any, where: str) -> str:
         )
     if isinstance(value, str) and re.fullmatch(r"\d+\.0+", value):
         raise BadInputError(
-            f"{where}: the user id is a number with decimals, as of a column with gaps: the same "
-            "person may be written without: store ids as integers or text"
+            f"{where}: the user id is a number with decimals, as in a column with gaps; the same "
+            "person may also be written without: store ids as integers or text"
         )
     if isinstance(value, str) and re.fullmatch(r"\d([.,]\d+)?[eE]\+\d+", value.strip()):
         raise BadInputError(
@@ -155,7 +155,7 @@ def names_function(expression: str) -> bool:
 
 
 def key_name(expression: str | None) -> str:
-    """How a guarantee names the key of users: ``column visit_id``, or ``key domain(url)``.
+    """Returns how a guarantee names a key: ``column visit_id``, or ``key domain(url)``.
 
     Args:
       expression: a key expression; None if every row is a user.

@@ -1,4 +1,4 @@
-"""Loading: a data section in; examples with their owners and task, or a split data set, out."""
+"""Loads the examples, owners and task of a data section, and splits them."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, at_least, expect, probability
 from dpfl_jax.task import EACH_ROW, Task
 
-# Settings of tables and stores of arrays, and of tables alone.
+# Settings for tables and stores of arrays, and for tables only.
 _ARRAY_SETTINGS = ("target_column", "input_columns", "classes", "silo_column")
 _TABLE_SETTINGS = ("scale", "categories", "missing", "dates")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedExamples:
-    """What a source holds.
+    """The examples of a source.
 
     Attributes:
       store: the examples, by user.
       task: what is learned.
       unit: what a user is, in one line.
       test: a test part that the source itself defines, or None.
-      tokenizer: what made the ids; None for examples that are not text.
-      dropped: rows that were left out.
+      tokenizer: the tokeniser that made the ids; None for examples that are not text.
+      dropped: number of rows that were left out.
 
     Examples:
       >>> from dpfl_jax.data import SourceConfig, load_examples
@@ -83,7 +83,7 @@ class Dataset:
       public: a public corpus, or None.
       description: one line: source, users, examples.
       task: what is learned.
-      tokenizer: what made the ids; None for examples that are not text.
+      tokenizer: the tokeniser that made the ids; None for examples that are not text.
       known: whether some users of the test part are in training, too.
       rules: how each held-out part was chosen, in words.
 
@@ -106,9 +106,9 @@ class Dataset:
 
 
 def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> LoadedExamples:
-    """Reads all that a section names.
+    """Reads all examples of a data section.
 
-    ``keep`` names columns of numbers that a table's examples carry beside input and target.
+    ``keep`` names further columns of numbers that a table's examples carry.
 
     Raises:
       BadInputError: naming the file and line, or the setting to change.
@@ -233,7 +233,7 @@ def load_dataset(config: DataConfig) -> Dataset:
 
 
 def rule_of(config: SourceConfig, split: str, part: str, share: float) -> str:
-    """How a part is chosen of the users, or of the examples of each, in words."""
+    """Says in words how a part of the users, or of each user's examples, is chosen."""
     chosen = "users chosen by a hash of their ids"
     if split == "within_user":
         chosen = "the first examples of each user (data.split=within_user)"
@@ -257,7 +257,7 @@ def hold_out(
 ) -> dict[str, Store]:
     """Splits a store into ``train`` and the held-out parts of ``fractions``.
 
-    ``split`` and ``most`` are as of ``DataConfig.split`` and ``held_out_max``.
+    ``split`` and ``most`` are ``DataConfig.split`` and ``held_out_max``.
 
     Raises:
       BadInputError: a part would be empty.
@@ -315,7 +315,7 @@ def _tokens(
 ) -> LoadedExamples:
     schema = store.schema
     kind: Literal["tokens", "preferences"] = "preferences" if schema.pairs else "tokens"
-    bos_id = None if schema.kind == "answers" else tokenizer.bos_id  # answers' is in the data
+    bos_id = None if schema.kind == "answers" else tokenizer.bos_id  # else it is in the data
     task = Task(kind, schema.fields[0].shape, 0, schema.vocab_size, bos_id)
     return LoadedExamples(store, task, unit, test, tokenizer)
 
@@ -343,7 +343,7 @@ def _named(config: SourceConfig) -> LoadedExamples:
 
 
 def _stored(config: SourceConfig) -> LoadedExamples:
-    """A built store: tokens as they are, arrays as ``x`` and ``label``."""
+    """Reads a built store: tokens as they are, arrays as ``x`` and ``label``."""
     path = os.fspath(expand_paths(config.path)[0])
     store, classes = open_store(path), config.classes
     if store.schema.kind in ("tokens", "answers"):
@@ -387,7 +387,7 @@ def _stored(config: SourceConfig) -> LoadedExamples:
             scale = 255.0 if x.dtype == np.uint8 else 1.0
             pair = {"x": x.reshape(len(x), *shape).astype(np.float32) / scale,
                    "label": label.astype(np.float32) if classes is None else label}  # fmt: skip
-            # Other numbers of a record: its silo, or its budget.
+            # Other numbers of a record, such as its silo or its budget.
             rest = {n: a for n, a in arrays.items() if a.ndim == 1 and n not in (inputs[0], target)}
             yield name, rest | pair
 
@@ -399,7 +399,7 @@ def _stored(config: SourceConfig) -> LoadedExamples:
 def _checked(
     users: Iterable[tuple[str, Mapping[str, Any]]], task: Task, name: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Refuses what would silently train nothing, or something else."""
+    """Refuses numbers and labels that would silently train nothing, or something else."""
     for user, batch in users:
         x, label = np.asarray(batch["x"]), np.asarray(batch["label"])
         where = f"{name}: a user has"
@@ -419,8 +419,8 @@ def _checked(
 def _synthetic(store: Store, config: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     if store.num_users < store.num_examples:
         raise BadInputError(
-            "data.records_per_user makes synthetic users of records that are a person each, but "
-            f"users of data.source={config.source} have several: remove it"
+            "data.records_per_user makes synthetic users if every record is a person, but users of "
+            f"data.source={config.source} have several: remove it"
         )
     digest = hashlib.sha256(b"dpfl_jax synthetic users %d" % config.split_seed).digest()
     order = np.random.default_rng(np.frombuffer(digest, np.uint32)).permutation(store.num_examples)
@@ -454,14 +454,14 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
 
 
 # ---- splits --------------------------------------------------------------------------------------
-# A user's side depends on a hash of the id alone: adding or removing a user never moves another.
+# A user's side depends only on a hash of the id: adding or removing a user never moves another.
 
 
-FEW = 20  # a column with so few values, and many more rows, may not name people
+FEW = 20  # a column with at most so few values, and many more rows, may not name people
 
 
 def user_uniforms(store: Store, seed: int = 0, purpose: str = "split") -> np.ndarray:
-    """Returns a number in [0, 1) per user, a keyed hash of the id: float64 [num_users]."""
+    """Returns float64 [num_users] in [0, 1), a keyed hash of each user's id."""
     key = hashlib.sha256(f"dpfl_jax {purpose} {seed}".encode()).digest()
     words = [
         hashlib.blake2b(name.encode(), digest_size=8, key=key).digest()
@@ -475,9 +475,9 @@ def split_by_user(store: Store, fractions: Mapping[str, float], seed: int = 0) -
     """Splits users at random, each independently of all others.
 
     Args:
-      store: what is split.
+      store: the store to split.
       fractions: expected share of the users per named part, e.g. ``{"validation": 0.1}``.
-      seed: chooses the hash key; public, and no part of the mechanism.
+      seed: seed of the hash key; public, and not part of the mechanism.
 
     Returns:
       The named parts and "train", the remaining users, as views. A part may be empty by chance. A
@@ -519,11 +519,10 @@ def split_within_users(
     """Holds out the first ``ceil(fraction * n)``, at most ``most``, of each user's n examples.
 
     This is the rule of Charles et al. 2024, section 5 (CC-News: the first 10 % of each user, at
-    most
-    32, after users with a single example are removed: ``smallest=2``).
+    most 32, after users with a single example are removed: ``smallest=2``).
 
     Args:
-      store: what is split.
+      store: the store to split.
       fraction: share of each user's examples to hold out, rounded up.
       most: most held-out examples of one user.
       smallest: users with fewer examples are left out of both parts.

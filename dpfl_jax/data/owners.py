@@ -26,19 +26,19 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling.samplers import limit_shared
 
 _REFUSED = (
-    "records of these data have several owners, and what is asked for treats each as one user's: "
+    "records of these data have several owners, but this treats each record as one user's: "
     "use dpfl train with mechanism.kind=els or owner_sets, or give every record one owner"
 )
 _BLOCK = 2**16  # records per read
 
 
 def store_from_users(users: Any, schema: Schema | None = None) -> Store:
-    """The store of (user, arrays) pairs, where a user may be the id of a set of owners."""
+    """Returns the store of (user, arrays) pairs; a user may be the id of a set of owners."""
     return infer_shared_ownership(ArrayStore.from_users(users, schema, allow_sets=True))
 
 
 def infer_shared_ownership(store: Any) -> Any:
-    """A ``SharedStore`` if the users of this store are sets of owners; else the store itself."""
+    """Returns a ``SharedStore`` if the users of a store are sets of owners, else the store."""
     return SharedStore(store) if getattr(store, "users_are_sets", False) else store
 
 
@@ -101,7 +101,7 @@ class SharedStore(Store):
         return self.sets.records(positions)
 
     def bounded(self, limit: int, whole: bool = False) -> BoundedStore:
-        """The part in which nobody owns more than ``limit`` records, or sets of owners (``whole``).
+        """The part in which no user owns more than ``limit`` records, or sets (``whole``).
 
         What is kept depends on who owns which record, and never on what is in the records.
         """
@@ -120,7 +120,7 @@ class SharedStore(Store):
 
 @dataclasses.dataclass(frozen=True)
 class Bounding:
-    """What contribution bounding keeps; exact numbers.
+    """Exact numbers of what contribution bounding keeps.
 
     Attributes:
       limit: most records (or sets of owners) of a user.
@@ -128,7 +128,7 @@ class Bounding:
       users_left_out: users of whom no record is kept.
       examples: all records.
       examples_kept: kept records.
-      tokens: tokens of all records; None if they are no texts.
+      tokens: tokens of all records; None if they are not texts.
       tokens_kept: tokens of kept records.
       by_owners: by number of owners: kept records, and all.
     """
@@ -221,12 +221,12 @@ def shared_store(store: Any) -> SharedStore | None:
 
 
 def bounding_of(store: Any) -> Bounding | None:
-    """What contribution bounding left out; None where examples have one owner each."""
+    """What contribution bounding left out; None if examples have one owner each."""
     return store.bounding if isinstance(store, BoundedStore) else None
 
 
 def grouped_by_owner_set(store: Any) -> Any:
-    """The store whose users are sets of owners, of a ``SharedStore``; any other store as it is."""
+    """The store of a ``SharedStore`` whose users are sets of owners; other stores as they are."""
     return store.sets if isinstance(store, SharedStore) else store
 
 

@@ -20,10 +20,10 @@ from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import Draw
 
-SAMPLE_UNITS = 1024  # whose lengths decide the shapes
-_MIN_SAVING = 0.01  # of all tokens, that another shape must save
-_SHORTEST = 16  # tokens of a row
-_MIN_ROWS = 4  # of a shape, that a step fills: on average the last is half empty
+SAMPLE_UNITS = 1024  # number of units whose lengths decide the shapes
+_MIN_SAVING = 0.01  # share of all tokens that another shape must save
+_SHORTEST = 16  # smallest number of tokens in a row
+_MIN_ROWS = 4  # rows of a shape that a step should fill, as the last is half empty on average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Shape:
     """Rows of tokens for one unit.
 
     Attributes:
-      rows: of one unit.
+      rows: rows of one unit.
       length: tokens of a row.
-      units: computed at once, over all devices; 0: as many as of any other shape.
+      units: units computed at once, over all devices; 0: as many as of any other shape.
     """
 
     rows: int
@@ -55,7 +55,7 @@ def example_lengths(store: Readable, positions: np.ndarray) -> np.ndarray:
 
 
 def _ends(mask: np.ndarray) -> np.ndarray:
-    """End of the last True of each row."""
+    """One past the last True of each row; 0 if there is none."""
     return np.where(mask.any(1), mask.shape[1] - mask[:, ::-1].argmax(1), 0)
 
 
@@ -94,17 +94,17 @@ def choose_shapes(
     """Chooses shapes that waste few tokens, for units like those of the store.
 
     Args:
-      store: the lengths of 1,024 of its units are looked at, the same in every process.
+      store: shapes are chosen by the lengths of 1,024 of its units, the same in every process.
       group_size: most examples of a unit; None: a unit is one example.
-      units: expected number in a step.
+      units: expected number of units in a step.
       row: units computed at once if they have the usual number of tokens; fewer of larger ones. On
         average half of them are missing from the last row of each shape.
-      parts: devices; the units computed at once are a multiple of them.
-      most_shapes: at least 1.
+      parts: number of devices; the units computed at once are a multiple of it.
+      most_shapes: most shapes, at least 1.
 
     Returns:
-      The shapes, the cheapest first (the last holds every unit), and the share of the units looked
-      at that comes in each.
+      The shapes, the cheapest first (the last holds every unit), and the share of the sampled units
+      in each.
     """
     positions = _sample_positions(np.asarray(store.user_offsets), group_size)
     lengths, real = example_lengths(store, positions), positions >= 0
@@ -180,16 +180,16 @@ def pack_units(
     """Reads units and lays their examples into rows.
 
     Args:
-      store: of token sequences.
+      store: a store of token sequences.
       positions: int [units, examples], -1 for padding.
-      shape: of the rows.
+      shape: shape of the rows.
       grouped: whether a unit has several rows.
-      partial: truncate, and leave out what has no room (for looking at units before training).
+      partial: whether to truncate, and leave out what has no room (for checks before training).
 
     Returns:
       ``tokens`` (as narrow as the vocabulary allows), ``segments`` (0: no token; uint16 or uint32)
       and ``mask`` bool, [units, rows, length], or [units, length]; bool [units, rows], which rows
-      are used; int32 [units], examples of each; the number of real tokens.
+      are used; int32 [units], examples of each unit; the number of real tokens.
     """
     real = positions >= 0
     read = store.read(positions[real])

@@ -1,10 +1,10 @@
-"""From draws to devices: reads what was drawn, pads to whole rows, ships it ahead of the step.
+"""Reads the units of a draw, pads them to whole rows, and ships them to devices ahead of the step.
 
 A step's units become one or several *buckets* of fixed shapes [rows, row, ...] with masks; a step
 function loops over the rows that hold units, so that a varying number of them never recompiles it.
 Users with few examples go to buckets with a smaller group axis instead of being padded to the
 largest. Every process reads only the columns of its devices. Training and ``dpfl bench data`` both
-read through this. Nothing is random: resuming is starting at another step.
+read through this. Nothing here is random: a resumed run starts at another step.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Bucket:
         there is no example.
       unit_mask: bool [rows, row], False for padding.
       example_mask: bool [rows, row, group_size], False for padding; None if a unit is one example.
-      num_rows: rows that hold real units; the others are padding (``padded_rows``).
-      num_units: real units, over all hosts.
+      num_rows: number of rows with real units; the others are padding (``padded_rows``).
+      num_units: number of real units, over all hosts.
       keys: uint32 [rows, row, (group_size,) 3], what the examples' keys are made of
-        (``example_keys``); None if the loss takes none.
-      counts: int32 [rows, row], examples of each unit, if they are packed: then the group axis is
-        of rows of tokens, and ``example_mask`` says which are used.
-      per_unit: [rows, row], a number that each unit brings; None if there is none.
+        (``example_keys``); None if the loss takes no key.
+      counts: int32 [rows, row], examples of each unit, if they are packed: the group axis then has
+        rows of tokens, and ``example_mask`` says which are used.
+      per_unit: [rows, row], a number for each unit (its bound); None without one.
     """
 
     arrays: Mapping[str, Any]
@@ -68,12 +68,12 @@ class StepBatch:
     """All units of one step.
 
     Attributes:
-      step: its number.
-      buckets: fixed shapes; together they hold every unit once.
-      num_units: real units.
-      num_examples: real examples.
+      step: number of the step.
+      buckets: buckets of fixed shapes; together they hold every unit once.
+      num_units: number of real units.
+      num_examples: number of real examples.
       num_tokens: real tokens that this process read (0 if examples are not token sequences).
-      columns: columns of each row that this process read.
+      columns: number of columns of each row that this process read.
       num_places: tokens, padding included, that this process's part of the step computes.
     """
 
@@ -148,7 +148,7 @@ class Pipeline:
       loss_key: root key from which each example gets a key at each step; None: no keys.
       shapes: pack the examples of each unit into rows of these shapes (``packing.choose_shapes``);
         None: an example is a row, and users go by group sizes.
-      per_unit: a number of each unit that may be drawn, shipped beside it; None: none.
+      per_unit: [units], a number that is shipped with each unit; None: nothing is.
     """
 
     store: Readable
@@ -180,7 +180,7 @@ class Pipeline:
 
     @property
     def num_buckets(self) -> int:
-        """How many buffers of different group sizes (or shapes) a step has."""
+        """Number of buffers of different group sizes (or shapes) in a step."""
         return len(self.shapes or self.group_sizes or (1,))
 
     def build(self, step: int) -> StepBatch:
@@ -235,8 +235,8 @@ class Pipeline:
         """Returns the store's first units (up to ``count``), once for each shape of a step.
 
         They are one bucket of one row for every group size (``group_size`` is the sampler's), with
-        as many of the users' examples as fit: examples to look at before the first step, whatever
-        it draws. The arrays stay on the host.
+        as many of the users' examples as fit. The check before the first step uses them, whatever
+        is drawn. The arrays stay on the host.
         """
         offsets = np.asarray(self.store.user_offsets)
         sizes: tuple[Any, ...] = self.shapes or (group_size,)
@@ -358,7 +358,7 @@ class Pipeline:
             examples = self.store.read(positions)
             return examples, int(examples["mask"].sum()) if "mask" in examples else 0
         records = self.store.records(positions)  # type: ignore[attr-defined]
-        # Not -1: a step, or a process's share of one, may hold no example.
+        # Not reshape(-1, ...): a step, or a process's share of it, may hold no example.
         raw = np.ascontiguousarray(records).view(np.uint8)
         raw = raw.reshape(len(positions), records.dtype.itemsize)
         return {"records": raw}, int(records["length"].sum())
@@ -404,10 +404,10 @@ def is_token_store(store: Readable) -> bool:
 
 
 def local_columns(sharding: Any, size: int, axis: int) -> np.ndarray:
-    """The indices along ``axis``, of length ``size``, that the devices of this process hold.
+    """Returns the indices along ``axis``, of length ``size``, that this process's devices hold.
 
     They increase, but need not be adjacent: a mesh follows the network of a slice, not its hosts.
-    ``sharding`` is a ``jax.sharding.NamedSharding`` that splits ``axis`` alone.
+    ``sharding`` is a ``jax.sharding.NamedSharding`` that splits only ``axis``.
     """
     shape = (1,) * axis + (size,)
     indices = sharding.addressable_devices_indices_map(shape).values()
@@ -418,7 +418,8 @@ def local_columns(sharding: Any, size: int, axis: int) -> np.ndarray:
 def ship_columns(tree: Any, columns: np.ndarray, size: int, axis: int, sharding: Any) -> Any:
     """Makes global arrays of the ``columns`` along ``axis`` that each process holds.
 
-    ``columns``, ``size`` (of the global axis) and ``sharding`` are those of ``local_columns``.
+    ``columns`` come from ``local_columns``, with the same ``size`` (of the global axis) and
+    ``sharding``.
     """
     import jax
 

@@ -24,7 +24,7 @@ from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 
 STORE_FORMATS = {"arrow": ".arrow", "arrayrecord": ".array_record"}
-_BATCH_BYTES = 2**24  # of the records of a batch at full width
+_BATCH_BYTES = 2**24  # size of a batch of records at full width
 
 # Eight records are compressed together: a third of the size of single ones for text, and the
 # reader's index stays at a few bits an example; a random read costs about the same.
@@ -131,7 +131,7 @@ def arrow_schema(schema: Schema) -> pa.Schema:
 
 
 def _columns(schema: Schema) -> list[str]:
-    """Fields that are columns; the length of a text is that of its list."""
+    """Names of the columns; the length of a text is the length of its list."""
     names = schema.record_dtype.names or ()
     return list(names[1:] if schema.kind == "tokens" else names)
 
@@ -227,7 +227,7 @@ class _Column:
         self._values, self._ends, self._counts = map(np.array, (values, ends, counts))
         raw = np.frombuffer(mapped, np.uint8)
         self._ints = raw[: len(raw) // 4 * 4].view("<i4")
-        # A view of as many bytes as the longest value has, at every byte of the file.
+        # At every byte of the file, a view of as many bytes as the longest value has.
         self._lists = np.arange(math.prod(dtype.shape[:-1]) if ends else 1)
         size = dtype.itemsize // len(self._lists)
         self._bytes = raw if len(raw) >= size else np.pad(raw, (0, size))

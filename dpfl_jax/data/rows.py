@@ -1,6 +1,6 @@
-"""Rows of JSONL, Parquet, CSV, TSV, Arrow and Hugging Face files, with where each row is.
+"""Reads rows of JSONL, Parquet, CSV, TSV, Arrow and Hugging Face files.
 
-Each row comes as (where it is, its columns): the place goes into every later error.
+Each row comes as (where it is, its columns): every later error names the place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpfl_jax.files import local_path
 LocatedRow = tuple[str, dict[str, Any]]
 
 field_size_limit(2**31 - 1)  # by default a text has at most 128 KiB
-_BATCH_ROWS = 1024  # made Python objects at once
+_BATCH_ROWS = 1024  # rows that are converted to Python objects at once
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -162,9 +162,8 @@ def read_rows(
 ) -> Iterator[LocatedRow]:
     """Streams the rows of one file.
 
-    ``columns`` must be there, and of tables only they are read; None for all. ``bad`` takes lines
-    that
-    are no JSON objects: in other formats a damaged row damages the file, which is always an error.
+    ``columns`` must exist, and only they are read from tables; None for all. ``bad`` takes lines
+    that are not JSON objects: in other formats a damaged row damages the file, which is an error.
 
     Raises:
       BadInputError: naming the file and the line or row.
@@ -209,11 +208,11 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         text = line.decode()
         row = json.loads(text, object_pairs_hook=unrepeated)
-        if "\\u" in text:  # an escaped lone surrogate is no text either
+        if "\\u" in text:  # an escaped lone surrogate is not text
             json.dumps(row, ensure_ascii=False).encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise BadInputError(f"{where}: the text is not UTF-8 ({error.reason})") from error
-    except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
+    except (ValueError, RecursionError) as error:  # also for a number with thousands of digits
         reason = getattr(
             error, "msg", "nested too deeply" if isinstance(error, RecursionError) else error
         )
@@ -298,7 +297,7 @@ def _csv(
             for sign, kind in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
                 if len(names) == 1 and sign in names[0] and sign != delimiter:
                     remedy = "data.source=tsv" if sign == "\t" else f"'data.delimiter=\"{sign}\"'"
-                    remedy += f" (of `dpfl predict` and `dpfl data`: --delimiter '{sign}')"
+                    remedy += f" (with `dpfl predict` and `dpfl data`: --delimiter '{sign}')"
                     raise BadInputError(f"{path}: cells seem to lie between {kind}: set {remedy}")
             _check_columns(names, columns, path)
             chosen = [(name, names.index(name)) for name in columns or names]
@@ -312,15 +311,15 @@ def _csv(
                 yield f"{path}, row {number}", {name: cells[at] for name, at in chosen}
         except CsvError as error:
             raise BadInputError(
-                f"{path}: what ends in line {lines.line_num} cannot be read ({error}): is a "
-                "quotation not closed?"
+                f"{path}: the row that ends in line {lines.line_num} cannot be read ({error}): is "
+                "a quotation mark not closed?"
             ) from error
         except UnicodeError as error:
             wanted = "UTF-8" if encoding == "utf-8-sig" else encoding
             raise BadInputError(
                 f"{path}, after line {lines.line_num}: the text is not {wanted} "
-                f"({getattr(error, 'reason', error)}): set data.encoding, to cp1252 or latin-1 of "
-                "files from Windows, say"
+                f"({getattr(error, 'reason', error)}): set data.encoding, for example to cp1252 or "
+                "latin-1 for files from Windows"
             ) from error
 
 
@@ -356,7 +355,7 @@ def read_file_rows(
     csv: CsvFormat = PLAIN_CSV,
     bad: BadRows | None = None,
 ) -> Iterator[LocatedRow]:
-    """Streams the rows of files one after another; arguments as of ``read_rows``."""
+    """Streams the rows of files one after another; arguments as in ``read_rows``."""
     for path in paths:
         if format != "huggingface":
             yield from read_rows(path, format, columns, csv, bad)

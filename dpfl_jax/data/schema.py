@@ -42,9 +42,10 @@ class Schema:
 
     - ``"arrays"``: records hold the arrays as they are read.
     - ``"tokens"``: a record is a length and token ids in the smallest unsigned type that holds the
-      vocabulary. Read are ``tokens`` int32 [seq_len] (0 is padding) and ``mask`` bool [seq_len].
-    - ``"answers"``: read like ``"tokens"``, but ``mask`` is True for the tokens of answers alone
-      (one bit each in the record). Of a preference pair both arrays are [2, seq_len], the chosen
+      vocabulary. It is read as ``tokens`` int32 [seq_len] (0 is padding) and ``mask`` bool
+      [seq_len].
+    - ``"answers"``: read like ``"tokens"``, but ``mask`` is True only for the tokens of answers
+      (one bit each in the record). For a preference pair both arrays are [2, seq_len], the chosen
       sequence first.
 
     Attributes:

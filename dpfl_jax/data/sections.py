@@ -26,7 +26,7 @@ CONVERSATION = ("messages", "prompt", "completion", "chosen", "rejected")
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """Which examples there are, and who owns them; the same for every kind of run.
+    """Which examples a run uses, and who owns them.
 
     A *user* owns examples. In a federation a user is a subject, whose examples may lie in several
     silos.
@@ -47,38 +47,38 @@ class SourceConfig:
       chosen_column, rejected_column: two answers, of which the first was preferred (``model.dpo``);
         without a prompt_column both are whole conversations.
       chat_template: file of a Jinja template for messages; default the tokeniser's.
-      target_column: files hold a table: this column is to be predicted from others. In a store of
-        arrays: the field (default ``label``).
-      input_columns: what it is predicted from, names or shell patterns; default all other columns.
-        In a store of arrays: one field (default the only one that is not a plain number).
+      target_column: column of a table that is predicted from others; in a store of arrays the field
+        (default ``label``).
+      input_columns: columns that it is predicted from, names or shell patterns; default all others.
+        In a store of arrays one field (default the only one that is not a plain number).
       categories: by column, its words, known without these data (the target's are its classes).
-      missing: inputs, names or shell patterns, whose cells may be empty: that counts as the middle
-        of their ``scale``, or as none of their ``categories``.
+      missing: inputs, names or shell patterns, whose cells may be empty: an empty cell counts as
+        the middle of its ``scale``, or as none of its ``categories``.
       dates: by column, how dates that are text are written, such as "%d.%m.%Y"; all become years
         since 2000.
       classes: number of classes of the target, a public number: labels are 0, 1, ... Without it, or
         with 0, the target is a number (regression).
       silo_column: which silo holds a row. The silos' names are taken as public.
-      delimiter, encoding: of CSV files (``CsvFormat``).
+      delimiter, encoding: format of CSV files (``CsvFormat``).
       decimal: the decimal separator of numbers in tables that are text.
-      on_bad_row: of files, for a row without a user or text, or with a bad number: error, or drop
-        it and count. Each row is judged by itself.
+      on_bad_row: what to do with a row of a file without a user or text, or with a bad number:
+        error, or drop and count it. Each row is judged by itself.
       scale: by column (the target too): middle and half width, known without these data; a value v
         becomes (v - middle) / half width.
-      features: scattering puts its normalised coefficients (``data.scattering``) in the place of
-        images; each is a function of its image alone, so that a guarantee is the same.
+      features: scattering replaces images by normalised scattering coefficients
+        (``data.scattering``); each depends only on its image, so the guarantee is the same.
       seq_len: tokens in an example (a store keeps its own), or characters in a window.
       stride: characters from one window to the next (``characters``).
       tokenizer: ``"bytes"``, a tokenizers ``.json`` or a SentencePiece ``.model`` file; in a
         central run also ``"checkpoint"``, that of model.checkpoint.
-      records_per_user: where every record is a user: make synthetic users of so many records, drawn
-        at random.
+      records_per_user: if every record is a user, make synthetic users of so many records, drawn at
+        random.
       max_users: keep that many users (a choice fixed by their ids).
       max_examples_per_user: keep each user's first examples.
-      public_fraction: this share of all records is declared public: they set the scale of features
-        and target, and are neither trained on nor evaluated. Only of silos that trust no server,
-        where ``scale`` does not declare what brings numbers to order 1; there it is 0.1.
-      split_seed: chooses what is held out, and synthetic users; public.
+      public_fraction: share of all records that is declared public: they set the scale of features
+        and target, and are neither trained on nor evaluated. Only for silos that trust no server,
+        if ``scale`` is not declared; default 0.1 there.
+      split_seed: seed of what is held out, and of synthetic users; public.
 
     Examples:
       >>> from dpfl_jax.data import SourceConfig
@@ -135,7 +135,7 @@ class SourceConfig:
         return tuple(n for n in (*names, "chat_template") if getattr(self, n) is not None)
 
     def caveats(self) -> tuple[str, ...]:
-        """What these settings mean for a guarantee, one sentence each."""
+        """Caveats of a guarantee that follow from these settings."""
         table, caveats = self.target_column is not None, []
         if self.max_users is not None:
             caveats.append(
@@ -181,13 +181,13 @@ class DataConfig(SourceConfig):
     """The data of a run.
 
     Attributes:
-      validation_fraction: expected share of users held out for tuning (of subjects, where silos
-        train; of each silo's records, where they trust no server). There it is 0.2 if not given.
+      validation_fraction: expected share of users held out for tuning (of subjects, if silos train;
+        of each silo's records, if they trust no server). Default 0.1, or 0.2 with silos.
       test_fraction: expected share of users held out for the report.
       split: ``"by_user"`` (a user is on one side; default), or ``"within_user"`` (the fractions are
         the leading share of each user's examples, at most ``held_out_max`` of them; users with one
-        example are left out; Charles et al. 2024 split CC-News so with 0 and 0.1). A named set with
-        a test part keeps it, and ``test_fraction`` is not used.
+        example are left out; Charles et al. 2024 split CC-News like this, with 0 and 0.1). A named
+        set with a test part keeps it, and ``test_fraction`` is not used.
       held_out_max: most held-out examples of a user in each part (``within_user``).
       public: public corpus for pre-training: ``"auto"`` (the standard library for
         ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, or a text file or folder.

@@ -70,9 +70,9 @@ def _files(
 
 
 # ---- Python source, which is on every machine ----------------------------------------------------
-# Public is the standard library without its tests. Private are the source files of the installed
-# third-party packages, one user each: several thousand with heavy-tailed sizes. What is installed
-# decides the users, and the store's fingerprint says which they were.
+# The public corpus is the standard library without its tests. The private users are the source
+# files of the installed third-party packages: several thousand with heavy-tailed sizes. The store's
+# fingerprint identifies what was installed.
 
 
 _OWN_NAME = "dpfl-jax"
@@ -127,10 +127,9 @@ def _installed_paths() -> dict[str, pathlib.Path]:
 def installed_package_files() -> dict[str, bytes]:
     """Returns the private users: package-relative path (the user id) -> contents.
 
-    Left out are this package, empty files, files that are not UTF-8, copies of files of the
-    standard
-    library, and of equal files all but the first in path order: one text of two users would be
-    protected as if it belonged to either.
+    It leaves out this package, empty files, files that are not UTF-8, copies of files of the
+    standard library, and all but the first of equal files in path order: a text that two users have
+    would be protected as if only one had it.
 
     Raises:
       BadInputError: no third-party package is installed.
@@ -176,7 +175,7 @@ def files_in(path: pathlib.Path, patterns: tuple[str, ...], what: str) -> list[p
         files = sorted(path.glob(pattern))
         if files:
             return files
-    raise BadInputError(f"{path} holds no {' or '.join(patterns)}: put there {what}")
+    raise BadInputError(f"{path} holds no {' or '.join(patterns)}: put {what} there")
 
 
 def read_shakespeare(path: pathlib.Path, split: str) -> Iterator[Document]:
@@ -234,7 +233,7 @@ def _speaker_blocks(path: pathlib.Path) -> Iterator[Document]:
 
 
 def _leaf_text(path: pathlib.Path) -> Iterator[Document]:
-    """LEAF gives windows of 80 characters and the next one: the next ones spell the text."""
+    """LEAF has windows of 80 characters, each with the next one; these next ones are the text."""
     for user, data in read_leaf(path):
         if data["x"]:
             yield user, data["x"][0] + "".join(data["y"])
@@ -248,7 +247,7 @@ def _first(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:
 
 
 def parse_time(value: Any, where: str) -> datetime.datetime:
-    """Turns ISO text (UTC unless it says otherwise), a timestamp or epoch seconds into a time."""
+    """Turns ISO text (UTC by default), a timestamp or epoch seconds into a time."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     try:
@@ -400,7 +399,7 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
     """Reads an idx file of unsigned bytes, gzip or not.
 
     Raises:
-      BadInputError: it is no idx file, or is cut short.
+      BadInputError: it is not an idx file, or is truncated.
     """
     try:
         with open_binary(path) as file:
@@ -419,7 +418,7 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
 
 
 def read_mnist(path: pathlib.Path, split: str) -> Iterator[User]:
-    """Yields ``x`` float32 [28, 28] in 0..1 and ``label`` int32; each image is its own user."""
+    """Yields ``x`` float32 [28, 28] in 0..1 and ``label`` int32; each image is a user."""
     stem = {"train": "train", "test": "t10k"}[split]
     arrays = []
     for name in (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"):
@@ -441,8 +440,8 @@ def read_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
     FLamby's rules (Ogier du Terrail et al. 2022, Fed-Heart-Disease): columns 10 to 12 are dropped,
     then rows with a missing value; chest pain (column 2) and resting ECG (column 6) become
     indicators, the first value left out; the label is whether the last column is above 0. 740
-    patients remain: 303, 261, 46, 130. ``path`` holds all four files, or is the one of a hospital,
-    which then is silo 0.
+    patients remain: 303, 261, 46, 130. ``path`` is the folder of all four files, or the file of one
+    hospital, which is then silo 0.
     """
     rows: list[tuple[int, int, list[float]]] = []
     for silo, hospital in enumerate(HOSPITALS):
@@ -469,7 +468,9 @@ def read_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
             except ValueError as error:
                 raise BadInputError(f"{file}, line {number}: {error}") from error
     if not rows:
-        raise BadInputError(f"{path} is no file of a hospital: processed.va.data, or another's")
+        raise BadInputError(
+            f"{path} is not the file of a hospital: give processed.va.data, or another's"
+        )
     table = np.array([r[2] for r in rows])
     features: list[np.ndarray] = []
     for column in range(10):
@@ -503,7 +504,7 @@ HEART_SCALE = np.array(
 
 
 def read_scaled_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
-    """As ``read_heart_disease``, with features brought to order 1 by ``HEART_SCALE``."""
+    """Yields ``read_heart_disease`` with features scaled to order 1 by ``HEART_SCALE``."""
     middle, width = HEART_SCALE.T
     for name, patient in read_heart_disease(path, split):
         yield name, {**patient, "x": ((patient["x"] - middle) / width).astype(np.float32)}
@@ -543,13 +544,13 @@ def _people(what: str, x: np.ndarray, label: np.ndarray) -> Iterator[User]:
 
 
 def read_digits(section: SourceConfig, split: str) -> Iterator[User]:
-    """1,797 images: ``x`` float32 [8, 8] in 0..1, ``label`` int32; each is a user of its own."""
+    """Yields 1,797 images: ``x`` float32 [8, 8] in 0..1, ``label`` int32; each is a user."""
     x, label = _load("digits")
     return _people("image", x.reshape(-1, 8, 8) / 16.0, label.astype(np.int32))
 
 
 def read_breast_cancer(section: SourceConfig, split: str) -> Iterator[User]:
-    """569 patients: ``x`` float32 [30] about in -1..1, ``label`` int32.
+    """Yields 569 patients: ``x`` float32 [30] about in -1..1, ``label`` int32.
 
     Features are square roots of their place in the published range, stretched to -1..1.
     """
@@ -561,7 +562,7 @@ def read_breast_cancer(section: SourceConfig, split: str) -> Iterator[User]:
 
 
 def read_diabetes(section: SourceConfig, split: str) -> Iterator[User]:
-    """442 patients: ``x`` float32 [10], ``label`` float32 (progression after a year); unscaled."""
+    """Yields 442 patients: ``x`` float32 [10], unscaled; ``label`` float32, the progression."""
     x, label = _load("diabetes")
     return _people("patient", x, label.astype(np.float32))
 
@@ -590,7 +591,7 @@ def data_source(name: str) -> DataSource:
     """Returns the data set called ``name``.
 
     Raises:
-      BadInputError: there is none.
+      BadInputError: there is no such data set.
     """
     if name in SETS:
         return SETS[name]
@@ -601,5 +602,5 @@ def data_source(name: str) -> DataSource:
         )
     source = imported(name, "data.source")
     if not isinstance(source, DataSource):
-        raise BadInputError(f"data.source is {name!r}, which is no dpfl_jax.data.DataSource")
+        raise BadInputError(f"data.source is {name!r}, which is not a dpfl_jax.data.DataSource")
     return source

@@ -50,7 +50,7 @@ def sha256_file(path: pathlib.Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """The manifest's entry of one file: name, bytes, hex SHA-256, and examples of a shard."""
+    """The manifest's entry for a file: name, bytes, hex SHA-256, and number of examples."""
 
     file: str
     bytes: int
@@ -73,10 +73,10 @@ class Manifest:
       num_users: users in all shards.
       num_examples: examples in all shards.
       fingerprint: digest of users and examples, the same for every way of storing them.
-      shards: in store order.
-      index: ``users.arrow``.
+      shards: entries of the shards, in store order.
+      index: entry of ``users.arrow``.
       shared: whether users are sets of owners (``owners``).
-      build: facts about the build (sources, settings); no part of the content.
+      build: facts about the build (sources, settings), which are not part of the content.
     """
 
     schema: Schema
@@ -260,7 +260,7 @@ def _read_users(path: pathlib.Path) -> tuple[pa.Array, np.ndarray]:
         ids, counts = (column.chunk(0) for column in users.columns)
         return ids, np.frombuffer(counts.buffers()[1], "<i8", len(counts))
     except (OSError, ValueError, IndexError) as error:
-        raise BadInputError(f"{path} is no index of a store ({error})") from error
+        raise BadInputError(f"{path} is not the index of a store ({error})") from error
 
 
 def _unit_key(sources: dict[str, Any]) -> str:

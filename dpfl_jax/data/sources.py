@@ -1,4 +1,4 @@
-"""Where the rows of a build come from: files, installed packages, named sets, TFDS.
+"""The sources of rows for a build: files, installed packages, named sets, TFDS.
 
 A source is opened lazily: a build that resumes after its rows were read does not read them again.
 """
@@ -32,7 +32,7 @@ class Source:
     Attributes:
       rows: opens the stream of (user id, data).
       identity: identifies the rows, so that a resumed build notices a changed source.
-      size: bytes of input, about; sets the number of shards.
+      size: approximate bytes of input, which set the number of shards.
       schema: layout of packed records; None if the data are text to tokenise.
       bad: what to do with rows that cannot be used, and how many were left out.
     """
@@ -91,12 +91,12 @@ def tfds_source(
       name: a folder that holds a prepared builder (``.../version``), or a registered name whose
         prepared data lie in ``data_dir``. Nothing is downloaded.
       user_column: key expression over the example's features.
-      split: which split.
+      split: name of the split.
       text_column: a text feature to tokenise; None to keep all numeric features as arrays.
-      data_dir: where prepared data of registered names lie.
+      data_dir: folder of the prepared data of registered names.
 
     Raises:
-      BadInputError: the data are not there, have no random-access format, or hold another number of
+      BadInputError: the data are missing, have no random-access format, or hold another number of
         examples than their metadata say.
     """
     key = UserKey(user_column)
@@ -162,7 +162,7 @@ def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
         return builder.as_data_source(split=split), builder.info
     except BadInputError:
         raise
-    except Exception as error:  # the library raises many kinds; each is a file that is not there
+    except Exception as error:  # the library raises many kinds, all for a missing file
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(
             f"cannot open the TFDS data set {name} ({first}): give the folder of a builder "
@@ -190,7 +190,7 @@ def _refuse_foreign_classes(folder: pathlib.Path) -> None:
 
 
 def _count_examples(source: Any, split: Any) -> int:
-    """Counts what can be read; for ArrayRecord, the library repeats the metadata."""
+    """Counts the examples that can be read: for ArrayRecord, len() only repeats the metadata."""
     names = [os.fspath(p) for p in split.filepaths]
     if not all("array_record" in os.path.basename(n) for n in names):
         return len(source)

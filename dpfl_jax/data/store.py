@@ -24,7 +24,7 @@ from dpfl_jax.task import Task
 
 
 class Readable(Protocol):
-    """The least that training needs of a store."""
+    """The interface that training needs of a store."""
 
     @property
     def user_offsets(self) -> np.ndarray:
@@ -163,7 +163,7 @@ def content_fingerprint(store: Store) -> str:
 
 
 def check_offsets(offsets: np.ndarray) -> None:
-    """Raises BadInputError unless ``user_offsets`` give every user examples that nobody shares."""
+    """Raises BadInputError unless ``user_offsets`` give users examples that no two share."""
     array = np.asarray(offsets)
     if array.ndim != 1 or not len(array) or not np.issubdtype(array.dtype, np.integer):
         raise BadInputError(
@@ -178,11 +178,11 @@ def check_offsets(offsets: np.ndarray) -> None:
 
 
 def fingerprint_of(records: Any, count: int) -> str:
-    """Identifies what a foreign store holds: its ``fingerprint``, or a digest of all records.
+    """Identifies the content of any store: its ``fingerprint``, or a digest of all records.
 
     Args:
-      records: has ``read(positions)``.
-      count: records it holds.
+      records: the store, which has ``read(positions)``.
+      count: number of its records.
     """
     if known := getattr(records, "fingerprint", None):
         return str(known)
@@ -224,7 +224,7 @@ class ArrayStore(Store):
         self.schema = schema
         self.user_offsets = np.ascontiguousarray(user_offsets, dtype=np.int64)
         self._ids = ids
-        if records.flags.writeable:  # what is fingerprinted must stay as it is
+        if records.flags.writeable:  # records must not change once they are fingerprinted
             records = records.copy()
             records.flags.writeable = False
         self._records = records
@@ -244,10 +244,10 @@ class ArrayStore(Store):
         Args:
           users: each user once; users without examples are left out.
           schema: layout; None: plain arrays, as the first user has them.
-          allow_sets: whether an id may be that of a set of owners (``owners.store_from_users``).
+          allow_sets: whether an id may name a set of owners (``owners.store_from_users``).
 
         Raises:
-          BadInputError: there is no example, a user comes twice or has no id, or arrays do not fit
+          BadInputError: there is no example, a user occurs twice or has no id, or arrays do not fit
             the schema.
         """
         packed: dict[str, np.ndarray] = {}
@@ -256,7 +256,7 @@ class ArrayStore(Store):
                 schema = Schema.arrays(batch, leading_axis=True)
             records = schema.pack(batch)
             if name in packed:
-                raise BadInputError(f"user {name!r} comes twice: give all its examples at once")
+                raise BadInputError(f"user {name!r} occurs twice: give all its examples at once")
             if len(records):
                 packed[name] = records
         if schema is None:
@@ -321,7 +321,7 @@ class UserView(Store):
           first: int64 [k], leading examples of each user to leave out (default 0).
           counts: int64 [k], examples of each user to keep (default: all that follow). Users left
             without examples are dropped.
-          every: 2 keeps every second one of a range.
+          every: 2 keeps every second example of a range.
 
         Raises:
           BadInputError: a negative number: users would then share examples.
@@ -369,8 +369,8 @@ def with_unit_key(store: Any, unit_key: str, task: Task | None = None) -> Any:
 
 
 def expect_store(data: Any, name: str) -> None:
-    """Raises BadInputError if ``data`` is no store."""
-    # A property is not evaluated here: it may refuse later, in better words.
+    """Raises BadInputError if ``data`` is not a store."""
+    # Properties are not evaluated: one that raises later has a better message.
     if not all(hasattr(type(data), n) or hasattr(data, n) for n in ("user_offsets", "read")):
         raise BadInputError(
             f"{name} is {type(data).__name__}, but it must be a store of users' examples: "
@@ -378,13 +378,13 @@ def expect_store(data: Any, name: str) -> None:
         )
 
 
-# ---- labels that are no classes, and numbers far from order 1 ------------------------------------
+# ---- labels that are not classes, and numbers far from order 1 -----------------------------------
 
 # Reading a whole store from disk may take longer than training on it.
 _LABELS_PER_READ, _MAX_LABELS = 2**12, 2**18
-# Numbers are far from order 1 where more than this share of them is larger.
+# Numbers are far from order 1 if more than this share of them is larger than FAR.
 FAR, FAR_SHARE = 10.0, 0.01
-_SCALE_EXAMPLES = 256  # the first ones are looked at
+_SCALE_EXAMPLES = 256  # only the first ones are checked
 
 
 def are_classes(labels: np.ndarray, classes: int) -> bool:
@@ -395,7 +395,7 @@ def are_classes(labels: np.ndarray, classes: int) -> bool:
 
 
 def check_labels(store: Readable, classes: int) -> None:
-    """Raises BadInputError if a ``label`` among a store's first 2^18 examples is no class."""
+    """Raises BadInputError if a ``label`` in a store's first 2^18 examples is not a class."""
     first = int(store.user_offsets[0])
     stop = min(int(store.user_offsets[-1]), first + _MAX_LABELS)
     for start in range(first, stop, _LABELS_PER_READ):
@@ -403,19 +403,19 @@ def check_labels(store: Readable, classes: int) -> None:
         if labels is not None and not are_classes(np.asarray(labels), classes):
             hint = "the model has one output: two classes need two. " if classes == 1 else ""
             raise BadInputError(
-                f"a label is none of the whole numbers from 0 to {classes - 1}, one for each class "
-                f"that the model tells apart: {hint}number the classes from 0 "
+                f"a label is not a whole number from 0 to {classes - 1}, one for each class of the "
+                f"model: {hint}number the classes from 0 "
                 "(np.unique(labels, return_inverse=True)[1]), or predict a number "
                 '("regression")'
             )
 
 
 def scale_warning(store: Any) -> str | None:
-    """A warning, for the terminal alone, if inputs or labels are far from order 1.
+    """Returns a warning, for the terminal only, if inputs or labels are far from order 1.
 
     Tables are checked where they are read.
     """
-    store = getattr(store, "sets", store)  # of records with several owners
+    store = getattr(store, "sets", store)  # records may have several owners
     task = getattr(store, "task", None)
     if task is not None and task.table is not None:
         return None
@@ -425,7 +425,7 @@ def scale_warning(store: Any) -> str | None:
     far = []
     for name in ("x", "label"):
         values = np.asarray(examples.get(name, 0) if isinstance(examples, Mapping) else 0)
-        # Vectors are looked at number by number, images as a whole.
+        # Vectors are checked number by number, images as a whole.
         axis = 0 if values.ndim == 2 else None
         if values.dtype.kind == "f" and ((np.abs(values) > FAR).mean(axis) > FAR_SHARE).any():
             far.append(name)

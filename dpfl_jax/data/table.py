@@ -1,6 +1,6 @@
-"""Tables: rows of CSV, TSV, Parquet, Arrow or JSONL files as inputs and a target.
+"""Reads tables: rows of CSV, TSV, Parquet, Arrow or JSONL files as inputs and a target.
 
-No error quotes a cell: it is private. Categories, date formats and what a missing cell counts as
+No error quotes a cell, which is private. Categories, date formats and what a missing cell counts as
 are declared and never taken from the rows: which words occur is information about people.
 """
 
@@ -36,7 +36,7 @@ _COMMAS = re.compile(r"[+-]?[\d.' ]*\d,\d[\d,. ]*")
 _EPOCH = datetime.datetime(2000, 1, 1)
 _YEAR = datetime.timedelta(days=365.25)
 
-# By kind of problem: the sentence, and the remedy.
+# Kind of problem -> (sentence, remedy).
 _PROBLEMS = {
     "words": (
         "words, not numbers, in {column}",
@@ -46,11 +46,11 @@ _PROBLEMS = {
     "dates": ("dates in {column}", "say how they are written: data.dates={{{first}: '%Y-%m-%d'}}"),
     "commas": (
         "numbers with commas in {column}",
-        "set data.decimal=comma if that is where decimals begin, or write thousands without",
+        "set data.decimal=comma if decimals begin there, or write thousands without commas",
     ),
     "points": (
-        "numbers with points in {column}, beside data.decimal=comma",
-        "leave that out, or write thousands without",
+        "numbers with points in {column}, with data.decimal=comma",
+        "leave that setting out, or write thousands without points",
     ),
     "gaps": (
         "cells without a value in {column}",
@@ -72,10 +72,10 @@ _PROBLEMS = {
         "numbers in {column} that float32 cannot hold",
         "mend the rows, or declare the column's range in data.scale",
     ),
-    "no numbers": ("what is no number in {column}", "mend the rows"),
+    "no numbers": ("cells that are not numbers in {column}", "mend the rows"),
     "counts": (
         "numbers of rows, from which nothing is learned, in {column}",
-        "they are no inputs (if it is time that goes on, declare its data.scale)",
+        "leave them out (if a column is elapsed time, declare its data.scale)",
     ),
     "far": (
         "numbers far from order 1 in {column}, which would swamp all others",
@@ -96,10 +96,10 @@ _PROBLEMS = {
 
 
 class TableProblems:
-    """What is wrong with a table: by kind and column, where it was first seen.
+    """The problems of a table, by kind and column, each with the place where it was first seen.
 
     Args:
-      classes: of the target.
+      classes: number of classes of the target.
       remedies: whether the sentence says which settings would help.
     """
 
@@ -139,7 +139,7 @@ def input_names(
 ) -> tuple[str, ...]:
     """Columns that are inputs, in the order of ``patterns`` (names and shell patterns; None: all).
 
-    ``columns`` are those that the file declares; ``used`` ones and pandas' row numbers are no
+    ``columns`` are those that the file declares; ``used`` ones and pandas' row numbers are not
     inputs.
 
     Raises:
@@ -150,14 +150,14 @@ def input_names(
         if pattern in used:
             raise BadInputError(
                 f"data.input_columns names {pattern!r}, which is the target, an id, a silo or a "
-                "budget: an input cannot be"
+                "budget, and so cannot be an input: remove it"
             )
         named = [pattern] if pattern in columns else _matching(pattern, columns)
         if not named and patterns is not None:
             raise no_column(where, pattern, list(columns))
         inputs |= dict.fromkeys(name for name in named if name not in used)
     if not inputs:
-        raise BadInputError(f"{where}: no column is left to learn from beside {list(used)}")
+        raise BadInputError(f"{where}: no column is left to learn from besides {list(used)}")
     return tuple(inputs)
 
 
@@ -227,7 +227,7 @@ def _number(cell: Any, decimal: str) -> float | str:
             ):
                 return "points"
             cell = cell.replace(",", ".")
-        if "_" in cell:  # which Python takes for a separator
+        if "_" in cell:  # Python reads it as a separator
             return _why_no_number(cell)
     elif isinstance(cell, datetime.date | np.datetime64):
         return _date(cell, "")
@@ -241,7 +241,7 @@ def _number(cell: Any, decimal: str) -> float | str:
 
 
 def _why_no_number(cell: Any) -> str:
-    """The kind of problem of a cell that is no number."""
+    """The kind of problem of a cell that is not a number."""
     if not isinstance(cell, str):
         return "no numbers"
     if _DATE.fullmatch(cell):
@@ -267,7 +267,7 @@ def _date(cell: Any, written: str) -> float | str:
 
 
 def input_array(table: Table, cells: np.ndarray) -> np.ndarray:
-    """Makes ``x`` float32 [n, numbers] of cells read by ``read_cell``, [n, inputs]."""
+    """Makes ``x`` float32 [n, numbers] of cells [n, inputs] that ``read_cell`` read."""
     parts = []
     for column, name in enumerate(table.inputs):
         if (words := table.categories.get(name)) is not None:
@@ -287,7 +287,7 @@ def read_inputs(table: Table, rows: Iterable[LocatedRow]) -> np.ndarray:
     """Reads ``x`` float32 [n, numbers] of rows that need no target.
 
     Raises:
-      BadInputError: one sentence on all that is wrong.
+      BadInputError: it lists all that is wrong.
     """
     values, problems = [], TableProblems(remedies=False)
     for where, row in rows:
@@ -309,7 +309,7 @@ def read_row(
     where: str,
     problems: TableProblems,
 ) -> list[float]:
-    """Cells of a row as numbers; a bad one is NaN and noted in ``problems``."""
+    """The cells of a row as numbers; a bad cell becomes NaN and is noted in ``problems``."""
     numbers = []
     for name in columns:
         value = read_cell(row[name], name, table)
@@ -324,7 +324,7 @@ def read_row(
 
 
 Users = dict[str, dict[str, np.ndarray]]
-# Formats in which only the rows, which are private, say what columns there are.
+# Formats without a header: only the rows, which are private, name columns.
 _UNDECLARED = ("jsonl", "rows")
 
 
@@ -342,8 +342,8 @@ def read_table(
     Args:
       config: ``source`` is the files' format; ``target_column`` is set.
       keep: further columns of numbers that examples carry, such as a budget; never inputs.
-      rows: instead of files.
-      bad: takes rows with a bad number, class or user; default: they are errors, in one sentence.
+      rows: rows to read instead of files.
+      bad: takes rows with a bad number, class or user; default: they are errors.
 
     Returns:
       users: by user ``x`` float32 [n, numbers], ``label`` float32 or int32 [n], ``silo`` int32 [n]
@@ -362,8 +362,8 @@ def read_table(
         raise BadInputError(f"one column has two uses: {others} (target, silo, budget)")
     if ids is None and config.input_columns is None:
         raise BadInputError(
-            f"what columns the function {config.user_column} reads is not known, and an id must be "
-            "no input: name the inputs as data.input_columns"
+            f"it is unknown which columns the function {config.user_column} reads, and an id must "
+            "not be an input: name the inputs as data.input_columns"
         )
     ids, bad = ids or [], bad or BadRows()
     if rows is None:
@@ -371,11 +371,11 @@ def read_table(
         rows = read_file_rows(paths, config.source, csv=config.csv, bad=bad)
     declared = config.source not in _UNDECLARED
     patterns = config.input_columns
-    found_in_header = patterns is None or any(set(name) & set("*?[") for name in patterns)
-    if not declared and found_in_header:
+    header_decides = patterns is None or any(set(name) & set("*?[") for name in patterns)
+    if not declared and header_decides:
         raise BadInputError(
-            "rows that are objects of their own declare no columns, so that the first person would "
-            "choose those of all: name the inputs as data.input_columns, without * ? or ["
+            "JSON lines and dictionaries have no header, so that the first person's row would "
+            "choose the inputs for all: name them as data.input_columns, without * ? or ["
         )
     table: Table | None = None
     header: list[str] = []
@@ -394,14 +394,14 @@ def read_table(
             classes = num_classes(config, table)
             numbers = [*table.inputs, target, *keep]
             problems = TableProblems(classes)
-        if found_in_header and list(row) != header:  # else one row would choose for all
+        if header_decides and list(row) != header:  # one row must not choose for all
             raise BadInputError(_other_header(where, list(row), header))
         of_row = TableProblems(classes) if bad.drops else problems
         try:
             if ids and not set(ids) & set(row):
                 raise BadInputError(
                     f"{where}: there is no column {config.user_column!r}: set data.user_column to "
-                    f"one of {sorted(row)}, or to null if every row is a person of its own"
+                    f"one of {sorted(row)}, or to null if every row is another person"
                 )
             for name in (*numbers, silo):
                 if name is not None and name not in row:
@@ -449,10 +449,10 @@ def read_table(
 
 
 def declared_table(config: SourceConfig, inputs: tuple[str, ...]) -> Table:
-    """What a configuration declares of a table with these inputs.
+    """Makes the ``Table`` that a configuration declares, with these inputs.
 
     Raises:
-      BadInputError: it names unknown columns, or declares what does not go together.
+      BadInputError: it names unknown columns, or its settings contradict each other.
     """
     target = config.target_column or ""
     words = {name: tuple(map(as_category, given)) for name, given in config.categories.items()}
@@ -512,11 +512,11 @@ def num_classes(config: SourceConfig, table: Table) -> int:
 def _check_sizes(
     config: SourceConfig, table: Table, cells: np.ndarray, problems: TableProblems
 ) -> None:
-    """Notes columns on which no private training gets far as they are.
+    """Notes columns whose numbers are too large for private training.
 
-    Nothing is chosen by what is found: the run stops, and whoever starts it declares something.
+    The data never choose a scale: the run stops, and the user declares one.
     """
-    public = config.public_fraction is not None and not table.scale  # whose records set the scale
+    public = config.public_fraction is not None and not table.scale  # public records set the scale
     for column, name in enumerate([*table.inputs, table.target]):
         known = cells[:, column][np.isfinite(cells[:, column])]
         if name in table.categories or not len(known):
@@ -542,7 +542,7 @@ def _check_sizes(
 
 
 def _counts(values: np.ndarray) -> bool:
-    """Whether a column numbers the rows; some may be missing, and a file may start again."""
+    """Whether a column numbers the rows; some may be missing, and each file may begin anew."""
     steps = np.diff(values)
     return len(values) > 19 and (steps == 1).mean() > 0.9 and values.max() >= len(values) / 2
 
@@ -550,8 +550,8 @@ def _counts(values: np.ndarray) -> bool:
 def _other_header(where: str, names: list[str], header: list[str]) -> str:
     if sorted(names) == sorted(header):
         return (
-            f"{where}: the columns stand in another order than in the first file: name the inputs "
-            "as data.input_columns"
+            f"{where}: the columns have another order than in the first file: name the inputs as "
+            "data.input_columns"
         )
     return (
         f"{where}: the columns are {names}, but those of the first row are {header}: name the "
@@ -563,7 +563,7 @@ def user_key(user_column: str | None) -> Callable[[Mapping[str, Any], str], str]
     """Returns ``(row, where) -> user``, to be called with all rows in order.
 
     Args:
-      user_column: as of ``SourceConfig``. None: every row is a user, named by its content: its
+      user_column: as in ``SourceConfig``. None: every row is a user, named by its content, as its
         position depends on other people's rows.
     """
     if user_column is not None:

@@ -74,7 +74,7 @@ class ByteTokenizer(Tokenizer):
         return [data.astype(np.uint16) + np.uint16(3) for data in raw]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns of each text the ids, and int [n, 2]: the range of characters of each."""
+        """Returns for each text its ids, and int [n, 2]: the range of characters of each id."""
         offsets = []
         for text in texts:
             sizes = [len(character.encode()) for character in text]
@@ -89,19 +89,19 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A tokeniser of the ``tokenizers`` library."""
 
-    # What ends a text by convention, if no file beside the tokeniser says it.
+    # Tokens that end a text by convention, if no file next to the tokeniser's names one.
     _ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[EOS]")
 
     def __init__(self, data: bytes, name: str, settings: Mapping[str, Any] | None = None):
         """Takes the content of a ``tokenizer.json``.
 
         Args:
-          data: of the file.
-          name: what errors call it.
-          settings: ``tokenizer_settings`` of the files beside it.
+          data: content of the file.
+          name: name of the file for errors.
+          settings: ``tokenizer_settings`` of the files next to it.
 
         Raises:
-          BadInputError: it is no tokeniser, or has no one beginning or end of texts.
+          BadInputError: it is not a tokeniser, or its beginning or end of texts is ambiguous.
         """
         import tokenizers
 
@@ -124,7 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if len(tokens) > 1:
                 raise BadInputError(
                     f"{name} has the tokens {' and '.join(tokens)}, each of which may end a text: "
-                    'put a tokenizer_config.json beside it that holds {"eos_token": ...}'
+                    'put a tokenizer_config.json next to it that holds {"eos_token": ...}'
                 )
             self.eos_id = vocabulary[tokens[0]] if tokens else None
             self.stop_ids = frozenset(vocabulary[token] for token in tokens)
@@ -134,7 +134,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _encode(self, texts: Sequence[str]) -> Any:
         try:
             return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
         # Without the library's reason, which may quote a text.
@@ -144,7 +144,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [np.asarray(e.ids, dtype=np.uint32) for e in self._encode(texts)]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """As of ``ByteTokenizer``."""
+        """Returns for each text its ids, and int [n, 2]: the range of characters of each id."""
         done = self._encode(texts)
         return [(np.asarray(e.ids, np.uint32), np.array(e.offsets).reshape(-1, 2)) for e in done]
 
@@ -157,10 +157,10 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model`` file (extra ``sentencepiece``)."""
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any] | None = None):
-        """Reads the file; ``settings`` as of ``HuggingFaceTokenizer``.
+        """Reads the file; ``settings`` as in ``HuggingFaceTokenizer``.
 
         Raises:
-          BadInputError: it is missing or no model, or the library is not installed.
+          BadInputError: it is missing or not a model, or the library is not installed.
         """
         try:
             import sentencepiece
@@ -202,7 +202,7 @@ def load_tokenizer(name: Any) -> Tokenizer:
       name: ``"bytes"``; a ``tokenizer.json`` of the tokenizers library or a SentencePiece
         ``.model``, a folder that holds one (a checkpoint, say), or a name on the hub; a
         ``tokenizers.Tokenizer`` or a fast tokeniser of ``transformers``; or a ``Tokenizer``. Files
-        beside a tokeniser's say how texts begin and end (``tokenizer_settings``).
+        next to a tokeniser's say how texts begin and end (``tokenizer_settings``).
 
     Raises:
       BadInputError: the file is missing or of another kind.
@@ -256,14 +256,14 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
         ids.insert(0, tokenizer.bos_id)
     if not ids:
         raise BadInputError(
-            "the prompt is empty, but this tokenizer's texts begin with no token of their own: "
-            "give a first word"
+            "the prompt is empty, and this tokenizer has no token that begins a text: give a first "
+            "word"
         )
     return ids
 
 
 def tokenizer_settings(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the files beside a tokeniser's say of it: tokens by name, and ``eos_token_id``.
+    """Reads the files next to a tokeniser's: special tokens by name, and ``eos_token_id``.
 
     As in ``transformers``, tokenizer_config.json precedes special_tokens_map.json, and
     generation_config.json precedes config.json.
@@ -286,18 +286,18 @@ def tokenizer_settings(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_json_object(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in a file beside a tokeniser's; empty if there is none."""
+    """The JSON object in a file; {} if the file is missing or holds something else."""
     if not path.is_file():
         return {}
     try:
         value = json.loads(_read(path))
     except ValueError as error:
-        raise BadInputError(f"{path} is no JSON file: {error}") from None
+        raise BadInputError(f"{path} is not a JSON file: {error}") from None
     return value if isinstance(value, dict) else {}
 
 
 def named_tokens(named: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and others as text; in files they are text or an object with it."""
+    """Special tokens (``bos_token``, ...) as text; files have text, or an object that holds it."""
     tokens = {}
     for key, token in named.items():
         content = token.get("content") if isinstance(token, Mapping) else token
@@ -326,7 +326,7 @@ def _added_ids(processor: Any, name: str) -> tuple[int | None, int | None]:
     before, after = ids(parts[:at]), ids(parts[at:])
     if len(before) > 1:
         raise BadInputError(
-            f"{name} begins each text with {len(before)} tokens, but one is the most that is known"
+            f"{name} begins each text with {len(before)} tokens, but at most one is supported"
         )
     return next(iter(before), None), next(iter(after), None)
 
@@ -339,7 +339,7 @@ def _end_ids(
     eos = None if token is None else id_of(token)
     if token is not None and eos is None:
         raise BadInputError(
-            f"{name} has no token {token!r}, which a file beside it calls the eos_token: correct "
+            f"{name} has no token {token!r}, which a file next to it calls the eos_token: correct "
             "one of them"
         )
     ends = [i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int]
@@ -349,7 +349,7 @@ def _end_ids(
 
 def _read(path: str | os.PathLike[str]) -> bytes:
     if os.path.exists(path) and not os.path.isfile(path):  # a device never ends
-        raise BadInputError(f"cannot read the tokenizer file {path}: it is no regular file")
+        raise BadInputError(f"cannot read the tokenizer file {path}: it is not a regular file")
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -1,6 +1,6 @@
-"""What works and is proven, but may change or go with any release.
+"""Names that work and are proven, but may change or be removed in any release.
 
-Individual budgets: every user has a budget of their own, and is charged by a bound of their own.
+Individual budgets: every user has a personal budget, and is charged by a personal bound.
 """
 
 from dpfl_jax.mechanisms.individual_budget import IndividualBudget

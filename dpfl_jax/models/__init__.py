@@ -1,4 +1,4 @@
-"""What is trained: models as pure functions of their parameters. Knows nothing of privacy."""
+"""Models as pure functions of their parameters. This package knows nothing of privacy."""
 
 from dpfl_jax.models.by_name import build_by_name
 from dpfl_jax.models.config import SIZES, TransformerConfig, transformer_config

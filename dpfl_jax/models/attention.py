@@ -1,8 +1,8 @@
-"""Causal attention: with all scores at once, or blockwise in memory that grows with length.
+"""Causal attention: with all scores at once, or blockwise in memory linear in the length.
 
-Up to ``PLAIN_UP_TO`` positions the plain form is as fast. Blockwise (online softmax: Milakov &
-Gimelshein 2018; Dao et al. 2022), only the scores of one pair of blocks exist at a time: the
-backward pass recomputes them from queries, keys and the logarithm of each row's sum. Pairs of
+Up to ``PLAIN_UP_TO`` positions the plain form is as fast. The blockwise form (online softmax:
+Milakov & Gimelshein 2018; Dao et al. 2022) holds only the scores of one pair of blocks at a time:
+the backward pass recomputes them from queries, keys and the logarithm of each row's sum. Pairs of
 blocks that no query may see are not computed, which saves half the products of the plain form, and
 more with a window.
 """
@@ -37,10 +37,10 @@ def attend(
     window: int | None = None,
     segments: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of every position to itself and those before it.
+    """Attention of every position to itself and to earlier positions.
 
     Args:
-      q: queries [kv_heads, group, length, width], scaled; those of a group share a key head.
+      q: queries [kv_heads, group, length, width], scaled; a group of heads shares a key head.
       k: keys [kv_heads, length, width].
       v: values, like the keys.
       form: ``plain``, ``blockwise``, or ``auto`` (plain up to ``PLAIN_UP_TO``).
@@ -49,7 +49,7 @@ def attend(
       segments: int32 [length]; a position sees its own segment only. None: one segment.
 
     Returns:
-      [kv_heads, group, length, width], in the type of ``v``; scores and sums are float32.
+      [kv_heads, group, length, width], in the dtype of ``v``; scores and sums are float32.
     """
     length = q.shape[2]
     if window is not None and window >= length:
@@ -64,7 +64,7 @@ def attend(
     blocks = -(-length // size)
 
     def cut(x: jax.Array, axis: int) -> jax.Array:
-        """Blocks first; the last one is padded at the end, where nothing sees it."""
+        """Moves blocks to the first axis, and pads the last one, where no position sees it."""
         padding = blocks * size - length
         x = jnp.pad(x, [(0, padding if i == axis else 0) for i in range(x.ndim)])
         return jnp.moveaxis(x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :]), axis, 0)
@@ -83,7 +83,7 @@ def visible(query: Any, key: Any, window: int | None) -> Any:
 def weighted(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, softcap: float | None
 ) -> jax.Array:
-    """Attention with all scores at once; shapes as of ``attend``, ``seen`` bool [queries, keys]."""
+    """Attention with all scores at once; shapes as in ``attend``, ``seen`` bool [queries, keys]."""
     scores = jnp.einsum("kgtw,ksw->kgts", q, k, preferred_element_type=jnp.float32)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -129,7 +129,7 @@ def _forward(
 
 def _backward(static: _Static, saved: Any, d_out: jax.Array) -> Any:
     q, k, v, segments, out, log_total = saved
-    # Of the softmax: the sum over keys of weight times gradient.
+    # For the gradient of the softmax: the sum over keys of weight times gradient.
     inner = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
     def pair(state: Any, i: Any, j: Any) -> Any:
@@ -163,8 +163,8 @@ def _over_pairs(
         near = i * size - window < (j + 1) * size - 1
         i, j = i[near], j[near]
     pairs = (jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32))
-    # Within a scan over layers, what depends on constants alone (the masks of all pairs) would be
-    # computed before the scan and kept: the barrier makes it depend on the queries.
+    # Within a scan over layers, the masks of all pairs, which depend only on constants, would be
+    # computed before the scan and kept: the barrier makes them depend on the queries.
     pairs, _ = jax.lax.optimization_barrier((pairs, q))
     return jax.lax.scan(lambda state, at: (pair(state, *at), None), start, pairs)[0]
 
@@ -187,7 +187,7 @@ def _scores(
 
 
 def _zeros(like: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """Float32 zeros that vary over the mesh axes of both arrays."""
+    """Float32 zeros like ``like``, of a type that varies over the mesh axes of both arrays."""
     zeros = jnp.zeros_like(like, jnp.float32)
     return zeros if segments is None else zeros + jnp.zeros_like(segments[0, 0], jnp.float32)
 

@@ -11,12 +11,12 @@ from dpfl_jax.errors import BadInputError
 
 
 class _GroupNorm(nnx.GroupNorm):
-    """Of one example: ``nnx.GroupNorm`` would take its first axis for the batch."""
+    """Group normalisation of one example: ``nnx.GroupNorm`` takes the first axis for the batch."""
 
     def __call__(
         self, x: Any, use_running_average: bool | None = None, *, mask: Any = None
     ) -> jax.Array:
-        del use_running_average  # BatchNorm's
+        del use_running_average  # an argument of BatchNorm
         return super().__call__(x[None], mask=None if mask is None else mask[None])[0]
 
 
@@ -27,11 +27,11 @@ def without_batch_norm(module: Any) -> Any:
     names. Like all models that ``fit`` trains, it takes one example without a leading axis.
 
     Args:
-      module: not changed.
+      module: the module, which is not changed.
 
     Raises:
-      BadInputError: it is of another library, is a BatchNorm itself, or normalises another axis
-        than the last.
+      BadInputError: the module is of another library, is a BatchNorm itself, or normalises another
+        axis than the last.
 
     Examples:
       >>> from flax import nnx
@@ -45,7 +45,7 @@ def without_batch_norm(module: Any) -> Any:
     if not isinstance(module, nnx.Module) or isinstance(module, nnx.BatchNorm):
         raise BadInputError(
             f"without_batch_norm takes a Flax NNX module that has layers, not "
-            f"{type(module).__name__}: of others, replace BatchNorm by LayerNorm, or by a "
+            f"{type(module).__name__}: in other modules, replace BatchNorm by LayerNorm, or by a "
             "GroupNorm on x[None] (Flax takes the first axis for the batch)"
         )
     copy = nnx.clone(module)

@@ -1,4 +1,4 @@
-"""Models by name, for the task at hand."""
+"""Builds a model by name, for the task of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer, and the sizes that have names."""
+"""The shape of a decoder-only transformer, and named sizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RopeScaling:
     Attributes:
       kind: ``"linear"``: all frequencies divided by ``factor`` (Chen et al. 2023); ``"llama3"``:
         only the low ones (Llama 3.1), with a smooth transition.
-      factor: > 0.
+      factor: divisor of frequencies, > 0.
       low_freq_factor: llama3: wavelengths above original_max_len / this are divided.
       high_freq_factor: llama3: wavelengths below original_max_len / this are kept.
       original_max_len: llama3: sequence length of the first training.
@@ -75,7 +75,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
+        """Factor of the adapter's product, alpha / rank."""
         return self.alpha / self.rank
 
     def covers(self, path: str) -> bool:
@@ -90,7 +90,7 @@ class TransformerConfig:
     Attributes:
       vocab_size: ids are below it (special ids included).
       max_seq_len: longest sequence; matters for learned positions.
-      num_layers: blocks.
+      num_layers: number of blocks.
       embed_dim: width of the residual stream.
       num_heads: query heads.
       num_kv_heads: key and value heads (fewer: grouped-query attention); default num_heads.
@@ -100,8 +100,8 @@ class TransformerConfig:
       activation: gelu, swiglu or geglu.
       num_experts: MLPs of width mlp_dim in every block, all of which are computed, and some of
         which each token chooses; None: one MLP, without routing.
-      experts_per_token: how many a token chooses; needed with num_experts, and only there.
-      experts_sum_to_one: the weights of the chosen experts are divided by their sum.
+      experts_per_token: how many a token chooses; needed with num_experts, and only then.
+      experts_sum_to_one: whether the weights of the chosen experts are divided by their sum.
       norm: rms or layer.
       norm_eps: added to the variance.
       norm_plus_one: norms multiply by 1 + scale, not by scale (Gemma).
@@ -112,14 +112,15 @@ class TransformerConfig:
       sliding_window: positions that a local layer sees, its own included; None: no layer is local.
       global_every: every so many layers, one is not local (2: the second, fourth, ...); None: all
         are local.
-      local_rope_theta: of local layers, which are not scaled (Gemma 3); None: as the others.
+      local_rope_theta: rope_theta of local layers, without rope_scaling (Gemma 3); None: like the
+        other layers.
       head_norms: normalise queries and keys, each head separately (Qwen 3, Gemma 3).
       query_scale: factor of queries; default head width ** -0.5.
-      attention_softcap: scores become cap * tanh(scores / cap) (Gemma 2); None: as they are.
-      logit_softcap: the same for logits.
+      attention_softcap: scores become cap * tanh(scores / cap) (Gemma 2); None: no cap.
+      logit_softcap: logits become cap * tanh(logits / cap); None: no cap.
       scale_embeddings: embeddings are multiplied by the root of embed_dim (Gemma).
-      use_bias: biases in projections.
-      qkv_bias: biases in those of queries, keys and values only (Qwen 2).
+      use_bias: biases in all projections.
+      qkv_bias: biases only in the projections to queries, keys and values (Qwen 2).
       tie_embeddings: the output head is the transposed embedding.
       scan_layers: one compiled block run num_layers times (compile time does not grow with depth).
       last_layers: so many last blocks are a separate stack, ``last_blocks``, so that they can be
@@ -130,9 +131,10 @@ class TransformerConfig:
       attention: ``"plain"`` holds the scores of all pairs of positions; ``"blockwise"`` those of
         two blocks of 512, so that memory grows linearly with length; ``"auto"``: plain up to 1,024
         positions.
-      dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
-      bos_id: put before every sequence by the model; None: nothing, and then a sequence's first
-        token is not predicted.
+      dtype: dtype of activations and matrix products; parameters, norms, softmax and loss are
+        float32.
+      bos_id: id that the model puts before every sequence; None: it puts nothing, and does not
+        predict a sequence's first token.
       lora: adapters (a mapping is taken too); None: no adapters.
 
     Examples:

@@ -35,8 +35,8 @@ def generate(
       model: the model.
       params: its parameters.
       prompt: ids as the model reads them, beginning included (``dpfl_jax.data.prompt_ids``).
-      max_tokens: sampled at most.
-      key: of the draws.
+      max_tokens: most tokens to sample.
+      key: JAX key of the draws.
       temperature: logits are divided by it; 0: always the most likely token.
       top_k: draw from the k most likely tokens; None: from all.
       stop_ids: any of them ends the text, and is not yielded.
@@ -48,7 +48,7 @@ def generate(
     config = model.config
     tokens = np.asarray(prompt, np.int64)
     if not len(tokens):
-        raise BadInputError("the prompt has no token that a model could go on from")
+        raise BadInputError("the prompt has no token: give at least one for the model to continue")
     length = len(tokens) + max_tokens
     at_least("the number of tokens to sample", max_tokens, 1)
     if length > config.max_seq_len + 1:  # the last token sampled is not read again
@@ -67,7 +67,7 @@ def generate(
     return _tokens(config, params, tokens, max_tokens, key, temperature, top_k, stop_ids)
 
 
-# One program for all models of a shape.
+# Jitted by configuration: one compiled program for all models of a shape.
 @functools.partial(
     jax.jit, static_argnames=("config", "temperature", "top_k"), donate_argnames="cache"
 )

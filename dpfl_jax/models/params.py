@@ -32,11 +32,11 @@ def merge(params: PyTree, lora: Lora | None, dtype: str = "float32") -> PyTree:
 
     Args:
       params: a model's parameters, stacked or not.
-      lora: of the model's configuration.
-      dtype: of kernels that had adapters (computed in float32); the others stay as they are.
+      lora: the adapters of the model's configuration.
+      dtype: dtype of kernels that had adapters (merged in float32); others keep theirs.
 
     Raises:
-      BadInputError: adapters, but no configuration of them.
+      BadInputError: there are adapters, but ``lora`` is None.
     """
     if not isinstance(params, dict):
         return params
@@ -53,13 +53,13 @@ def merge(params: PyTree, lora: Lora | None, dtype: str = "float32") -> PyTree:
 
 
 def flat_paths(tree: PyTree) -> dict[str, Any]:
-    """A nested dict as ``{"blocks/mlp/up/kernel": leaf}``."""
+    """Flattens a nested dict to ``{"blocks/mlp/up/kernel": leaf}``."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in flat}
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dict of ``flat_paths``."""
+    """Inverse of ``flat_paths``."""
     out: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = path.split("/")

@@ -27,7 +27,7 @@ class FunctionalModel:
     Attributes:
       module: maps one input to its outputs.
       input_shape: shape of one input.
-      input_dtype: its type.
+      input_dtype: dtype of one input.
 
     Examples:
       >>> import jax
@@ -51,7 +51,7 @@ class FunctionalModel:
         return self.module.init(key, jnp.zeros(self.input_shape, self.input_dtype))["params"]
 
     def outputs(self, params: PyTree, x: jax.Array) -> jax.Array:
-        """The last layer's outputs for one input, float32.
+        """Returns the last layer's outputs for one input, float32.
 
         Raises:
           BadInputError: ``x`` has another shape than one input.
@@ -80,7 +80,7 @@ class FunctionalModel:
 
 
 def cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Of one label, in nats; NaN for a label that is no class, so that it is noticed."""
+    """Cross-entropy of one label in nats; NaN for a label that is not a class, to be noticed."""
     logits = logits.astype(jnp.float32)
     valid = (label >= 0) & (label < logits.shape[-1])
     picked = jnp.where(jnp.arange(logits.shape[-1]) == label, logits, 0.0).sum()
@@ -101,7 +101,7 @@ class Classifier(FunctionalModel):
     """
 
     def loss(self, params: PyTree, example: Mapping[str, jax.Array]) -> jax.Array:
-        """Cross-entropy in nats; NaN for a label that is no class, so that it is noticed."""
+        """Cross-entropy in nats; NaN for a label that is not a class, to be noticed."""
         return cross_entropy(self.outputs(params, example["x"]), example["label"])
 
     def predict(self, params: PyTree, x: jax.Array) -> jax.Array:
@@ -113,7 +113,7 @@ class Classifier(FunctionalModel):
 
 
 class _Score(nn.Module):
-    """One number per input; zero at the start, where convex training begins."""
+    """One number per input; all parameters are zero at the start."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -164,7 +164,7 @@ class LogisticRegression(FunctionalModel):
         return jax.nn.softplus(z) - example["label"].astype(jnp.float32) * z
 
     def predict(self, params: PyTree, x: jax.Array) -> jax.Array:
-        """1 where its probability is above one half, else 0; int32 scalar."""
+        """1 if its probability is above one half, else 0; int32 scalar."""
         return (self.outputs(params, x) > 0).astype(jnp.int32)
 
 
@@ -184,7 +184,7 @@ class MLP(Classifier):
     """Dense layers with ReLU; without hidden layers, multinomial logistic regression.
 
     Args:
-      input_shape: of one input, which is flattened.
+      input_shape: shape of one input, which is flattened.
       num_classes: labels are below it.
       hidden: sizes of the hidden layers.
 
@@ -224,12 +224,12 @@ class RegressionMLP(_Regression):
 def _materialized(
     linear: Callable[[jax.Array], jax.Array], x: jax.Array, any_number: jax.Array
 ) -> Any:
-    """``linear(x)``, stored where XLA would recompute it for each product that reads it.
+    """``linear(x)``, stored so that XLA does not recompute it for each product that reads it.
 
-    On a CPU XLA fuses what only moves numbers into every reader (and drops an
-    ``optimization_barrier`` before that). Patches, 25 times as large as the image, are not free: a
-    clipped gradient took a sixth less time with them stored. The result of a conditional is stored;
-    its condition always holds, which XLA cannot know of a number that is no constant.
+    On a CPU XLA fuses operations that only move numbers into every reader (and drops an
+    ``optimization_barrier`` before that). Patches are 25 times as large as the image: a clipped
+    gradient takes a sixth less time with them stored. XLA stores the result of a conditional; the
+    condition always holds, which XLA cannot know, as it depends on a parameter.
     """
     return _through_cond(linear, x, 0 * jax.lax.stop_gradient(any_number) != 1)
 
@@ -248,9 +248,9 @@ def _through_cond_jvp(linear: Any, primals: Any, tangents: Any) -> tuple[jax.Arr
 class _PatchConv(nn.Module):
     """``nn.Conv`` of one image without padding, as one product of patches and kernel.
 
-    XLA's convolutions, above all strided ones, and their derivatives are slow on a CPU in loops: a
-    clipped gradient of ``SmallCNN`` takes a quarter of the time this way, a plain one a tenth; a
-    round of ``LeafCNN`` over silos a third to a fifth.
+    XLA's convolutions, above all strided ones, and their derivatives are slow in loops on a CPU. In
+    this form a clipped gradient of ``SmallCNN`` takes a quarter of the time, a plain one a tenth,
+    and a round of ``LeafCNN`` over silos a third to a fifth.
     """
 
     features: int
@@ -300,7 +300,7 @@ class _ConvNet(nn.Module):
 
 class _Convolutional(Classifier):
     def init(self, key: jax.Array) -> PyTree:
-        """Returns fresh parameters; compiled, as slices one by one take seconds."""
+        """Returns fresh parameters; compiled, as op by op it takes seconds."""
         return jax.jit(super().init)(key)
 
 
@@ -392,7 +392,7 @@ class _Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        # The inputs' part of the gates is one product over all times; the loop has the state's.
+        # The inputs' part of the gates is one product over all times; the loop adds the state's.
         inputs = nn.Dense(4 * self.hidden, name="input")(x)
         shape = (self.hidden, 4 * self.hidden)
         kernel = self.param("state", nn.initializers.orthogonal(), shape)
@@ -400,7 +400,7 @@ class _Layer(nn.Module):
         def step(carry: tuple[jax.Array, jax.Array], z: jax.Array) -> tuple:
             h, c = carry
             i, f, g, o = jnp.split(z + h @ kernel, 4)
-            # Remembering is the default: forget bias 1 (Jozefowicz et al. 2015), as in LEAF.
+            # Forget bias 1, so that a cell remembers by default (Jozefowicz et al. 2015; LEAF).
             c = jax.nn.sigmoid(f + 1.0) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h

@@ -1,7 +1,7 @@
 """A decoder-only transformer in Flax: pre-norm, rotary or learned positions, scanned blocks.
 
-All parameters meet data in plain matrix products, which the computation of per-unit gradient norms
-from the loss's jaxpr understands. What lies between has no parameters, and any form will do.
+All parameters enter in plain matrix products with data, from which the loss's jaxpr gives per-unit
+gradient norms. Operations between them have no parameters and may have any form.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _constrained(x: jax.Array) -> jax.Array:
 class Linear(nn.Module):
     """x @ kernel (+ bias) in the compute dtype; x [..., i] -> [..., features].
 
-    With ``experts`` there is a kernel for each: x [length, i] -> [length, experts, features], and
+    With ``experts`` each expert has a kernel: x [length, i] -> [length, experts, features], and
     x [length, experts, i] -> [length, features], summed over experts.
     """
 
@@ -96,7 +96,7 @@ class Linear(nn.Module):
 
 
 def _product(x: jax.Array, kernel: jax.Array, separate: bool) -> jax.Array:
-    """One product; with experts one each, kept separate or summed."""
+    """x @ kernel; with experts one product for each, kept separate or summed."""
     if kernel.ndim == 2:
         return x @ kernel
     read, made = "te" if x.ndim == 3 else "t", "te" if separate else "t"
@@ -114,7 +114,7 @@ class Norm(nn.Module):
         if self.config.norm == "layer":
             y = y - y.mean(axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.norm_eps)
-        if self.config.norm_plus_one:  # written so that the parameter meets data, not 1
+        if self.config.norm_plus_one:  # in this form the parameter multiplies data
             y = y + y * self.param("scale", nn.initializers.zeros, (x.shape[-1],))
         else:
             y = y * self.param("scale", nn.initializers.ones, (x.shape[-1],))
@@ -138,7 +138,7 @@ class Attention(nn.Module):
     def __call__(
         self, x: jax.Array, local: bool | jax.Array = False, segments: jax.Array | None = None
     ) -> jax.Array:
-        """x [length, embed_dim] -> the same shape; ``local``: of the layer (bool scalar)."""
+        """x [length, embed_dim] -> the same shape; ``local``: bool, whether the layer is local."""
         c = self.config
         length = x.shape[0]
 
@@ -230,7 +230,7 @@ class Mlp(nn.Module):
 
     All experts are computed for all positions, with weight zero if a position has not chosen them:
     no position is left out because of others' choices, and all products are of parameters with
-    data. It takes num_experts / experts_per_token times the arithmetic of the chosen ones.
+    data. This takes num_experts / experts_per_token times the arithmetic of the chosen experts.
     """
 
     config: TransformerConfig
@@ -268,8 +268,8 @@ class Block(nn.Module):
 
     Attributes:
       config: the model's shape.
-      decode: as of ``Attention``.
-      local: whether all blocks of this stack have a window; None: the argument says which do.
+      decode: as in ``Attention``.
+      local: whether all blocks of this stack have a window; None: the argument ``local`` decides.
     """
 
     config: TransformerConfig
@@ -322,8 +322,8 @@ class Transformer(nn.Module):
         bos = None if self.decode else c.bos_id
         if bos is not None:
             inputs = jnp.where(first, bos, jnp.roll(tokens, 1))
-        # Rows before the cast (casting the table would cost its size), and NaN, not another row,
-        # for an id outside the vocabulary: a wrong tokeniser must not go unnoticed.
+        # The lookup comes before the cast, which would copy the whole table. An id outside the
+        # vocabulary gives NaN, not another row, so that a wrong tokeniser is noticed.
         x = jnp.take(embedding, inputs, axis=0, mode="fill").astype(dtype)
         if c.positions == "learned":
             positions = self.param("positions", init, (c.max_seq_len, c.embed_dim))
@@ -479,10 +479,9 @@ class LanguageModel:
         Args:
           params: as returned by ``init``.
           example: ``tokens`` int32 [length] and ``mask`` bool [length], True for real tokens. Other
-            tokens
-            are not predicted, but later ones see them: padding belongs at the end. With
+            tokens are not predicted, but later ones see them: padding belongs at the end. With
             ``segments``, int32 [length], it is a row of several examples, and the loss is the sum
-            of theirs.
+            of their losses.
 
         Returns:
           float32 scalar; 0 for an example without real tokens.
@@ -545,12 +544,12 @@ def with_reference(params: PyTree, trained: Callable[[str], bool] | None = None)
     """Adds the reference of a ``PreferenceModel`` to ``params`` before the first step.
 
     Args:
-      params: of the model; adapters' B are zero.
-      trained: which are trained, by name; None: all.
+      params: parameters of the model; B of adapters is zero.
+      trained: ``name -> whether that parameter is trained``; None: all are.
 
     Returns:
-      ``params``, with a copy of the trained ones under ``"reference"`` (``not_reference`` then
-      tells them apart); adapters need no copy.
+      ``params``, with a copy of the trained ones under ``"reference"`` (see ``not_reference``);
+      adapters need no copy.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -567,7 +566,7 @@ def with_reference(params: PyTree, trained: Callable[[str], bool] | None = None)
 
 
 def not_reference(name: str) -> bool:
-    """Whether a parameter is not of the reference; a run's ``trainable`` must ask it.
+    """Whether a parameter is not part of the reference; ``trainable`` of a run must use it.
 
     Examples:
       >>> from dpfl_jax.models import not_reference
@@ -581,7 +580,7 @@ class PreferenceModel(LanguageModel):
     """A transformer that learns which of two answers was chosen.
 
     Attributes:
-      beta: the cost of leaving the reference.
+      beta: weight of the KL divergence to the reference.
 
     Examples:
       >>> from dpfl_jax.models import PreferenceModel, transformer_config
@@ -600,12 +599,12 @@ class PreferenceModel(LanguageModel):
         A margin is log p(chosen answer) - log p(rejected answer), summed over their tokens.
 
         Args:
-          params: of ``with_reference``.
+          params: as returned by ``with_reference``.
           example: ``tokens`` int32 [2, length], the chosen sequence first, and ``mask`` bool [2,
             length], True for the answers' tokens.
 
         Returns:
-          float32 scalar; log 2 where the model is the reference.
+          float32 scalar; log 2 if the model equals the reference.
         """
         model_params = {name: value for name, value in params.items() if name != REFERENCE}
         reference = flat_paths(params.get(REFERENCE, {}))
@@ -615,7 +614,7 @@ class PreferenceModel(LanguageModel):
         return jax.nn.softplus(-self.beta * (margin - reference_margin))
 
     def right(self, losses: jax.Array) -> jax.Array:
-        """Whether margins are above the reference's, by losses: 1, 0, or 1/2 where equal."""
+        """Whether margins are above the reference's, from losses: 1, 0, or 1/2 if equal."""
         return 0.5 + 0.5 * jnp.sign(jnp.log(jnp.float32(2.0)) - losses)
 
 

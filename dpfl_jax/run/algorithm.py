@@ -1,4 +1,4 @@
-"""What can be run: an algorithm, as the driver sees it.
+"""The interface between the loop (``driver``) and the algorithms that it runs.
 
 An algorithm knows no directory and no clock. ``begin`` gives it the key of its draws: from then on
 every step is a function of the state, of that key and of the step's number.
@@ -28,11 +28,11 @@ class StepOutput:
     """What a step returns besides its state.
 
     Attributes:
-      stats: for ``Algorithm.row``.
-      examples: processed, by all processes together.
-      tokens: real ones among those that this process read.
-      padded_tokens: the same with padding.
-      read: part of all tokens that this process read, as (its columns, all columns): columns that
+      stats: what ``Algorithm.row`` makes metrics of.
+      examples: number of examples that all processes together processed.
+      tokens: number of real tokens that this process read.
+      padded_tokens: number of tokens that this process read, padding included.
+      read: share of all tokens that this process read, as (its columns, all columns): columns that
         several processes hold are counted by each.
     """
 
@@ -49,20 +49,20 @@ class RunResult:
 
     Attributes:
       params: the model after the last step, or the average of the iterates (``LoopConfig``).
-      steps: taken in all (also before a resume).
+      steps: number of steps taken, also before a resume.
       metrics: the rows of metrics.jsonl.
       interrupted: name of the signal that stopped the run, or None.
-      caveats: what the run itself adds to the guarantee's.
+      caveats: what the run adds to the caveats of the guarantee.
       seconds: wall time of the steps taken in this process (without compilation).
-      examples: processed in that time.
+      examples: number of examples processed in that time.
       tokens: real tokens processed in that time (0 if examples are not token sequences).
-      padded_tokens: the same with padding.
-      planned: steps that it would have taken.
+      padded_tokens: tokens processed in that time, padding included.
+      planned: number of planned steps.
       clipping: how gradients were clipped; None if the run is not private.
-      best: the checkpoint with the lowest held-out loss, if that was kept.
+      best: the checkpoint with the lowest held-out loss, if it was kept.
       private_state: see ``Algorithm.private_state``.
       audit: what an attack on the run observed, if it had canaries and finished.
-      released: steps that may have been released, also by a process that was killed.
+      released: number of steps that may have been released, also by a killed process.
     """
 
     params: PyTree
@@ -83,7 +83,7 @@ class RunResult:
 
     @property
     def accounted(self) -> int:
-        """Steps that the guarantee is for: all of them, if a rule decided when to stop.
+        """Steps that the guarantee covers: all planned ones, if a rule decided when to stop.
 
         A step that was released before the run was killed stays released, whether or not the run
         took it again.
@@ -97,7 +97,7 @@ class RunResult:
 
     @property
     def last_iterate(self) -> dict[str, Any] | None:
-        """The evaluation of the last iterate, where ``params`` is an average; else None."""
+        """The evaluation of the last iterate if ``params`` is an average, else None."""
         rows = (r for r in self.metrics if r["step"] == self.steps and "last_iterate" in r)
         return next((row["last_iterate"] for row in rows), None) if self.last else None
 
@@ -112,7 +112,7 @@ def evaluation_after(rows: list[dict[str, Any]], step: int) -> dict[str, Any] | 
 
 
 class Steps(abc.ABC):
-    """The steps of one run from some step on."""
+    """The steps of one run, from its first or a resumed step on."""
 
     def agreed(self) -> dict[str, Any]:
         """What must be equal in all processes, by name."""
@@ -122,11 +122,11 @@ class Steps(abc.ABC):
         """Checks, before the first step, that what is compiled is what is accounted for.
 
         Args:
-          state: the steps begin with.
-          say: called with each part of the check.
+          state: the state that the steps begin with.
+          say: called with the name of each part of the check.
 
         Raises:
-          clipping.SelfCheckError: it is not.
+          clipping.SelfCheckError: the two differ.
         """
         del state, say
 
@@ -136,7 +136,7 @@ class Steps(abc.ABC):
 
     @abc.abstractmethod
     def inputs(self) -> Iterator[tuple[int, Any]]:
-        """Yields (steps taken after it, what a step needs), built ahead of time."""
+        """Yields (number of steps taken after this one, inputs of the step), built ahead."""
 
     @abc.abstractmethod
     def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, StepOutput]:
@@ -144,18 +144,18 @@ class Steps(abc.ABC):
 
 
 class Algorithm(abc.ABC):
-    """What is run.
+    """A training algorithm, as the loop sees it.
 
     Attributes:
-      word: what its steps are called.
-      steps: how many there are.
-      delta: of its guarantee.
-      private: whether it has one.
-      mesh: what it is computed on.
+      word: what its steps are called ("steps", "rounds").
+      steps: number of steps.
+      delta: delta of its guarantee.
+      private: whether it has a guarantee.
+      mesh: the devices that it runs on.
       can_reshard_on_resume: whether a run may resume on other hardware, with fresh draws.
-      layout_fingerprint: what changes no more than rounding; runs that differ in it alone draw
+      layout_fingerprint: settings that change only rounding; runs that differ only in them draw
         independently.
-      memory_hint: what the user changes if memory does not suffice.
+      memory_hint: what the user can change if memory does not suffice.
     """
 
     word: str = "steps"
@@ -169,16 +169,16 @@ class Algorithm(abc.ABC):
 
     @property
     def hardware(self) -> str:
-        """What the steps are computed with."""
+        """Devices and versions that the steps are computed with (``state.hardware``)."""
         return hardware(self.mesh)
 
     @abc.abstractmethod
     def terms(self) -> Terms:
-        """What a run must have alike to be resumed: data, mechanism, loss, parameters, ..."""
+        """What must be equal for a run to be resumed: data, mechanism, loss, parameters, ..."""
 
     @abc.abstractmethod
     def init(self) -> TrainState:
-        """The state before the first step, in its place on the devices."""
+        """The state before the first step, on its devices."""
 
     @abc.abstractmethod
     def begin(self, key: RootKey, start: int) -> Steps:
@@ -186,15 +186,15 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def params(self, state: TrainState) -> PyTree:
-        """What is released of a state: the model."""
+        """The part of a state that is released: the model's parameters."""
 
     def private_state(self, state: TrainState) -> Any:
-        """What an audit, or a file in ``private/``, needs of a state besides the model; or None."""
+        """What an audit or a file in ``private/`` needs of a state besides the model, or None."""
         del state
         return None
 
     def write_private(self, directory: RunDirectory, result: RunResult) -> None:
-        """Writes under ``private/`` what is kept of a run that has ended, or was interrupted."""
+        """Writes what an ended or interrupted run keeps of single units under ``private/``."""
         del directory, result
 
     def audited(self, result: RunResult) -> RunAudit | None:
@@ -204,8 +204,8 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def row(self, stats: Any) -> dict[str, Any]:
-        """A step's metrics; what is private in them is under ``outside_guarantee``."""
+        """The metrics of a step; those that are private are under ``outside_guarantee``."""
 
     @abc.abstractmethod
     def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
-        """Upper bounds on epsilon after these numbers of steps; inf where there is none."""
+        """Upper bounds on epsilon after these numbers of steps; inf without privacy."""

@@ -1,13 +1,13 @@
-"""Checkpoints of a run, by Orbax, and which of them is best; when to stop early.
+"""Checkpoints of a run (Orbax), the best of them, and early stopping.
 
-They hold parameters, optimiser state, step and what was spent. They are copied to the host before
-the next step and written during it. One is there when it is complete; only then is an older one
-removed.
+A checkpoint holds parameters, optimiser state, step and the privacy spent. It is copied to the host
+before the next step and written during it. It appears when it is complete; only then is an older
+one removed.
 
-The root key is not in them (it stays in the run's ``private/``), only its fingerprint: a
-checkpoint must not let others recompute the noise. With the key and the step, all sampler and noise
-state is known, but for correlated noise (``mechanisms/noise_strategies.py``): then checkpoints hold
-sums without noise, and are as secret as the key. Only their owner may read the folder.
+A checkpoint holds only the fingerprint of the root key (which stays in the run's ``private/``), so
+that nobody can recompute the noise from it. Key and step determine the state of sampler and noise,
+except for correlated noise (``mechanisms/noise_strategies.py``): then checkpoints hold sums without
+noise, and are as secret as the key. Only their owner may read the folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dpfl_jax.run.terms import refuse_other
 _SLOW_STORAGE_S = 7200
 
 
-# What Orbax's threads fail at they log with a traceback, and then raise it here.
+# Orbax's threads log a traceback of each error, which is also raised here.
 logging.getLogger("absl").addFilter(
     lambda record: not (record.exc_info and "orbax" in record.pathname)
 )
@@ -49,7 +49,7 @@ logging.getLogger("absl").addFilter(
 
 @epath.register_path_cls
 class _Folder(type(epath.Path("/"))):  # type: ignore[misc]
-    """A path whose name is no pattern: Orbax finds nothing below `study [copy]` (its issue 924)."""
+    """A path that escapes patterns: else Orbax fails below `study [copy]` (its issue 924)."""
 
     def glob(self, pattern: str) -> Iterator[_Folder]:
         return map(self._new, glob.iglob(f"{glob.escape(str(self))}/{pattern}"))
@@ -77,21 +77,21 @@ class Checkpoints:
         self._unopened: set[int] = set()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Which of them stay: Orbax asks after each save."""
+        """Which checkpoints to keep; Orbax calls it after each save."""
         del context
         newest = sorted(info.step for info in checkpoints)[-self._keep :]
         return [info.step in (*newest, self.best) for info in checkpoints]
 
     def steps(self) -> list[int]:
-        """Of all finished checkpoints, as process 0 sees them."""
+        """The steps of all finished checkpoints, as process 0 sees them."""
         return processes.broadcast(sorted(map(int, self._manager.all_steps())))
 
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, or None; of this object's own, perhaps unfinished."""
+        """The step of the newest checkpoint, or None; it may still be being written."""
         return self._manager.latest_step()
 
     def resumed_step(self) -> int | None:
-        """The step to go on from, as process 0 sees it: shared storage may show it late."""
+        """The step to resume from, or None; from process 0, as shared storage may lag."""
         return processes.broadcast(self._manager.latest_step())
 
     def save(
@@ -99,13 +99,13 @@ class Checkpoints:
     ) -> None:
         """Saves the state after ``state.step`` steps: returns once it is copied to the host.
 
-        Waits for the one before, whose failure it raises.
+        It first waits for the previous save, and raises its error.
 
         Args:
-          state: what a step changes.
+          state: the state to save.
           key: root key of the run; only its fingerprint is kept.
           spent: epsilon and delta until this step.
-          terms: what the run is, noise multiplier included (``terms.begin``).
+          terms: terms of the run, noise multiplier included (``terms.begin``).
         """
         step = int(state.step)
         if step == self.latest_step():
@@ -133,12 +133,12 @@ class Checkpoints:
         Args:
           like: gives shapes, dtypes and shardings.
           key: root key of the run.
-          terms: what the run is (``terms.begin``).
+          terms: terms of the run (``terms.begin``).
           step: ``resumed_step()``, or None for the newest this process sees.
 
         Raises:
-          BadInputError: it belongs to another root key or to a run of other terms, or cannot be
-            read.
+          BadInputError: it belongs to another root key or to a run of other terms, was changed,
+            or cannot be read.
         """
         state, progress = self.read(like, step)
         if progress["root_key"] != key.fingerprint:
@@ -159,14 +159,14 @@ class Checkpoints:
         return state
 
     def read(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
-        """Reads a checkpoint, whoever made it: the state and its ``progress``.
+        """Reads a checkpoint of any run: the state and its ``progress``.
 
         Args:
           like: gives shapes, dtypes and shardings (arrays or ShapeDtypeStructs).
-          step: which; default the newest this process sees.
+          step: its step; default the newest this process sees.
 
         Raises:
-          BadInputError: there is none, or it cannot be read.
+          BadInputError: there is no checkpoint, or it cannot be read.
         """
         step = self.latest_step() if step is None else step
         if step is None:
@@ -176,7 +176,7 @@ class Checkpoints:
             state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore()
         )
         restored = _attempt(lambda: self._manager.restore(step, args=args), self.directory, step)
-        # Files keep no tuples: states are given back in the structure that they were made in.
+        # Files keep no tuples: the state gets the structure of ``like``.
         leaves = jax.tree.leaves(restored["state"])
         state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         return TrainState(**state), restored["progress"]
@@ -190,7 +190,7 @@ class Checkpoints:
             self.close()
 
     def finish(self) -> None:
-        """Waits until all are complete.
+        """Waits until all checkpoints are complete.
 
         Raises:
           Exception: the last one could not be written.
@@ -211,12 +211,13 @@ class Checkpoints:
             ) from error
 
     def open_all(self) -> None:
-        """Opens once all that were written and are kept: what a disk took may not come back.
+        """Reads back each new checkpoint that is kept, as a disk may lose what it accepted.
 
-        One process reads all; one of many what tells that their parts were joined.
+        A single process reads all of it. Of many, process 0 reads what is there only if their
+        parts were joined.
 
         Raises:
-          BadInputError: one cannot be opened.
+          BadInputError: one cannot be read.
         """
         self.finish()
         kept, self._unopened = self._unopened & set(self._manager.all_steps()), set()
@@ -230,9 +231,9 @@ class Checkpoints:
 
 
 def _attempt(read: Callable[[], Any], directory: pathlib.Path, step: int) -> Any:
-    """What ``read`` returns; of a damaged checkpoint there is one sentence.
+    """Calls ``read``, and turns any error of a damaged checkpoint into one sentence.
 
-    Orbax leaves the other reads behind once one has failed, and each prints a traceback at its end.
+    Once one read has failed, Orbax's other reads go on, and each prints a traceback at its end.
     """
     real, reason = sys.stderr, ""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
@@ -280,16 +281,15 @@ def load_params(path: pathlib.Path, like: Any) -> Any:
 
 
 def released(directory: pathlib.Path, step: int) -> Any:
-    """The model of a checkpoint, whatever made it: arrays on the host, None where one was frozen.
-
-    It is the average of the iterates where the run kept one, and else the last iterate.
+    """Reads the model of a checkpoint of any run: the average of the iterates, or the last one.
 
     Args:
-      directory: of the checkpoints.
-      step: a finished one.
+      directory: the folder of the checkpoints.
+      step: the step of a finished one.
 
     Returns:
-      Nested dicts and lists: files keep no tuples, and no names of classes.
+      Nested dicts and lists (files keep no tuples, and no names of classes) of arrays on the host;
+      None where a parameter was frozen.
 
     Raises:
       BadInputError: it cannot be read.
@@ -299,7 +299,7 @@ def released(directory: pathlib.Path, step: int) -> Any:
 
 
 def _read_on_host(directory: pathlib.Path, step: int, parts: Sequence[str] | None) -> Any:
-    """Some ``parts`` of a checkpoint's state, or all."""
+    """Reads the named ``parts`` of a checkpoint's state (None: all) as NumPy arrays."""
 
     def read() -> Any:
         state = _Folder(directory.absolute()) / str(step) / "state"
@@ -320,11 +320,12 @@ def shapes_of(tree: Any) -> Any:
 
 
 # ---- the best checkpoint -------------------------------------------------------------------------
-# Both are functions of the rows of metrics, so that a resumed run decides as it would have.
+# The best checkpoint and when to stop are functions of the rows of metrics, so that a resumed run
+# decides as an uninterrupted one.
 #
-# A number of steps that follows from the models is not one fixed beforehand: the epsilon of the
-# steps taken holds only for the latter (Rogers et al. 2016). That of all steps holds for any rule,
-# as what was published is a part of what all steps would publish.
+# The epsilon of the steps taken holds only if their number was fixed beforehand, not if it follows
+# from the models (Rogers et al. 2016). The epsilon of all planned steps holds for any rule, as what
+# was published is part of what all steps would publish.
 
 PyTree = Any
 BEST_CAVEAT = (
@@ -334,7 +335,7 @@ BEST_CAVEAT = (
 
 
 def stopped_caveat(done: int, steps: int, word: str) -> str:
-    """Of a run that ``patience`` stopped."""
+    """The caveat of a run that ``patience`` stopped."""
     return (
         f"the run stopped after {done} of {steps} {word} by held-out loss, without noise: nobody "
         f"who was held out is covered; epsilon is that of all {steps}, since when to stop followed "
@@ -343,7 +344,7 @@ def stopped_caveat(done: int, steps: int, word: str) -> str:
 
 
 def interrupted_caveat(done: int, released: int, steps: int, word: str) -> str:
-    """Of a run that a signal stopped; ``released``: steps that may have been released."""
+    """The caveat of a run that a signal stopped after up to ``released`` released steps."""
     more = ""
     if released != done:
         more = f", and what it released of up to {released} before it was resumed"
@@ -356,12 +357,12 @@ def interrupted_caveat(done: int, released: int, steps: int, word: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The evaluation with the lowest held-out loss; step 0 is none.
+    """The evaluation with the lowest held-out loss; the one before the first step is left out.
 
     Attributes:
       step: steps taken before it.
-      loss: held-out loss there.
-      params: reads the parameters from the run's directory.
+      loss: its held-out loss.
+      params: reads its parameters from the run's directory.
     """
 
     step: int
@@ -370,7 +371,7 @@ class Best:
 
 
 def exhausted(rows: Iterable[Mapping[str, Any]], patience: int | None) -> bool:
-    """Whether ``patience`` evaluations in a row have found no lower loss; never if it is None."""
+    """Whether the last ``patience`` evaluations found no lower loss; False if it is None."""
     rows = list(rows)
     result = best_evaluation(rows)
     if patience is None or result is None:
@@ -388,10 +389,9 @@ class KeepBest:
         self.update(rows, 0)
 
     def update(self, rows: Iterable[Mapping[str, Any]], done: int) -> bool:
-        """Looks at the evaluations so far; returns whether that after ``done`` steps is the best.
+        """Returns whether the evaluation after ``done`` steps is the best, and must be saved.
 
-        It must then be saved. An earlier one whose checkpoint was not kept, as nobody had asked for
-        it yet, is no choice.
+        Earlier evaluations whose checkpoint was not kept do not count.
         """
         self._best = best_evaluation(row for row in rows if row["step"] in {*self._kept, done})
         if self._best is None:
@@ -401,7 +401,7 @@ class KeepBest:
         return self._best.step == done
 
     def best(self, params: Callable[[Checkpoints, int], PyTree]) -> Best | None:
-        """What was kept; ``params`` reads a checkpoint's."""
+        """The best checkpoint, or None; ``params`` reads the parameters of one."""
         result = self._best
         if result is None:
             return None
@@ -417,7 +417,7 @@ class KeepBest:
 
 
 def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> Best | None:
-    """The best of the evaluations in ``rows``, the first of equal ones; None if there is none."""
+    """The evaluation with the lowest finite loss, the first of equal ones; None without any."""
     losses = [(row["eval"]["loss"], row["step"]) for row in rows if "eval" in row and row["step"]]
     loss, step = min((x for x in losses if math.isfinite(x[0])), default=(math.nan, 0))
     return Best(step, loss) if step else None

@@ -1,7 +1,7 @@
 """What a run shows while it works, and how it is asked to stop.
 
-A bar is shown in a terminal or notebook, plain lines elsewhere. SIGTERM and SIGINT become a wish to
-stop, which the loop grants between two steps.
+A terminal or notebook shows a bar, a log file plain lines. SIGTERM and SIGINT become a request to
+stop, which the loop follows between two steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Console(rich.console.Console):
         super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """As of ``rich``; a warning is seen."""
+        """Highlights ``warning:`` at the start of a text."""
         result = super().render_str(text, **options)
         if text.startswith("warning:"):
             result.stylize("bold yellow", 0, len("warning:"))
@@ -58,13 +58,13 @@ def draws(console: rich.console.Console) -> bool:
 
 
 def default_console() -> Console | None:
-    """A terminal or a notebook, if there is one."""
+    """A console if the output is a terminal or a notebook, else None."""
     console = Console()
     return console if draws(console) else None
 
 
 class RunConsole(Console):
-    """A console that a log file can follow: off a terminal every phase is a line."""
+    """A console that also suits log files: off a terminal every phase prints a line."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -76,11 +76,11 @@ class RunConsole(Console):
         super().print(*objects, **options)
 
     def begin(self, doing: str) -> None:
-        """What is being done from now on, for whoever wonders why nothing is said."""
+        """Names what is being done from now on, for the lines that ``alive`` prints."""
         self._doing, self._since = doing, time.monotonic()
 
     def status(self, status: Any, **options: Any) -> Any:
-        """As of ``rich``; off a terminal a line."""
+        """Shows rich's status in a terminal, and prints a line elsewhere."""
         self.begin(str(status))
         if draws(self):
             return super().status(status, **options)
@@ -89,7 +89,7 @@ class RunConsole(Console):
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Within it, a line is written whenever nothing else was for ``SILENCE`` seconds."""
+        """Prints a line whenever nothing else was printed for ``SILENCE`` seconds."""
         if draws(self) or self.quiet:
             yield
             return
@@ -144,7 +144,7 @@ class StepProgress:
             self._progress.stop()
 
     def update(self, completed: int, status: str) -> None:
-        """Moves the bar; off a terminal writes a line now and then, and the last."""
+        """Moves the bar; off a terminal prints a line every ``LINE_EVERY`` s, and the last."""
         if self._progress is not None:
             self._progress.update(self._task, completed=completed, status=status)
             return
@@ -163,9 +163,9 @@ _DEFAULT = contextvars.ContextVar("default_signal_handling", default=False)
 
 @contextlib.contextmanager
 def default_signal_handling() -> Iterator[None]:
-    """Inside, signals act as they would without runs.
+    """Keeps runs inside this context from handling signals.
 
-    For programs that go on after a run, and would take a part of it for the whole.
+    For programs that continue after a run, and would take an interrupted run for a finished one.
     """
     token = _DEFAULT.set(True)
     try:
@@ -177,7 +177,7 @@ def default_signal_handling() -> Iterator[None]:
 class StopRequest:
     """Context manager: ``requested`` becomes the signal's name once one has arrived.
 
-    A second signal of the same kind acts as it would have without us.
+    A second signal of the same kind acts as it would without this context.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -31,9 +31,9 @@ from dpfl_jax.randomness import RootKey
 FINISHED = "finished"
 _KEY = "root_key.json"
 RELEASED_STEPS = "private/released_steps.json"  # the largest step that may have been released
-# What each record of a run with personal budgets spent: the silos' own (federation.personal).
+# What each record of a run with personal budgets spent; only its silo reads it.
 RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
-SPENT = "private/users.csv"  # what each user of a central run with budgets of their own has spent
+SPENT = "private/users.csv"  # what each user of a central run with personal budgets has spent
 # Written when a run ends or is interrupted.
 REPORTS = (
     "report.json",
@@ -47,10 +47,10 @@ REPORTS = (
 
 
 def open_plain(path: pathlib.Path) -> IO[str]:
-    """A file to lock or to append lines to: whoever made the folder may have put a link there.
+    """Opens a file to lock or append to; links, which a folder from others may hold, are refused.
 
     Raises:
-      BadInputError: it cannot be opened, or is a link or no plain file.
+      BadInputError: it cannot be opened, or is not a regular file.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -59,7 +59,7 @@ def open_plain(path: pathlib.Path) -> IO[str]:
         raise BadInputError(f"{path} cannot be opened ({error.strerror}): remove it") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise BadInputError(f"{path} is no plain file: remove it")
+        raise BadInputError(f"{path} is not a regular file: remove it")
     return file
 
 
@@ -73,7 +73,7 @@ class RunDirectory:
       run_id: unique to this run, also among runs that had the same path.
       facts: what the run was started with beyond its configuration.
       released: steps that may have been released when the directory was opened, whatever checkpoint
-        the run resumes from; None if nothing says how many.
+        the run resumes from; None if that is unknown.
       writes: whether this process writes into it (of many processes, one does).
       listeners: called with each row of metrics, where it is written.
     """
@@ -102,14 +102,13 @@ class RunDirectory:
           path: the directory.
           config: resolved configuration, kept as config.yaml.
           key: root key of a new run; None for a secret one from the operating system.
-          facts: what a resumed run must find unchanged or go on with: ``data`` (fingerprint of
-            the training set) is compared, the rest is kept as it was at the start. The fingerprint
-            itself is a function of private data without noise, by which somebody who knows all
-            users but one could test who that is: only its keyed digest is written.
+          facts: what is stored of the run: on resume ``data`` (fingerprint of the training set)
+            must be equal, the rest is kept as it was at the start. Somebody who knows all users
+            but one could test by the fingerprint who that one is: only its keyed digest is written.
 
         Raises:
-          BadInputError: it holds something else, another configuration, or a finished run, or
-            another process works in it.
+          BadInputError: it holds other files, another configuration, or a finished run, or another
+            process works in it.
         """
         self.path, self.writes = pathlib.Path(path).absolute(), True
         self.check(self.path, config)
@@ -135,7 +134,7 @@ class RunDirectory:
         self.root_key = key or RootKey.generate()
         self._write_key(private)
         self.released = 0
-        # People look for the name in a ledger; nothing secret, so no key's fingerprint.
+        # People look for this name in a ledger, which others read: so no fingerprint of the key.
         self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:16]}"
         self.facts = self._sealed(facts)
         self._content = {"run_id": self.run_id, "facts": self.facts, "config": dict(config)}
@@ -147,8 +146,8 @@ class RunDirectory:
         self.root_key = self._read_key(private)
         if key is not None and key.fingerprint != self.root_key.fingerprint:
             raise BadInputError(
-                f"the run in {self.path} has a root key of its own, and another was given: "
-                "leave it out to go on, or start another run in another directory"
+                f"the run in {self.path} has its own root key, and another was given: leave key "
+                "out to resume, or start another run in another directory"
             )
         self._content = _parsed(self.path / "config.yaml")
         if self._content.pop("seal", None) != seal_of(self._content, self.root_key):
@@ -165,17 +164,14 @@ class RunDirectory:
                 "bring them back, or start another run in another --run-dir"
             )
         if (now := with_moved(self._content["config"], config)) != self._content["config"]:
-            self._content["config"] = now  # whoever exports the model reads the base there
+            self._content["config"] = now  # an export reads the path of the base model there
             self._write_content()
-        # What an interruption left says what had been spent then: soon it is more.
+        # Reports of the interrupted run understate what will be spent.
         for name in REPORTS:
             (self.path / name).unlink(missing_ok=True)
 
     def note(self, name: str, value: Any) -> None:
-        """Keeps a further fact (plain JSON) for when the run is resumed.
-
-        Of many processes all must call it with the same; the one that writes does so.
-        """
+        """Keeps a further fact (plain JSON) for resuming; all processes pass the same."""
         if self.facts.get(name) == value:
             return
         self.facts[name] = value
@@ -183,9 +179,10 @@ class RunDirectory:
             self._write_content()
 
     def record_released(self, steps: int) -> None:
-        """Keeps that ``steps`` steps may be released: it is on the disk once this returns.
+        """Writes to disk, before it returns, that up to ``steps`` steps may be released.
 
-        Who deletes the file makes an interrupted run pay for all steps; who edits it has no key.
+        Without the file an interrupted run is accounted with all steps; an edited file has no valid
+        seal.
         """
         if self.writes:
             content = {"steps": steps, "seal": self.root_key.keyed_digest("released", str(steps))}
@@ -205,14 +202,14 @@ class RunDirectory:
         return int(steps)
 
     def computed_with(self, hardware: str, layout: Any = None) -> bool:
-        """Notes what the run is computed with from now on; returns whether there was anything else.
+        """Notes what the run is computed with; returns whether it was ever computed otherwise.
 
-        Before the first step: a run that dies before its first checkpoint and resumes elsewhere
-        takes steps twice, too.
+        Call it before the first step, as a run may die before its first checkpoint and resume
+        elsewhere.
 
         Args:
           hardware: devices and versions.
-          layout: what else changes rounding.
+          layout: other settings that change rounding.
         """
         moved = False
         for name, value in (("hardware", hardware), ("layouts", repr(layout))):
@@ -244,7 +241,7 @@ class RunDirectory:
         """Opens, for reading, the directory that another process has opened.
 
         Args:
-          introduction: by the process that holds the directory.
+          introduction: from ``introduction()`` in the process that opened the directory.
           facts: as this process knows them; ``data`` is compared.
           patience_s: how long shared storage may take to show a new file.
 
@@ -292,7 +289,7 @@ class RunDirectory:
         if "\\" in str(path):
             raise BadInputError(
                 f"the run directory {path} has a backslash in its path, which checkpoints take for "
-                "another folder: choose a name without"
+                "another folder: choose a path without one"
             )
         above = next(p for p in (path, *path.parents) if p.exists())
         if not above.is_dir():
@@ -303,7 +300,8 @@ class RunDirectory:
             return
         config = path / "config.yaml"
         if not config.exists():
-            names = {p.name for p in path.iterdir() if not p.match(".*.tmp")}  # of a write cut off
+            # An interrupted write leaves a .tmp file.
+            names = {p.name for p in path.iterdir() if not p.match(".*.tmp")}
             if names - {"run.lock", "private"}:
                 raise BadInputError(
                     f"the run directory {path} is not empty and holds no run: choose another"
@@ -315,10 +313,10 @@ class RunDirectory:
         key = other_run(began, json.loads(json.dumps(content)))
         if key is not None:
             raise BadInputError(
-                f"the run directory {path} belongs to another configuration: {key} is another in "
-                "its config.yaml; use that one, or choose another --run-dir"
+                f"the run directory {path} belongs to another configuration: {key} differs in its "
+                "config.yaml; use that one, or choose another --run-dir"
             )
-        # What is written to a link is written elsewhere. Weights & Biases keeps links of its own.
+        # Writing to a link would write elsewhere. Weights & Biases makes links in its folder.
         for file in path.rglob("*"):
             if file.is_symlink() and path / "wandb" not in file.parents:
                 raise BadInputError(
@@ -376,7 +374,7 @@ class RunDirectory:
         try:
             with self.metrics_path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        except OSError as error:  # of a full disk
+        except OSError as error:  # the disk is full
             error.filename = str(self.metrics_path)
             raise
         for listener in self.listeners:
@@ -396,7 +394,7 @@ class RunDirectory:
         return rows
 
     def drop_metrics_after(self, step: int) -> None:
-        """Forgets what was logged after the checkpoint that a run resumes from."""
+        """Removes rows that were logged after the checkpoint that a run resumes from."""
         if not self.writes:
             return
         kept = [row for row in self.read_metrics() if row["step"] <= step]
@@ -404,18 +402,18 @@ class RunDirectory:
 
 
 def finished_report(path: pathlib.Path) -> dict[str, Any] | None:
-    """The report of a run that is finished, or None."""
+    """The report of a finished run; None if the run is not finished."""
     file = path / "report.json"
     report = _parsed(file) if file.exists() else {}
     return report if report.get("status") == FINISHED else None
 
 
 def stated_report(path: pathlib.Path) -> tuple[statement.Statement, dict[str, Any]]:
-    """What a run states, and its report.
+    """Reads the statement of a run, and its report.
 
     Raises:
-      BadInputError: the report states another guarantee than guarantee.json, or config.yaml is not
-        the one that this was written for.
+      BadInputError: the report states another guarantee than guarantee.json, or config.yaml was
+        changed since.
     """
     stated = statement.read(path / statement.NAME)
     report, unlike = statement.read_report(path, stated)
@@ -426,8 +424,8 @@ def stated_report(path: pathlib.Path) -> tuple[statement.Statement, dict[str, An
 
 
 def refuse_changed(path: pathlib.Path, stated: statement.Statement, name: str) -> None:
-    """Raises BadInputError unless a file of a run is the one that its guarantee was written for."""
-    if stated.digests is None:  # of a release that had none
+    """Raises BadInputError if a file of a run was changed since its guarantee was written."""
+    if stated.digests is None:  # written before guarantees had digests
         return
     if changed := digests.compare(path, stated.digests.run, [name]).changed:
         raise BadInputError(f"{changed[0]}: bring it back")
@@ -448,17 +446,17 @@ def _parsed(file: pathlib.Path) -> dict[str, Any]:
 
 
 def seal_of(content: Mapping[str, Any], key: RootKey) -> str:
-    """Of what config.yaml holds, and whether the key is public: who edits the file has no key."""
+    """A digest, under the key, of config.yaml and of whether the key is public: it shows edits."""
     plain = yaml.safe_load(yaml.safe_dump(content))  # as it will be read
     text = json.dumps([plain, key.public], sort_keys=True, default=str)
     return key.keyed_digest("config.yaml", text)
 
 
 def private_folder(path: pathlib.Path) -> None:
-    """A folder that others cannot look into: a new one, or one that is there and ours.
+    """Makes a folder, or restricts an existing one, so that only its owner can open it.
 
     Raises:
-      BadInputError: it is a link, or somebody else made it.
+      BadInputError: it is a link, or belongs to somebody else.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -466,7 +464,7 @@ def private_folder(path: pathlib.Path) -> None:
 
 
 def close_to_others(path: pathlib.Path, mode: int = 0o600) -> None:
-    """Leaves a file or folder to its owner.
+    """Restricts a file or folder to its owner.
 
     Raises:
       BadInputError: it is a link, or belongs to somebody else.
@@ -485,14 +483,14 @@ def close_to_others(path: pathlib.Path, mode: int = 0o600) -> None:
                 f"{path} is to keep a secret, but it belongs to somebody else (user {owner}): "
                 "choose another folder, or take it over with chown"
             )
-        with contextlib.suppress(OSError):  # of a file system that has no modes
+        with contextlib.suppress(OSError):  # some file systems have no modes
             os.fchmod(descriptor, mode)
     finally:
         os.close(descriptor)
 
 
 def _owner_of_new_files(folder: pathlib.Path) -> int:
-    """Which on some network file systems is not the user of the process."""
+    """On some network file systems it is not the user of the process."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_uid
 
@@ -500,10 +498,10 @@ def _owner_of_new_files(folder: pathlib.Path) -> int:
 def write_atomically(path: pathlib.Path, content: str | bytes, mode: int = 0o644) -> None:
     """Writes a file so that a crash leaves the old content or the new, never a part.
 
-    Once it returns, the new one is on the disk, and under its name.
+    Once it returns, the new content is on the disk.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # of a process that died; or somebody's link, or open to all
+    temporary.unlink(missing_ok=True)  # of a killed process, or put there by somebody else
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     descriptor = os.open(temporary, flags, mode)
     try:
@@ -512,7 +510,7 @@ def write_atomically(path: pathlib.Path, content: str | bytes, mode: int = 0o644
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:  # of a full disk
+    except OSError as error:  # the disk is full
         temporary.unlink(missing_ok=True)
         error.filename = str(path)
         raise

@@ -1,4 +1,4 @@
-"""The only loop: takes an algorithm's steps, keeps, logs and evaluates them, and ends the run."""
+"""The loop of every run: takes an algorithm's steps, logs, evaluates and saves checkpoints."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ PyTree = Any
 Evaluate = Callable[[PyTree], dict[str, Any]]
 _MILESTONES = 20
 _CHECKING = "checking the first step against per-unit gradients"
-# A label that is no class, NaN among inputs, ...: trained on, they would cost the whole budget.
+# Training on labels outside the classes, or on NaN, would waste the whole budget.
 _NO_LOSS = (
     "{} NaN or infinite, so the run stopped: look at the loss of single examples, and there for a "
     "label that is no class of the model (classes are whole numbers from 0, one output each), NaN "
     "among the inputs, inputs that are too large (scale them), or the logarithm or root of a "
     "negative number"
 )
-# Steps are noted before they are taken: one by one if they are slow, else about as often as this.
+# Steps are noted before they are taken: slow ones one by one, quick ones about as often as this.
 NOTED_EVERY_S = 1.0
 
 MOVED_CAVEAT = (
@@ -67,12 +67,12 @@ class LoopConfig:
       keep_checkpoints: checkpoints kept.
       eval_every: steps between evaluations; 0 for before and after only.
       log_every: steps between rows of metrics.
-      keep_best: the checkpoint with the lowest held-out loss is kept, too.
-      patience: the run stops once so many evaluations in a row found no lower held-out loss.
-      profile: turns of the loop that are traced (``Profile``).
-      average: of the iterates: none, ema or tail (``run.average``). The model that is evaluated,
-        chosen, returned and exported is then the average; the last iterate is evaluated beside it.
-      ema_decay: what an ema keeps of itself in a step, once it is warmed up.
+      keep_best: whether the checkpoint with the lowest held-out loss is kept, too.
+      patience: the run stops after so many evaluations in a row without a lower held-out loss.
+      profile: number of iterations of the loop to trace (``Profile``).
+      average: average of the iterates, none, ema or tail (``run.average``), which is then the model
+        that is evaluated, chosen, returned and exported; the last iterate is also evaluated.
+      ema_decay: weight of the old average in an ema after a step, once it is warmed up.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -100,12 +100,12 @@ class LoopConfig:
 
     @property
     def chooses(self) -> bool:
-        """Whether held-out loss decides anything."""
+        """Whether held-out loss decides when to stop or which checkpoint is best."""
         return self.keep_best or self.patience is not None
 
     @classmethod
     def of(cls, config: Any, steps: int = 1) -> LoopConfig:
-        """What a configuration says, whose numbers are of so many steps each."""
+        """The settings of a configuration, whose intervals count blocks of ``steps`` steps."""
         section = config.train
         return cls(
             section.checkpoint_every * steps,
@@ -122,12 +122,12 @@ class LoopConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Functions of the user that are called on the way; what they do is not in the guarantee.
+    """Callbacks of a run; the guarantee does not cover what they do.
 
     Attributes:
       on_step: called with each row of metrics.
       on_evaluation: called with each row that holds an evaluation.
-      on_checkpoint: called with the number of steps that a checkpoint was written after.
+      on_checkpoint: called with the number of steps taken, once a checkpoint is written.
 
     Examples:
       >>> import dpfl_jax as dpfl
@@ -154,21 +154,21 @@ def drive(
     console: Console | None = None,
     hooks: Hooks | None = None,
 ) -> RunResult:
-    """Takes an algorithm's steps.
+    """Runs an algorithm from its start, or from its newest checkpoint, to its end.
 
-    The run is compared with what it began with, and charged to the ledger; its checkpoint is
-    restored, the start evaluated, the first step checked; then the steps are taken.
+    In this order: compares the run with what it began with, charges the ledger, restores the
+    checkpoint, evaluates the start, checks the first step, and takes the steps.
 
     Args:
-      algorithm: what is run.
+      algorithm: what to run.
       key: root key; default a fresh secret one (or the run directory's).
       run_dir: where to log and checkpoint; an unfinished one is resumed.
       evaluate: ``params -> dict`` with at least ``loss``; called before, during and after.
       loop: how often it logs, evaluates and keeps.
-      charge: called before the first step with a name of the run's draws, to pay for them (in the
-        process that writes): a run that moves and draws anew pays again.
-      console: where the progress bar goes; None for none.
-      hooks: called on the way.
+      charge: called before the first step, in process 0, with the fingerprint of the key of the
+        run's draws, to charge a ledger: a run that draws anew on other hardware pays again.
+      console: where the progress bar goes; None: there is no bar.
+      hooks: callbacks.
 
     Raises:
       BadInputError: the run directory holds another run, or memory does not suffice.
@@ -193,7 +193,7 @@ def _check_options(
     loop: LoopConfig, evaluate: Evaluate | None, run_dir: RunDirectory | None
 ) -> None:
     if loop.chooses and evaluate is None:
-        raise BadInputError("keep_best and patience look at held-out loss: hold somebody out")
+        raise BadInputError("keep_best and patience look at held-out loss: hold out some data")
     if loop.keep_best and run_dir is None:
         raise BadInputError("keep_best needs run_dir, where the best parameters are kept")
     if loop.profile and run_dir is None:
@@ -299,14 +299,14 @@ class _Driven:
         return self.loop.average != "none"
 
     def model(self, state: TrainState) -> PyTree:
-        """The model of a state: the average of the iterates where there is one, or the last one."""
+        """The model of a state: the average of the iterates if the run keeps one, else the last."""
         if self.averages:
             params = average.as_params(state.average, state.params)
             state = dataclasses.replace(state, params=params)
         return self.algorithm.params(state)
 
     def check_first_step(self) -> None:
-        """Makes the steps; processes and, if the run is private, the compiled sum are checked."""
+        """Checks that all processes agree and, if private, that the compiled sum is right."""
         algorithm, mesh, steps = self.algorithm, self.algorithm.mesh, self.algorithm.steps
         self.work = algorithm.begin(self.key, self.done)
         facts = {
@@ -334,7 +334,7 @@ class _Driven:
     # ---- the steps -------------------------------------------------------------------------
 
     def take_steps(self) -> None:
-        """Takes the steps that are left, until the last, a signal, or a rule."""
+        """Takes the remaining steps, until the last one, a signal, or a rule stops the run."""
         algorithm, log = self.algorithm, self.log
         with (
             StopRequest() as stop,
@@ -362,7 +362,7 @@ class _Driven:
             self.evaluate()
 
     def _step(self, inputs: Any, after: int) -> StepOutput:
-        """Takes one step; the average is moved outside of it, which knows of none."""
+        """Takes one step, and then updates the average of the iterates."""
         kept = self.state.average
         state, output = self.work.step(dataclasses.replace(self.state, average=()), inputs)
         if self.averages:
@@ -375,7 +375,7 @@ class _Driven:
     def _after_step(
         self, output: StepOutput, before: int, stop: StopRequest, bar: StepProgress
     ) -> None:
-        """Logs, evaluates and keeps what is due after the steps since ``before``."""
+        """Logs, evaluates and saves what is due after the steps since ``before``."""
         done, loop = self.done, self.loop
         self.meter.count(output, done - before)
         if not self.has_checked_losses:
@@ -385,7 +385,7 @@ class _Driven:
         last = done == self.algorithm.steps
         logs = last or _due(loop.log_every, before, done)
         saves = last or _due(loop.checkpoint_every, before, done)
-        if logs or saves or not processes.many():  # else they would wait for each other
+        if logs or saves or not processes.many():  # many processes wait for each other here
             self.stopping = self.meter.exchange(stop.requested)
         if logs:
             row = {"step": done, "epsilon_spent": self._epsilon()}
@@ -403,7 +403,8 @@ class _Driven:
             self._save()
 
     def _epsilon(self) -> float | None:
-        # What a rule chooses or stops at is no number of steps that was fixed beforehand.
+        # A rule that looks at held-out loss does not fix the number of steps beforehand, so the
+        # epsilon of all planned steps is stated.
         return self.spent(self.algorithm.steps if self.loop.chooses else self.released.most)
 
     def _save(self) -> None:
@@ -419,7 +420,7 @@ class _Driven:
     # ---- after the last step ---------------------------------------------------------------
 
     def result(self) -> RunResult:
-        """What the run returns; what it keeps of single units is written under ``private/``."""
+        """Returns the run's result, and writes what it keeps of single units to ``private/``."""
         algorithm, meter = self.algorithm, self.meter
         result = RunResult(
             params=self.model(self.state),
@@ -470,13 +471,13 @@ def _due(every: int, before: int, done: int) -> bool:
 
 
 class _ReleasedSteps:
-    """How many steps may have been released; a kill forgets none of them.
+    """Counts the steps that may have been released, also if the run is killed.
 
     What a step shows (a row of metrics, a model, a silo's message) stays shown if the run is killed
     and resumes from an earlier checkpoint. So a step is noted in the run's directory before it is
-    taken. Quick steps are noted several at once, about as many as one second takes, since a write
-    that is on the disk costs milliseconds. A run that stops between two steps notes what it took,
-    so that only a kill pays for steps that were noted and not taken.
+    taken. Quick steps are noted several at once, about one second's worth, since a synchronised
+    write costs milliseconds. A run that stops between two steps notes how many it took, so that
+    only a killed run pays for steps that were noted and not taken.
 
     Attributes:
       most: steps that may have been released until now.
@@ -489,11 +490,11 @@ class _ReleasedSteps:
         self._ahead, self._at, self._noted = 1, -math.inf, 0
 
     def begin(self) -> None:
-        """Notes what a run that resumes has released."""
+        """Notes the steps that a resumed run had released."""
         self._note(self.most)
 
     def before(self, step: int) -> None:
-        """The steps up to ``step`` will be taken."""
+        """Notes the steps up to ``step``, which are about to be taken."""
         if step > self._noted:
             quick = time.monotonic() - self._at < NOTED_EVERY_S
             self._ahead = 2 * self._ahead if quick else max(1, self._ahead // 2)
@@ -502,7 +503,7 @@ class _ReleasedSteps:
         self.most = max(self.most, step)
 
     def end(self) -> None:
-        """No step is under way."""
+        """Takes back the notes of steps that were not taken."""
         if self._noted != self.most:
             self._note(self.most)
 
@@ -525,7 +526,7 @@ class Spent:
         self._epsilons = np.asarray(algorithm.epsilons(self._at.tolist()), np.float64)
 
     def __call__(self, step: int) -> float | None:
-        """Epsilon after ``step`` steps; None if there is none."""
+        """Returns a bound on epsilon after ``step`` steps; None if it is infinite."""
         if step == 0:
             return 0.0
         epsilon = float(self._epsilons[int(np.searchsorted(self._at, step))])
@@ -549,7 +550,7 @@ def _show_progress(console: Console | None, line: Any, part: str) -> None:
 def _check_losses(raw: dict[str, Any]) -> bool:
     """Whether a step had units; raises BadInputError if many have no loss or gradient.
 
-    A single one, which is left out and counted, must not decide whether others are trained on.
+    A single unit without a loss is left out and counted, but must not stop the run.
     """
     if raw.get("nonfinite_units", 0) > max(1, raw.get("units", 0) / 4):
         raise BadInputError(_NO_LOSS.format("of many units of the first step loss or gradient is"))
@@ -575,7 +576,7 @@ def _status(row: dict[str, Any]) -> str:
 
 
 class _Meter:
-    """Examples and tokens per second, compilation, evaluation and checkpoints left out."""
+    """Measures examples and tokens per second, without compiling, evaluating and saving."""
 
     def __init__(self) -> None:
         self.seconds, self.examples, self.tokens, self.padded_tokens = 0.0, 0, 0, 0
@@ -590,7 +591,7 @@ class _Meter:
         self._pending = [0, 0, 0, 0]
 
     def count(self, output: StepOutput, steps: int) -> None:
-        """Counts the steps that were taken at once."""
+        """Adds ``steps`` steps that were taken in one call."""
         for i, amount in enumerate((steps, output.examples, output.tokens, output.padded_tokens)):
             self._pending[i] += amount
         self._read = output.read
@@ -616,7 +617,7 @@ class _Meter:
         return signal.Signals(heard).name if heard else None
 
     def measure(self, row: dict[str, Any]) -> None:
-        """Adds the steps since the last call to ``row`` (the first call, which compiles, not)."""
+        """Writes the speed since the last call into ``row``; not at the first, which compiles."""
         if self._last is not None:
             steps, examples, *_ = self._pending
             tokens, places = self._seen
@@ -625,7 +626,7 @@ class _Meter:
             self.examples += examples
             self.tokens += tokens
             self.padded_tokens += places
-            # Together they give the exact number of tokens drawn: as private as the data.
+            # These two give the exact number of tokens drawn, which is as private as the data.
             row["outside_guarantee"]["seconds_per_step"] = round(elapsed / steps, 6)
             if tokens:
                 row["outside_guarantee"]["tokens_per_s"] = round(tokens / elapsed, 1)
@@ -641,14 +642,11 @@ class _Log:
 
     @property
     def folder(self) -> pathlib.Path | None:
-        """Where this process writes, if it does."""
+        """The run's directory in the process that writes it, else None."""
         return self._run_dir.path if self._run_dir is not None and self._run_dir.writes else None
 
     def start_at(self, step: int) -> None:
-        """Resumes from what the run's directory holds.
-
-        Every process must decide alike what is still to be evaluated: process 0 tells them.
-        """
+        """Reads the rows up to ``step``; all processes get the evaluations of process 0."""
         assert self._run_dir is not None
         self._run_dir.drop_metrics_after(step)
         if self._run_dir.writes:
@@ -667,18 +665,18 @@ class _Log:
 
 
 # ---- a trace of a few steps ----------------------------------------------------------------------
-# As xprof, TensorBoard and Perfetto open it.
+# xprof, TensorBoard and Perfetto open it.
 
 
 class Profile:
-    """Traces turns of the loop after the first one, which compiles.
+    """Traces iterations of the loop after the first one, which compiles.
 
-    A trace tells how long single steps took, and so how much was drawn for them: it is as private
-    as the data (``report.PRIVATE_METRICS_CAVEAT``). It changes nothing that is computed.
+    A trace shows how long single steps took, and so how much was drawn for them: it is as private
+    as the data (``report.PRIVATE_METRICS_CAVEAT``). Tracing changes no result.
     """
 
     def __init__(self, folder: pathlib.Path | None, turns: int) -> None:
-        """Writes into ``folder`` (None: nowhere), for its owner alone; ``turns`` of the loop."""
+        """Traces ``turns`` iterations into ``folder``, readable by its owner; None: nothing."""
         self._folder, self._left = folder, turns if folder is not None else 0
         self._running, self._compiled = False, False
 
@@ -689,7 +687,7 @@ class Profile:
         self._stop()
 
     def before(self) -> None:
-        """To be called before each turn."""
+        """Must be called before each iteration."""
         if self._compiled and self._left and not self._running:
             assert self._folder is not None
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -700,7 +698,7 @@ class Profile:
         self._compiled = True
 
     def after(self, state: Any) -> None:
-        """To be called after each turn, with what it has computed."""
+        """Must be called after each iteration, with what it computed."""
         if self._running:
             self._left -= 1
             if not self._left:

@@ -36,8 +36,8 @@ from dpfl_jax.run.sinks import sink_of
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT
 from dpfl_jax.task import Task
 
-# The module that prepares each kind, by name: this one is below them all, and a command, which
-# starts in a second, needs one of them.
+# The module that prepares each kind of run. They import this module, and a command imports only the
+# one it needs, so that it starts in a second.
 _KINDS = {
     "central": "dpfl_jax.training.central_run",
     "silos": "dpfl_jax.federation.federated_run",
@@ -47,14 +47,14 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Charge:
-    """What a whole run does to one unit, for a ledger.
+    """What a whole run costs one unit, for a ledger.
 
     Attributes:
-      event: what it may spend at most.
-      delta: at which the account is kept.
-      unit_key: what makes a unit: costs of others do not add up with it. A record is a row,
-        whoever's it is.
-      unit: whose account it is.
+      event: accounting event of the whole run.
+      delta: delta of the account.
+      unit_key: what makes a unit: only costs with equal keys add up. For records it is a row,
+        whoever owns it.
+      unit: the privacy unit.
       adjacency: as in ``Guarantee``.
     """
 
@@ -96,23 +96,23 @@ class Run(abc.ABC):
 
     @property
     def loop(self) -> LoopConfig:
-        """How often the run logs, evaluates and keeps."""
+        """How often the run logs, evaluates and saves."""
         return LoopConfig.of(self.config)
 
     @abc.abstractmethod
     def algorithm(self, directory: RunDirectory, console: Console) -> Algorithm:
-        """What takes the steps of the run in ``directory``; all processes call it."""
+        """Makes the algorithm of the run in ``directory``; all processes must call it."""
 
     @abc.abstractmethod
     def without_privacy(self, algorithm: Algorithm) -> Algorithm:
-        """The baseline of ``algorithm``: the same without noise."""
+        """Makes the baseline: ``algorithm`` without privacy."""
 
     @abc.abstractmethod
     def evaluator(self) -> Evaluate | None:
-        """``params -> dict``, what is logged of held-out data; None if nothing is held out."""
+        """Returns ``params -> dict`` of held-out metrics; None if nothing is held out."""
 
     def after_steps(self, algorithm: Algorithm, result: RunResult) -> dict[str, Any]:
-        """What all processes do together after the steps; returns more sections of the report."""
+        """Called by all processes after the last step; returns more sections of the report."""
         del algorithm, result
         return {}
 
@@ -120,29 +120,29 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What a resumed run must find again (``data``), or resumes with (noise, delta)."""
+        """What is stored of the run: on resume ``data`` must be equal, noise and delta are kept."""
 
     @abc.abstractmethod
     def resume_from(self, directory: RunDirectory) -> Run:
-        """The run with the noise that it began with, whatever calibration would say today.
+        """Returns the run with the noise that it began with instead of newly calibrated noise.
 
         Raises:
-          BadInputError: something is not what it was; the sentence names it.
+          BadInputError: something has changed since the run began; the sentence names it.
         """
 
     def check_directory(self, path: str | os.PathLike[str]) -> None:
-        """Raises BadInputError where a run in ``path`` began with something else, and names it."""
+        """Raises BadInputError, and names the difference, if the run in ``path`` is another."""
         del path
 
     # ---- what it guarantees ----------------------------------------------------------------
 
     @abc.abstractmethod
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
-        """What the first ``steps`` steps guarantee."""
+        """The guarantee of the first ``steps`` steps."""
 
     @abc.abstractmethod
     def statement(self, steps: int, guarantee: Guarantee) -> Statement:
-        """What guarantee.json says of the first ``steps`` steps."""
+        """The content of guarantee.json for the first ``steps`` steps."""
 
     @abc.abstractmethod
     def charge(self) -> Charge:
@@ -156,32 +156,29 @@ class Run(abc.ABC):
     @property
     @abc.abstractmethod
     def public_inputs(self) -> tuple[str, ...]:
-        """All that enters the run and is taken as public (``public_inputs.public_inputs``).
-
-        Nothing, of a run without privacy.
-        """
+        """All inputs assumed to be public (``public_inputs.public_inputs``); () without privacy."""
 
     @property
     def account(self) -> str | None:
-        """The account of the ledger that is charged; None if there is none."""
+        """The account of the ledger that is charged; None without a ledger."""
         privacy = self.config.privacy
         return None if privacy.ledger is None else privacy.account
 
     def about(self, guarantee: Guarantee) -> Guarantee:
-        """``guarantee`` with what it is about; of a run without privacy, as it is."""
+        """Adds to ``guarantee`` what it is about (``public_inputs.about``), unless not private."""
         return about(guarantee, self.unit_key, self.public_inputs, self.account)
 
     @property
     def has_baseline(self) -> bool:
-        """Whether the same run without privacy is trained after this private one."""
+        """Whether the baseline without privacy is trained after this private run."""
         return self.private and self.config.eval.baseline
 
     def own_caveats(self) -> tuple[str, ...]:
-        """Caveats of this kind of run alone."""
+        """Caveats that only this kind of run has."""
         return ()
 
     def caveats(self) -> tuple[str, ...]:
-        """What a reader of the guarantee must know of the run before it has begun."""
+        """The caveats of the guarantee that are known before the run begins."""
         if not self.private:
             return (self.evaluation_caveat,)
         config = self.config
@@ -202,7 +199,7 @@ class Run(abc.ABC):
         """Noise over signal; None where they are not comparable.
 
         Args:
-          config: instead of the run's own, on the same public numbers: its noise is calibrated.
+          config: another configuration, for which noise is calibrated on the run's public counts.
 
         Raises:
           BadInputError: no noise meets the target.
@@ -210,7 +207,7 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def knobs(self) -> Knobs:
-        """What may be changed where noise swamps signal."""
+        """The settings that may be changed if noise swamps signal."""
 
     def advice(self) -> list[str]:
         """Sentences to print before training: noise over signal, and what would lower it."""
@@ -221,7 +218,7 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def headline(self) -> list[str]:
-        """What is run, in a few lines for people."""
+        """Describes the run in a few lines for people."""
 
     def warnings(self) -> list[str]:
         """What people should look at before training."""
@@ -238,13 +235,13 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def price(self) -> dict[str, Any]:
-        """The part of a dry run's answer that this kind of run alone has."""
+        """The entries of a dry run's answer that only this kind of run has."""
 
     @abc.abstractmethod
     def report(
         self, directory: RunDirectory, result: RunResult, guarantee: Guarantee
     ) -> dict[str, Any]:
-        """The sections of report.json that this kind of run alone has (``report.build_report``)."""
+        """The sections of report.json that only this kind of run has (``report.build_report``)."""
 
 
 def prepare(config: Any, console: Console) -> Run:
@@ -267,8 +264,8 @@ def run_experiment(
 
     Args:
       config: the configuration.
-      run_dir: where the run lives.
-      console: for people.
+      run_dir: directory of the run.
+      console: prints for people.
       prepared: reads the data and calibrates; default ``prepare``.
       key: root key of a new run whose configuration has no seed; None: a secret one.
 
@@ -296,7 +293,7 @@ def run_experiment(
     sinks: tuple[Any, ...] = ()
     try:
         run = processes.on_all_hosts(lambda: run.resume_from(directory))
-        # A resume may not do what the run did before: send metrics somewhere, pack examples.
+        # Earlier caveats stay: what the run sent to a tracker, say, stays sent after a resume.
         before = directory.facts.get("caveats", ())
         warned = warn_of_advisories(
             directory, lambda: run.statement(run.steps, run.guarantee(run.steps)), console
@@ -343,7 +340,7 @@ def dry_run(config: Any, console: Console) -> dict[str, Any]:
 def keep_programs() -> None:
     """Keeps compiled programs in the cache folder, unless JAX has another folder for them.
 
-    Not in the run's own folder, which somebody may have sent: programs are read from there and run.
+    Not in the run's folder, which may come from somebody else: programs in the cache are executed.
     """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
@@ -356,11 +353,11 @@ def open_directory(
     key: RootKey | None,
     facts: Mapping[str, Any],
 ) -> RunDirectory:
-    """Process 0 opens (and locks) the directory of a run, the others read the same one.
+    """Opens (and locks) the directory of a run in process 0; the others read it.
 
     Args:
-      run_dir: where the run lives.
-      content: what the run is, as plain JSON; kept as config.yaml.
+      run_dir: directory of the run.
+      content: the configuration as plain JSON, kept as config.yaml.
       key: root key of a new run; None: a secret one.
       facts: as ``RunDirectory`` takes them.
 
@@ -370,7 +367,7 @@ def open_directory(
     mine = processes.on_primary(lambda: RunDirectory(run_dir, content, key, facts))
     introduction = processes.broadcast(None if mine is None else mine.introduction())
     directory = processes.on_all_hosts(lambda: mine or RunDirectory.join(introduction, facts))
-    # Which versions took its steps; one without a note began before they were noted.
+    # The versions that took its steps; a run without a note is older than such notes.
     versions = directory.facts.get("versions", ["0.1.0"] if directory.resumed else [])
     directory.note("versions", list(dict.fromkeys((*versions, this_version()))))
     return directory
@@ -379,21 +376,21 @@ def open_directory(
 def warn_of_advisories(
     directory: RunDirectory, stated: Callable[[], Statement], console: Console | None
 ) -> tuple[str, ...]:
-    """Names the advisories that a resumed run meets; returns a caveat for its guarantee, if any.
+    """Warns of advisories that apply to a resumed run; returns a caveat for them, or ().
 
     Args:
-      directory: of the run.
-      stated: what the whole run states; asked for if another version took earlier steps.
-      console: for people.
+      directory: the run's directory.
+      stated: returns the statement of the whole run; called if another version took earlier steps.
+      console: prints for people.
     """
     versions = directory.facts["versions"]
     if not directory.resumed or versions == [this_version()]:
         return ()
-    found = advisories.met(stated().made_by(versions), advisories.known())
+    met = advisories.met(stated().made_by(versions), advisories.known())
     if console is not None:
-        for one in found:
+        for one in met:
             console.print(f"warning: {one}", markup=False, highlight=False)
-    return (advisories.caveat(found),) if found else ()
+    return (advisories.caveat(met),) if met else ()
 
 
 def save_report(
@@ -405,16 +402,16 @@ def save_report(
     baseline: list[dict[str, Any]] | None = None,
     **sections: Any,
 ) -> dict[str, Any]:
-    """Writes all that a run leaves for people, and returns the content of report.json.
+    """Writes all reports of a run, and returns the content of report.json.
 
     Args:
-      directory: of the run.
-      name: of the run.
-      result: of the driver.
-      statement: of the steps that are accounted.
-      describe: adds to an evaluation.
-      baseline: evaluations of the run without privacy.
-      **sections: of ``report.build_report``.
+      directory: the run's directory.
+      name: the run's name.
+      result: what the driver returned.
+      statement: the statement on the accounted steps.
+      describe: turns an evaluation into what the report shows.
+      baseline: evaluations of the baseline without privacy.
+      **sections: further sections, as in ``report.build_report``.
     """
     statement = statement.made_by(directory.facts.get("versions", ()))
     report = build_report(name, result, statement.privacy, **sections)
@@ -434,11 +431,11 @@ def _content(config: Any) -> dict[str, Any]:
     ledger = config.privacy.ledger
     if ledger is not None and not os.path.isabs(ledger):  # load_config makes it absolute
         raise BadInputError(
-            f"privacy.ledger is the relative path {ledger!r}, but this configuration was read "
-            "from no file that it could be relative to: give the full path"
+            f"privacy.ledger is the relative path {ledger!r}, but this configuration was not read "
+            "from a file that it could be relative to: give the full path"
         )
     content = config_to_dict(config)
-    content.pop("processes")  # where a run computes is no part of it
+    content.pop("processes")  # where a run computes is not part of what it is
     return content
 
 
@@ -497,7 +494,7 @@ class _Bill:
         self._paid = ""
 
     def pay(self, draws: str) -> None:
-        """Charges the run under its own name and that of its draws."""
+        """Charges the run under its id and the fingerprint of its draws."""
         if self._ledger is None:
             return
         privacy, charge = self._run.config.privacy, self._run.charge()
@@ -542,17 +539,17 @@ def train_baseline(
     loop: LoopConfig,
     console: Console,
 ) -> Evaluations | None:
-    """Trains for comparison, and keeps no model.
+    """Trains the baseline without privacy, and keeps no model.
 
     Args:
-      algorithm: makes the one without privacy.
-      key: of its draws alone.
-      evaluate: as of the private run.
-      loop: likewise; it chooses no checkpoint, and is not profiled.
-      console: for people.
+      algorithm: makes the algorithm without privacy.
+      key: root key for this training only.
+      evaluate: the evaluation of the private run.
+      loop: the settings of the private run; best checkpoint, patience and profile are ignored.
+      console: prints for people.
 
     Returns:
-      Evaluations, each with its ``step``, the first and the last included; None if it did not end.
+      Evaluations, each with its ``step``, first and last included; None if it did not finish.
     """
     console.print("the same without privacy, for comparison", highlight=False)
     loop = dataclasses.replace(loop, keep_best=False, patience=None, profile=0)
@@ -567,14 +564,14 @@ def train_baseline(
 
 
 # ---- noise over signal ---------------------------------------------------------------------------
-# Before anything is trained; and which settings would lower it.
+# It is computed before training, together with the settings that would lower it.
 
 
-# Noise over signal that advice must reach. Gradients are never all at the clip norm and aligned: of
-# configs/subject/digits.yaml the held-out loss, 2.40 before, is 3.20 after a run at 0.75
-# (privacy.epsilon=0.8), 1.56 at 0.43 and 1.08 at 0.24.
+# Noise over signal that advice must reach. Gradients are never all at the clip norm and aligned:
+# with configs/subject/digits.yaml the held-out loss, 2.40 before training, is 3.20 after a run at
+# 0.75 (privacy.epsilon=0.8), 1.56 at 0.43 and 1.08 at 0.24.
 _ENOUGH = 0.5
-# (the key to change, its values in order, each with what makes the configuration that has it).
+# (key to change, [(value, function that returns the configuration with it), ...] in order).
 Knob = tuple[str, list[tuple[Any, Callable[[], Any]]]]
 Knobs = Iterable[Knob]
 
@@ -585,9 +582,9 @@ class Balance:
 
     Attributes:
       noise: norm of the noise on a round's averaged update.
-      signal: most that a round's averaged update can be.
-      rounds: R.
-      called: what a round is called: of central training, a step.
+      signal: largest possible norm of a round's averaged update.
+      rounds: number of rounds.
+      called: word for a round ("step" in central training).
     """
 
     noise: float
@@ -603,7 +600,7 @@ class Balance:
         return self.noise / (self.signal * math.sqrt(self.rounds))
 
     def to_json(self) -> dict[str, float]:
-        """Plain numbers."""
+        """Noise over signal of one round and of the run, as plain JSON."""
         result = {self.called: self.noise / self.signal, "run": self.ratio}
         return {f"over_a_{name}": float(f"{value:.4g}") for name, value in result.items()}
 
@@ -618,12 +615,12 @@ class Balance:
 def advice(
     balance: Balance, knobs: Knobs, balance_of: Callable[[Any], Balance | None]
 ) -> list[str]:
-    """Sentences to print: the balance, and where noise swamps signal the values that would do.
+    """Returns sentences to print: the balance, and what to change if noise swamps signal.
 
     Args:
-      balance: of what is configured.
-      knobs: see ``Knobs``; asked for only if needed.
-      balance_of: of another configuration.
+      balance: the balance of the configuration.
+      knobs: settings to try; read only if noise swamps signal.
+      balance_of: computes the balance of another configuration.
     """
     if balance.ratio <= 1.0:
         return [str(balance)]
@@ -639,7 +636,7 @@ def advice(
                 enough.append(f"{key}={value} ({would_be.ratio:.2g})")
                 break
     better = (
-        f"one of these would do, the noise then being so many times the signal: {', '.join(enough)}"
+        f"one of these would do (in brackets, noise over signal then): {', '.join(enough)}"
         if enough
         else "no single change of these would do: "
         f"{', '.join(tried)}; take a smaller model, or more people"
@@ -648,7 +645,7 @@ def advice(
 
 
 def knob(config: Any, key: str, values: Sequence[Any]) -> Knob:
-    """A key of a configuration with further values; of a mechanism's, an option of who is drawn."""
+    """Makes a ``Knob`` of a key; ``mechanism.NAME`` (not isrl) is a field of its participation."""
     section, *_, name = key.split(".")
 
     def changed(value: Any) -> Any:
@@ -666,6 +663,6 @@ def knob(config: Any, key: str, values: Sequence[Any]) -> Knob:
 
 
 def doubled(start: float, most: float, times: int = 6) -> list[float]:
-    """2, 4, ... times ``start``, up to ``most``, rounded to three digits."""
+    """Returns 2, 4, ... times ``start``, up to ``most``, rounded to three digits."""
     result = [float(f"{start * 2**k:.3g}") for k in range(1, times + 1)]
     return [*dict.fromkeys(min(value, most) for value in result)]

@@ -1,8 +1,8 @@
 """One run in many processes: how they start, agree, and end if one of them is lost.
 
-Every process runs the same program. Process 0 alone writes the report, the metrics and the ledger;
-what only it can decide (is this run new?) it tells the others, and what goes wrong in one of them
-is sent to all, so that a bad input ends every process with one sentence instead of leaving the rest
+Every process runs the same program. Process 0 alone writes the report, the metrics and the ledger,
+and sends what only it can decide (is this run new?) to the others. An error in one process is sent
+to all, so that a bad input ends every process with one sentence instead of leaving the rest
 waiting. The secret root key is never sent: it is read from the run directory, which all share.
 """
 
@@ -34,7 +34,7 @@ MODE = "DPFL_PROCESSES"
 
 
 class AgreedError(BadInputError):
-    """A bad input that every process has heard of, so that all end by themselves."""
+    """A bad input that every process knows of, so that all end by themselves."""
 
 
 def is_primary() -> bool:
@@ -79,7 +79,7 @@ def start(section: ProcessesConfig) -> bool:
         missing = next(name for name in ENVIRONMENT if name not in known)
         raise BadInputError(
             f"{next(iter(known))} is set, but {missing} is not: set all three, or none where the "
-            "cluster tells them (TPU slices, SLURM, Open MPI)"
+            "cluster provides them (TPU slices, SLURM, Open MPI)"
         )
     address, total, mine = (known.get(name, "0") for name in ENVIRONMENT)
     if known and not int(mine) < int(total):
@@ -90,7 +90,7 @@ def start(section: ProcessesConfig) -> bool:
         return False
     options: dict[str, Any] = {
         "initialization_timeout": section.start_timeout_s,
-        # Later than our own: JAX's ends the process without saying how to go on.
+        # Later than ``Watch``: JAX ends the process without saying how to resume.
         "heartbeat_timeout_seconds": 2 * section.lost_after_s,
         "shutdown_timeout_seconds": section.start_timeout_s,
     }
@@ -101,7 +101,7 @@ def start(section: ProcessesConfig) -> bool:
             "process_id": int(mine),
             "cluster_detection_method": "deactivate",
         }
-    # SIGTERM is the run's own affair (``StopRequest``): it stops all processes at the same step.
+    # ``StopRequest`` handles SIGTERM: it stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Programs that send to each other must run in the same order everywhere; on accelerators a
@@ -133,7 +133,7 @@ def _many_are_announced() -> bool:
     return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
 
 
-# ---- telling each other --------------------------------------------------------------------------
+# ---- messages between processes ------------------------------------------------------------------
 
 
 def gather(value: Any) -> list[Any]:
@@ -162,7 +162,7 @@ def fresh_key() -> RootKey:
 
 
 def on_all_hosts(action: Callable[[], T]) -> T:
-    """Runs ``action`` in every process; a bad input in one of them is one in all.
+    """Runs ``action`` in every process; a bad input in one of them is raised in all.
 
     Raises:
       AgreedError: the first process's sentence, if any process has one.
@@ -193,8 +193,8 @@ def check_same(facts: Mapping[str, Any]) -> None:
     """Checks that all processes hold the same facts (plain JSON; nothing secret).
 
     Raises:
-      AgreedError: names the first that differs. Training on would sample by another law than the
-        one accounted, or add noise that does not fit together.
+      AgreedError: names the first fact that differs. Training would otherwise sample from another
+        distribution than the accounted one, or add parts of different noise.
     """
     if not many():
         return
@@ -213,14 +213,13 @@ def check_same(facts: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def synchronized_shutdown(how: str, section: ProcessesConfig) -> Iterator[None]:
-    """What goes wrong in one process of many ends the job with one sentence, and at once.
+    """Ends all processes at once, with one sentence, if one of them fails.
 
-    An error that all have agreed on, or a stop that all have heard of, passes through. Anything
-    else ends this process without waiting for the others, who would otherwise wait for it; they
-    hear of it (``Watch``) and end too.
+    An error or a stop that all processes know of passes through. Anything else ends this process
+    without waiting for the others, which would otherwise wait for it; their ``Watch`` ends them.
 
     Args:
-      how: how to go on, for the sentence, e.g. ``--run-dir runs/mine``.
+      how: how to resume, for the sentence, e.g. ``--run-dir runs/mine``.
       section: how long a process may be silent.
     """
     if not many():
@@ -277,16 +276,16 @@ def _is_about_others(error: BaseException) -> bool:
 
 
 # ---- noticing that another process is gone -------------------------------------------------------
-# A process that dies leaves the others waiting in a reduction for ever: nothing in the program can
-# notice. So a thread of each process writes every few seconds that it is alive, into the key-value
-# store of JAX's coordination service (which process 0 hosts), and reads what the others wrote.
+# If a process dies, the others wait in a reduction for ever. So a thread of each process writes
+# every few seconds that it is alive, into the key-value store of JAX's coordination service (which
+# process 0 hosts), and reads what the others wrote.
 
 _FOLDER = "dpfl/alive/"
 _DONE = "done"
 
 
 class Heartbeats:
-    """Which processes are alive; the time is an argument, so that it can be tested."""
+    """Which processes are alive; the time is an argument, for tests."""
 
     def __init__(self, processes: int, patience_s: float, now: float) -> None:
         self._patience = patience_s
@@ -329,7 +328,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Lets the others know that this process ends by itself, and stops watching."""
+        """Announces that this process ends by itself, and stops watching."""
         self._ended.set()
         self._thread.join()
 
@@ -343,7 +342,7 @@ class Watch:
                 self._client.key_value_set(f"{_FOLDER}{self._me}", words, allow_overwrite=True)
                 entries = self._client.key_value_dir_get(_FOLDER)
             except Exception:
-                # Process 0 answers no more: if it is not back soon, it is lost.
+                # Process 0 does not answer: if that lasts, it counts as lost.
                 entries = []
             if ended:
                 return
@@ -359,7 +358,7 @@ class Watch:
 class ExitMessage:
     """Prints one sentence if this process is ended from outside.
 
-    JAX's runtime aborts a process with a stack trace when process 0 is lost, or when it finds
+    JAX's runtime aborts a process with a stack trace when process 0 is lost, or when it notices
     before ``Watch`` that another one is; so a shell waits for each process and prints for it.
     """
 
@@ -387,7 +386,7 @@ class ExitMessage:
 
 
 def lost_message(lost: int | None, how: str) -> str:
-    """The sentence on a lost process.
+    """Returns the sentence to print if a process is lost.
 
     Args:
       lost: number of the process, or None if it is not known.

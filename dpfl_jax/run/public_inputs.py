@@ -1,7 +1,7 @@
 """What a guarantee is about: who a unit is, what was taken as public, which other runs it counts.
 
-A guarantee protects what is in the training data, and nothing else that enters a run. Whether that
-is public nobody can compute, so that all of it is listed by name, in the guarantee itself.
+A guarantee protects what is in the training data, and nothing else that enters a run. No program
+can check whether the rest is public, so the guarantee lists all of it by name.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _BOUNDS = {
 def about(
     guarantee: Guarantee, unit_key: str, public_inputs: tuple[str, ...], account: str | None = None
 ) -> Guarantee:
-    """A guarantee that says what it is about.
+    """Returns the guarantee with its unit, its public inputs, and the other runs that it counts.
 
     Args:
-      guarantee: of the mechanism that ran.
+      guarantee: the guarantee of the mechanism that ran.
       unit_key: what makes a unit (``Store.unit_key``).
       public_inputs: as ``public_inputs`` lists them.
-      account: of the ledger that was charged; None if there is none.
+      account: the account of the ledger that was charged; None without a ledger.
     """
     if not guarantee.private:
         return guarantee
@@ -67,16 +67,16 @@ def public_inputs(
     more: Iterable[str] = (),
     remote: bool = False,
 ) -> tuple[str, ...]:
-    """All that enters a run and is taken as public: a name, and what it was, each.
+    """Lists all that enters a run and is assumed to be public, each as "name: value".
 
     Args:
-      counts: numbers of units that sampling follows from.
-      bounds: of what a unit contributes, which are public constants.
-      config: of the run; None: the caller made data, loss and parameters.
+      counts: the numbers of units that sampling depends on, in words.
+      bounds: bounds on what a unit contributes, by field of the mechanism.
+      config: the run's configuration; None: the caller made data, loss and parameters.
       task: what is learned.
-      checkpoint: identifies the checkpoint that training starts from.
+      checkpoint: digest of the checkpoint that training starts from.
       more: further entries.
-      remote: the data are elsewhere, and with them what reads them.
+      remote: whether the silos hold the data, and the code that reads them.
     """
     result = [*more, *of_the_mechanism(bounds, counts)]
     if config is None:
@@ -89,7 +89,7 @@ def public_inputs(
 def of_the_mechanism(
     bounds: Mapping[str, Any] | None = None, counts: str | None = None
 ) -> tuple[str, ...]:
-    """The entries that follow from the mechanism and what it counts; see ``public_inputs``."""
+    """Lists the entries of ``public_inputs`` that follow from the mechanism and its counts."""
     given = ((bounds or {}).get(name) for name in _BOUNDS)
     result = [words.format(b) for b, words in zip(given, _BOUNDS.values()) if b is not None]
     return tuple(result) if counts is None else (f"counts: {counts}", *result)
@@ -149,7 +149,7 @@ def _of_the_data(data: Any, task: Task | None, remote: bool) -> Iterator[str]:
 
 
 def _scaled_by(data: Any, task: Task) -> str | None:
-    """Records that set the scale; "" if the source has constants, None if nothing is scaled."""
+    """Which records set the scale; "" if the source has constants, None if nothing is scaled."""
     if task.scaled:
         return ""
     share = data.public_fraction
@@ -157,21 +157,21 @@ def _scaled_by(data: Any, task: Task) -> str | None:
 
 
 def _name(path: str) -> str:
-    """A file's name, not where it lies, which is nobody's business; other names whole."""
+    """A file's name without its folder, which may be private; other names as they are."""
     return path if ":" in path else pathlib.PurePath(path).name or path
 
 
 def not_people(store: Any, unit: str) -> str | None:
-    """What to tell before training if units do not look like people; for the terminal alone.
+    """Returns a warning, for the terminal only, if units do not look like people.
 
-    How many rows units have is as private as they are, and is written nowhere.
+    It is written to no file, as the number of rows of a unit is private.
     """
     offsets = getattr(store, "user_offsets", None) if not hasattr(store, "owners") else None
     if offsets is None:
         return None
     units, rows = len(offsets) - 1, int(offsets[-1])
     key = unit_key_of(store) or "id"
-    whose = "name the column that says whose each row is (data.user_column)"
+    whose = "name the column that says who each row belongs to (data.user_column)"
     ids = store.user_ids(range(min(units, FEW))) if hasattr(store, "user_ids") else []
     if ids and all(map(_DATE.fullmatch, ids)):
         return (
@@ -186,6 +186,6 @@ def not_people(store: Any, unit: str) -> str | None:
     if units <= FEW and rows > FEW * units:
         return (
             f"there are {units} {unit}s of many rows each (a {unit}: {key}), and all rows of one "
-            f"are hidden together, which takes much noise: if they are no people, {whose}"
+            f"are hidden together, which takes much noise: if they are not people, {whose}"
         )
     return None

@@ -1,4 +1,4 @@
-"""What a run leaves for people: report.json, report.md, curves.png and attacks.png."""
+"""The report of a run: report.json, report.md, curves.png and attacks.png."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def build_report(
     """Returns the content of report.json.
 
     Args:
-      name: of the configuration.
-      result: of the driver.
-      guarantee: of the steps taken.
-      outside_guarantee: what this kind of run adds to that entry.
+      name: the configuration's name.
+      result: what the driver returned.
+      guarantee: the guarantee of the steps taken.
+      outside_guarantee: what this kind of run adds to the entry of that name.
       **sections: further top-level entries (model, data, mechanism, silos, ...).
     """
     chosen = result.best
@@ -130,7 +130,7 @@ def write_report(
     statement: Statement,
     metrics: Sequence[dict[str, Any]],
 ) -> None:
-    """Writes all that a run leaves and, last, report.json (whose status ends the run)."""
+    """Writes all reports of a run; report.json, whose status marks it as finished, comes last."""
     statement = statement.tied(
         run=digests.of_run(directory, {report["steps"], report["best_step"]})
     )
@@ -144,13 +144,13 @@ def write_report(
 
 
 def taken(report: dict[str, Any]) -> str:
-    """How many steps, in words."""
+    """The number of steps taken, in words: "80", or "80 of 100"."""
     done, planned = report["steps"], report["planned_steps"]
     return str(done) if done == planned else f"{done} of {planned}"
 
 
 def evaluated(report: dict[str, Any], key: str) -> str:
-    """What an entry of ``eval`` in a report is, in words."""
+    """When an entry of a report's ``eval`` was measured, in words."""
     averaged = ", averaged" if "last_iterate" in report["eval"] else ""
     return {
         "initial": "before private training",
@@ -161,7 +161,7 @@ def evaluated(report: dict[str, Any], key: str) -> str:
 
 
 def render_markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown; sections that it does not have are left out."""
+    """Returns the report as Markdown."""
     title = f"{report['name']}: {report['status']} after {taken(report)} steps"
     lines = [f"# {as_text(title)}", "", f"**{as_text(report['summary'])}**", ""]
     lines += ["## Guarantee", "", as_text(report["guarantee"]), ""]
@@ -202,7 +202,7 @@ def render_markdown(report: dict[str, Any]) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A line of Markdown that shows just this: no links, pictures, HTML, code or cells."""
+    """Escapes a value for one line of Markdown: no links, pictures, HTML, code or cells."""
     return re.sub(r"([\\`<|\[])", r"\\\1", " ".join(str(value).split()))
 
 
@@ -211,7 +211,7 @@ def _items(sentences: Sequence[str]) -> list[str]:
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]] | None) -> list[str]:
-    """Columns are those that hold something somewhere."""
+    """A Markdown table; columns without any value are left out."""
     if not rows:
         return []
     known = dict.fromkeys(name for row in rows for name in row)
@@ -241,7 +241,7 @@ def plot_curves(
 ) -> None:
     """Writes the picture of a run as PNG."""
     figure = draw(metrics, report)
-    with warnings.catch_warnings():  # of letters that the font has not; a model may write any
+    with warnings.catch_warnings():  # about letters that the font lacks: a model may write any
         warnings.simplefilter("ignore", UserWarning)
         figure.savefig(path, dpi=110)
 
@@ -274,7 +274,7 @@ def draw(metrics: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> Any
       report: content of report.json.
 
     Returns:
-      A figure of matplotlib.
+      A Matplotlib figure.
     """
     from matplotlib.figure import Figure  # not pyplot, whose backend is the notebook's
 
@@ -282,7 +282,7 @@ def draw(metrics: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> Any
     rows = [r for r in metrics if "outside_guarantee" in r]
     accuracy = [(s, e["accuracy"]) for s, e in evals if e.get("accuracy") is not None]
     samples = report.get("samples", {})
-    # Silos that are elsewhere tell of no loss.
+    # Remote silos report no loss.
     learnt = bool(evals) or any(r["outside_guarantee"]["train_loss"] is not None for r in rows)
     columns = 1 + learnt + bool(accuracy)
     figure = Figure(figsize=(10, 4.9 if samples else 3.6), layout="constrained")
@@ -347,7 +347,7 @@ def _loss(
         axis.axvline(chosen, color="0.6", ls="--", lw=1)
         axis.set_xlabel(f"step (dashed: the best checkpoint, {chosen})")
     low, high = axis.get_ylim()
-    # Names next to each other would overlap: each keeps two lines' distance from the one below.
+    # Labels of close values would overlap: each is kept above the one below it.
     at = -np.inf
     for name, points, color, _ in sorted(lines, key=lambda line: line[1][-1][1]):
         apart = (high - low) * (0.09 + 0.055 * (1 + name.count("\n")))
@@ -363,7 +363,7 @@ def _loss(
 
 
 def _spent(axis: Any, points: Sequence[tuple[int, float]], report: Mapping[str, Any]) -> None:
-    """Epsilon by step, an upper bound; and what is stated, where a rule stopped the run."""
+    """Epsilon by step, an upper bound; and the stated one, if a rule stopped the run early."""
     axis.set(title="privacy spent: epsilon, at most", xlabel="step")
     if not points:
         return

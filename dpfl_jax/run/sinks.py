@@ -1,7 +1,7 @@
-"""Rows of metrics handed on to TensorBoard, Weights & Biases or MLflow.
+"""Sends rows of metrics to TensorBoard, Weights & Biases or MLflow.
 
-A tracker is a place that others read. So it is sent what the guarantee covers, and the rest only on
-request, under ``not_private/``.
+Others can read a tracker. So it gets what the guarantee covers, and the rest only on request,
+under ``not_private/``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOT_PRIVATE = "not_private/"
 
 
 class Sink:
-    """Takes rows of metrics; as ``Hooks(on_step=sink, on_evaluation=sink)``, too."""
+    """Sends rows of metrics to a tracker; fits ``Hooks(on_step=sink, on_evaluation=sink)``."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class Sink:
         close: Callable[[], Any],
         not_private: bool = False,
     ) -> None:
-        """Not opened by hand: ``sinks``.
+        """``sink_of`` opens one by name.
 
         Args:
           send: takes numbers by name, and the step.
-          close: ends it.
+          close: closes the tracker.
           not_private: also send what the guarantee does not cover.
         """
         self._send, self.close, self._all = send, close, not_private
@@ -47,11 +47,11 @@ class Sink:
 
 
 def sink_of(name: str) -> Callable[[pathlib.Path, bool], Sink]:
-    """Returns what opens a sink for a run's directory: (path, whether to send all).
+    """Returns a function that opens a sink: ``(run directory, whether to send all) -> Sink``.
 
     Args:
-      name: ``"tensorboard"`` (a folder of the run), ``"wandb"`` or ``"mlflow"``, configured by
-        their own variables of the environment.
+      name: ``"tensorboard"`` (writes into the run directory), ``"wandb"`` or ``"mlflow"`` (which
+        read their own environment variables).
 
     Raises:
       BadInputError: its package is not installed.
@@ -73,8 +73,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-# When a row was written shows how long steps take, which is as private as the data: unless all is
-# sent, the step is the time.
+# The time at which a row was written shows how long steps take, which is as private as the data:
+# unless all is sent, the step's number replaces the time.
 
 
 def _tensorboard(package: Any, path: pathlib.Path, everything: bool) -> tuple[Any, Any]:
@@ -89,7 +89,7 @@ def _tensorboard(package: Any, path: pathlib.Path, everything: bool) -> tuple[An
 
 def _wandb(package: Any, path: pathlib.Path, everything: bool) -> tuple[Any, Any]:
     del everything
-    # By itself it would also send what is printed (losses) and the machine's use.
+    # By default it would also send what is printed (losses) and the machine's load.
     settings = package.Settings(
         console="off",
         disable_code=True,

@@ -19,7 +19,7 @@ from dpfl_jax.mesh import parameter_shardings, place, replicated, splits_paramet
 from dpfl_jax.randomness import RootKey
 
 PyTree = Any
-# Flags of XLA that change no number.
+# Flags of XLA that change no result.
 _OF_THE_HOST = ("--xla_force_host_platform_device_count", "--xla_cpu_collective_call", "--xla_dump")
 
 
@@ -33,8 +33,8 @@ class TrainState:
       opt_state: state of the Optax optimiser; it has only ever seen noised gradients.
       step: int32 scalar, the number of steps taken.
       noise: what correlated noise keeps between steps (``noise.NoiseState.memory``).
-      units: what is known of each unit between steps, unreadable without the run's key.
-      average: of the iterates, if the run keeps one (``run.average``).
+      units: what is kept of each unit between steps, encrypted under the run's key.
+      average: average of the iterates, if the run keeps one (``run.average``).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -53,7 +53,7 @@ class TrainState:
 
 
 def hardware(mesh: Mesh) -> str:
-    """What the steps of a run are computed with; CPUs of two makes may round apart all the same."""
+    """Describes devices, layout and versions; CPUs of two makes may still round differently."""
     device = mesh.devices.flat[0]
     layout = ""
     if splits_parameters(mesh):
@@ -75,9 +75,9 @@ def init_state(
     whole: Collection[str] = (),
     noise: PyTree = (),
 ) -> TrainState:
-    """Returns the state before the first step, split over ``mesh`` as its axes say.
+    """Returns the state before the first step, split over the axes of ``mesh``.
 
-    The parameters are copied: the step donates its state, and the caller's arrays must live on.
+    The parameters are copied: steps donate the state, and the caller keeps the arrays.
     """
     places = shardings_of(params, optimizer, mesh, whole, noise)
     params = place(params, places.params)
@@ -112,23 +112,23 @@ def shardings_of(
 
 
 # ---- a digest of parameters ----------------------------------------------------------------------
-# It depends on their values alone, wherever the parts of them lie. A seal is computed under a
-# secret key: of sums that anybody can compute, other parameters with the same ones are found in
-# seconds (Wagner 2002, "A Generalized Birthday Problem").
+# It depends on values only, not on how they are sharded. A seal uses a secret key: with a public
+# one, other parameters with the same sums can be constructed in seconds (Wagner 2002, "A
+# Generalized Birthday Problem").
 
 _PUBLIC = np.frombuffer(hashlib.sha256(b"dpfl_jax content").digest(), np.uint32)
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def content_digest(params: PyTree, key: RootKey | None = None) -> str:
-    """Tells two sets of parameters apart, without any of them being whole anywhere.
+    """Returns a digest of parameters, without gathering any of them on one device.
 
-    Each device mixes the bits of its own part with their places; the sums (of integers, which have
+    Each device mixes the bits of its part with their positions; the sums (of integers, which have
     no rounding) are the same for every layout and number of processes. All processes must call it.
 
     Args:
       params: pytree of arrays.
-      key: who does not have it can make up no parameters with a given digest. None: anybody can.
+      key: only who has it can construct parameters with a given digest. None: anybody can.
 
     Returns:
       32 hexadecimal digits.
@@ -149,7 +149,7 @@ def _summed(leaf: Any, key: np.ndarray) -> jax.Array:
 
 
 def content_words(leaf: jax.Array, key: jax.Array | np.ndarray = _PUBLIC) -> jax.Array:
-    """uint32 [4]: sums of the bits of an array, mixed with their places and a key, uint32 [8]."""
+    """uint32 [4]: sums of an array's bits, mixed with their positions and a key, uint32 [8]."""
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -164,7 +164,7 @@ def content_words(leaf: jax.Array, key: jax.Array | np.ndarray = _PUBLIC) -> jax
         position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
             jnp.uint32, bits.shape, axis
         )
-    # What a change of some bits adds to a sum depends on secret words of their place.
+    # How a changed bit changes a sum depends on its position and on secret words.
     sums = [
         jnp.sum(_mix(_mix(bits ^ _mix(_mix(position ^ a) + b)) ^ b), dtype=jnp.uint32)
         for a, b in zip(key[:4], key[4:], strict=True)
@@ -173,7 +173,7 @@ def content_words(leaf: jax.Array, key: jax.Array | np.ndarray = _PUBLIC) -> jax
 
 
 def mixed(words: jax.Array, more: jax.Array) -> jax.Array:
-    """uint32 [4] that depends on both, in this order."""
+    """uint32 [4] that depends on both arguments and on their order."""
     return _mix(_mix(words) + more + jnp.uint32(0x9E3779B9))
 
 

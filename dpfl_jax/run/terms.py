@@ -2,8 +2,8 @@
 
 Two runs that shared a key would add the same noise to different sums, and the difference of what
 they release would be somebody's gradient. So draws come from the root key *and* the terms: only a
-run that is the same in all of them draws the same again. And a resumed run is compared with the
-terms that it began with: with others it would spend what its guarantee does not say.
+run with equal terms draws the same noise again. A resumed run is compared with the terms that it
+began with, as its guarantee would not cover others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import content_digest
 
-# Terms of which only a digest is kept: named last, as they differ wherever another one does.
+# Terms of which only a digest is kept. Refusals name them last: they differ if another one does.
 _UNSPOKEN = {
     "data": "the training data are",
     "frozen": "the parameters that are not trained are",
@@ -46,29 +46,29 @@ PUBLIC_KEY_CAVEAT = (
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What one run is.
+    """What identifies a run.
 
     Attributes:
-      stated: name -> plain JSON: mechanism, population, delta, steps. A report tells them, too.
-      secret: name -> digest of what may depend on the data, or what makes one under the root key;
-        written down only under the key.
+      stated: name -> plain JSON: mechanism, population, delta, steps. The report has them, too.
+      secret: name -> digest of what may depend on the data, or a function from the root key to
+        such a digest; only a digest under the key is written.
     """
 
     stated: Mapping[str, Any]
     secret: Mapping[str, str | Callable[[RootKey], str]]
 
     def sealed(self, root: RootKey) -> dict[str, Any]:
-        """The terms as plain JSON, in which what is secret is a digest under the key."""
+        """The terms as plain JSON, with digests under the key for what is secret."""
         made = {name: v(root) if callable(v) else v for name, v in self.secret.items()}
         secret = {name: root.keyed_digest(name, value) for name, value in made.items()}
         return json.loads(json.dumps({**self.stated, **secret}, sort_keys=True))
 
 
 def secret_of_code(digests: Sequence[str]) -> dict[str, str]:
-    """The secret term of parts written elsewhere, from ``code_outside``; none if there are none.
+    """The secret term of parts outside of the library (from ``code_outside``); {} without any.
 
-    A section names such parts. Written anew under the same names they are another mechanism, which
-    must not draw the noise of the one before, nor resume its run.
+    Changed code under the same name is another mechanism: it must not draw the same noise, nor
+    resume the run.
     """
     return {"code": value_digest(list(digests))} if digests else {}
 
@@ -85,16 +85,16 @@ def begin(
     """Compares a run with what it began with; returns the key of its draws, and its sealed terms.
 
     Args:
-      terms: of this run.
+      terms: the terms of this run.
       root: its root key.
-      run_dir: where it is kept, if anywhere.
-      hardware: what the run is computed with. On other hardware a loss may trace to something else;
-        then the rest of the run has draws of its own, unless steps that were already taken would
-        be among them. None: that is refused, too.
-      done: step of the checkpoint to go on from; None if there is none.
-      start: digest of the parameters before the first step.
-      layout: what changes no more than rounding (strategy, devices): two runs with one key that
-        differ in it alone draw independently, too. A resumed run keeps its first one's.
+      run_dir: its directory, if it has one.
+      hardware: what the run is computed with. On other hardware a loss may trace to another
+        computation; the rest of the run then draws anew, unless it would repeat steps that may
+        have been released. None: another computation is refused.
+      done: step of the checkpoint to resume from; None if there is no checkpoint.
+      start: returns a digest of the parameters before the first step.
+      layout: settings that change only rounding (strategy, devices): two runs with one key that
+        differ only in them draw independently, too. A resumed run keeps its first layout.
 
     Raises:
       BadInputError: the run began with other terms (the sentence names the first that differs), or
@@ -127,7 +127,7 @@ def begin(
         run_dir.note("terms", sealed)
         run_dir.note("start", first)
         run_dir.note("streams", streams)
-    # Nothing about a public key is secret, and who compares runs under one seed wants their draws.
+    # A public key hides nothing, and whoever compares runs under one seed wants equal draws.
     if root.public:
         return root, sealed
     text = json.dumps([sealed, first, streams], sort_keys=True)
@@ -143,7 +143,7 @@ def random_streams() -> str:
 def _refuse_to_draw_anew(
     run_dir: RunDirectory, done: int, params: bool, streams: str | None
 ) -> NoReturn:
-    """A guarantee counts each step once: a step that was released is only taken again as it was."""
+    """A guarantee counts each step once, so a released step is only repeated with equal draws."""
     cause = (
         "the first parameters are not those that it began with: give the same again (with a model "
         "whose init has a fixed seed)"
@@ -168,10 +168,11 @@ def refuse_other(
     """Raises BadInputError if two sealed terms differ.
 
     Args:
-      began: what was found.
-      now: what is asked for.
-      what: where ``began`` was found.
-      moved: to other hardware or another JAX: then the computation may trace to something else.
+      began: the terms that a run or checkpoint began with.
+      now: the terms of the run that is asked for.
+      what: the run or checkpoint that has ``began``, in words.
+      moved: whether to ignore a change of the computation, which may trace to something else on
+        other hardware or with another JAX.
     """
     for name in sorted({*began, *now}, key=lambda name: (name in _UNSPOKEN, name)):
         if began.get(name) == now.get(name) or (moved and name == "computation"):
@@ -190,7 +191,7 @@ def refuse_other(
 
 
 def value_digest(value: Any) -> str:
-    """Digest of a value made of dataclasses, containers, arrays, strings and numbers."""
+    """Returns a digest of a value made of dataclasses, containers, arrays, strings, numbers."""
     if dataclasses.is_dataclass(value):
         parts: list[Any] = [type(value).__name__]
         for field in dataclasses.fields(value):
@@ -213,10 +214,10 @@ def value_digest(value: Any) -> str:
 
 
 def computation_digest(function: Callable[..., Any], *args: Any) -> str:
-    """Tells two computations apart by what they trace to: operations, and constants' values.
+    """Returns a digest of what a function traces to: operations, and values of constants.
 
     Args:
-      function: traced, not run.
+      function: it is traced, not run.
       *args: pytrees of arrays or ShapeDtypeStructs, of which only shapes and dtypes count.
     """
     text, constants = traced_parts(function, *args)
@@ -232,10 +233,10 @@ def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[An
     """What a function traces to: its operations as text, and the arrays it has captured.
 
     Raises:
-      BadInputError: as of ``clipping.isolation.refuse_opaque``.
+      BadInputError: part of it cannot be traced (``clipping.isolation.refuse_opaque``).
     """
     traced = jax.make_jaxpr(function)(*jax.tree.map(shape_of, args))
-    # Without where functions lie, and without the colours of terminals and notebooks.
+    # Without addresses of functions, and without the colours of terminals and notebooks.
     text = re.sub(r" at 0x[0-9a-f]+", "", traced.jaxpr.pretty_print(use_color=False))
     programs = list(every_program(traced))
     refuse_opaque(traced, "the loss (or the optimiser)")
@@ -245,17 +246,17 @@ def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[An
 def training_digest(
     loss_fn: Callable[..., Any], trained: Any, frozen: Any, example: Any, optimizer: Any
 ) -> str:
-    """Tells apart what trains: loss, gradient (which may have rules of its own) and optimiser.
+    """Returns a digest of loss, gradient (which may have custom rules) and optimiser.
 
     Args:
       loss_fn: ``(params, example) -> scalar``.
-      trained: pytree of arrays or ShapeDtypeStructs.
-      frozen: likewise; see ``clipping.split``.
-      example: likewise, of one example.
+      trained: pytree of arrays or ShapeDtypeStructs (see ``clipping.split``).
+      frozen: pytree of arrays or ShapeDtypeStructs.
+      example: pytree of arrays or ShapeDtypeStructs: one example.
       optimizer: an Optax transformation.
 
     Raises:
-      BadInputError: as of ``traced_parts``.
+      BadInputError: part of it cannot be traced (``traced_parts``).
     """
     told = optax.with_extra_args_support(optimizer)
 

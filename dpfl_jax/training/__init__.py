@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dpfl_jax.training.central import make_train_step
     from dpfl_jax.training.fitting import FitResult, fit
 
-# Loaded on first use: an optimiser alone, which plans ask for, needs none of it.
+# Imported on first use: a plan needs only ``optimizers`` of this package.
 _HOMES = {
     "AdamBCState": "dpfl_jax.training.adam_bc",
     "FitResult": "dpfl_jax.training.fitting",

@@ -1,22 +1,22 @@
-"""Adam whose second moment leaves out the noise: DP-AdamBC.
+"""DP-AdamBC: Adam whose second moment is corrected for the noise.
 
-Noise on the mean gradient adds its variance to the second moment of Adam, often far more than the
-gradient itself has: then all coordinates are divided by nearly the same number, and Adam is SGD
+Noise on the mean gradient adds its variance to Adam's second moment, often far more than the
+gradient itself does. Then all coordinates are divided by nearly the same number, and Adam is SGD
 with momentum. The variance is a public constant of the plan, so it is subtracted:
 
     m, v = moments of the noised mean gradient, each over 1 - b^t
     phi  = the same average as v, of the noise's variance
     update = m / sqrt(max(v - phi, floor * phi))
 
-The variance is averaged as v is, since it is another at each step where noise is correlated over
-steps or the clip norm adapts. All of it is a function of what noise was already added to
-(post-processing): it costs no privacy.
+The variance is averaged like v, since it changes from step to step if noise is correlated over
+steps or the clip norm adapts. All of it is a function of noised gradients (post-processing): it
+costs no privacy.
 
 Source: Tang, Shpilevskiy, Lécuyer 2024, "DP-AdamBC: Your DP-Adam is actually DP-SGD (unless you
-apply bias correction)" (arXiv 2312.14334), Algorithm 1. Departure: in the place of floor * phi the
-paper has a number gamma', to be tuned for every model, clip norm and cohort. As a share of the
-noise's variance one value fits them all: at 1, a coordinate that holds noise alone is divided by
-the noise's stddev, which is about what Adam divides it by, so that Adam's rates fit, too.
+apply bias correction)" (arXiv 2312.14334), Algorithm 1. Departure: instead of floor * phi the paper
+has a number gamma', which must be tuned for every model, clip norm and cohort. As a share of the
+noise's variance one value fits all: at 1, a coordinate of pure noise is divided by the noise's
+stddev, which is about what Adam divides it by, so that Adam's learning rates fit, too.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ import optax
 from dpfl_jax.errors import BadInputError, positive, probability
 
 PyTree = Any
-_LEAST = 1e-16  # where there is no noise: the square of Adam's epsilon
+_LEAST = 1e-16  # smallest second moment without noise: the square of Adam's epsilon
 
 
 class AdamBCState(NamedTuple):
-    """What DP-AdamBC knows between steps.
+    """The state of DP-AdamBC.
 
     Attributes:
-      step: int32 scalar, steps taken.
-      mu: first moment.
-      nu: second moment, with the noise's.
+      step: int32 scalar, number of steps taken.
+      mu: first moment, like the parameters.
+      nu: second moment of gradients with noise, like the parameters.
       phi: float32 scalar, second moment of the noise.
 
     Examples:
@@ -59,20 +59,20 @@ class AdamBCState(NamedTuple):
 def scale_by_adam_bc(
     b1: float = 0.9, b2: float = 0.999, floor: float = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    """DP-AdamBC without a learning rate, to be chained.
+    """Makes DP-AdamBC without a learning rate, for ``optax.chain``.
 
     Args:
       b1: decay of the first moment.
       b2: decay of the second moment.
-      floor: the least second moment, as a share of the noise's variance, above 0.
+      floor: smallest second moment, as a share of the noise's variance, above 0.
 
     Returns:
-      ``update(gradient, state, params, *, noise_stddev)``, where noise_stddev is the standard
-      deviation of the noise on each entry of the mean gradient. ``fit`` and silos tell it; a loop
-      of one's own gives ``plan.calibrated.noise_on_gradients[step]``.
+      An optimiser with ``update(gradient, state, params, *, noise_stddev)``; noise_stddev is the
+      standard deviation of the noise on each entry of the mean gradient. ``fit`` and silos pass it;
+      your own loop passes ``plan.calibrated.noise_on_gradients[step]``.
 
     Raises:
-      BadInputError: an argument is out of range; from ``update``, nobody told the noise.
+      BadInputError: an argument is out of range, or ``update`` gets no noise_stddev.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -104,8 +104,8 @@ def scale_by_adam_bc(
         del params, others
         if noise_stddev is None:
             raise BadInputError(
-                "dp_adam_bc is not told the noise on the gradient here: take adam where there is "
-                "none, or give update(..., noise_stddev=...)"
+                "dp_adam_bc needs the noise on the gradient: give update(..., noise_stddev=...), "
+                "or use adam if there is no noise"
             )
         step = optax.safe_increment(state.step)
         mu = optax.tree.update_moment(gradient, state.mu, b1, 1)
@@ -128,16 +128,16 @@ def dp_adam_bc(
     b2: float = 0.999,
     floor: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """DP-AdamBC: Adam whose second moment leaves out the noise (``optimizer.name: dp_adam_bc``).
+    """Makes DP-AdamBC, Adam corrected for the noise (``optimizer.name: dp_adam_bc``).
 
     Args:
       learning_rate: a number, or a schedule.
-      b1: as of ``scale_by_adam_bc``.
-      b2: likewise.
-      floor: likewise.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      floor: smallest second moment, as a share of the noise's variance, above 0.
 
     Raises:
-      BadInputError: as of ``scale_by_adam_bc``.
+      BadInputError: an argument is out of range, or ``update`` gets no noise_stddev.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -1,8 +1,8 @@
-"""Several augmented copies of an image in one loss, before its gradient's norm is taken.
+"""Augmentation: the loss of an image is the mean over several augmented copies of it.
 
 De et al. 2022 (arXiv 2204.13650, "augmentation multiplicity"): the gradients of the copies are
-averaged and then clipped, so that one person moves the sum as far as without copies. The guarantee
-is the same; computing costs as many times as much.
+averaged and then clipped, so that a person moves the sum as far as without copies. The guarantee
+is the same; computing costs K times as much with K copies.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ PyTree = Any
 def augmented(
     loss_fn: Callable[..., jax.Array], *, copies: int, shift: int = 0, flip: bool = False
 ) -> Callable[..., jax.Array]:
-    """A loss that is, in training, the mean of ``loss_fn`` over augmented copies of an example.
+    """Makes a loss that is, in training, the mean of ``loss_fn`` over copies of an example.
 
-    Where the loss gets a key (``fit`` gives each example of each step its own) every copy is
-    moved and mirrored at random. Evaluation gives none: the example is taken as it is.
+    In training ``fit`` gives the loss a key for each example and step, by which every copy is
+    shifted and mirrored at random. Evaluation gives no key: the example is taken as it is.
 
     Args:
       loss_fn: ``(params, example) -> scalar`` of one example whose ``x`` is an image, [height,
         width] or [height, width, colours]; it may take ``rng`` or ``key``.
-      copies: K.
-      shift: most pixels up or down, left or right; what comes in is the image's mirror image.
+      copies: number K of copies.
+      shift: largest shift in pixels, up or down and left or right; borders are reflected.
       flip: whether half of the copies are mirrored from left to right.
 
     Raises:
-      BadInputError: nothing would be changed; or, when the loss is traced, ``x`` is no image, or
-        smaller than the shift.
+      BadInputError: no augmentation is set; or, when the loss is traced, ``x`` is not an image, or
+        is smaller than the shift.
 
     Examples:
       >>> import jax
@@ -70,7 +70,7 @@ def augmented(
 
 
 def _changed(x: jax.Array, key: jax.Array, shift: int, flip: bool) -> jax.Array:
-    """An image, moved and mirrored at random."""
+    """Shifts and mirrors an image at random."""
     if x.ndim not in (2, 3) or min(x.shape[:2]) <= shift:
         raise BadInputError(
             f"augmentation moves images [height, width] or [height, width, colours] of more than "
@@ -87,7 +87,7 @@ def _changed(x: jax.Array, key: jax.Array, shift: int, flip: bool) -> jax.Array:
 
 
 class Augmented:
-    """A model that is trained with the loss of copies, and is otherwise as it was."""
+    """A model with another ``loss``, over augmented copies; all else is the model's."""
 
     def __init__(self, model: Any, section: AugmentationConfig) -> None:
         self._model = model
@@ -98,15 +98,15 @@ class Augmented:
 
 
 def with_augmentation(model: Any, section: ModelConfig, task: Task) -> Any:
-    """The model of a section, with its augmentation if it has one.
+    """Adds the augmentation of a model's section, if it has one, to the model.
 
     Raises:
-      BadInputError: the data are no images.
+      BadInputError: the data are not images.
     """
     if section.augmentation is None:
         return model
     if task.kind == "tokens" or task.vocab_size or len(task.input_shape) not in (2, 3):
         raise BadInputError(
-            "model.augmentation moves and mirrors images, which these data are not: remove it"
+            "model.augmentation is for images, and these data are not images: remove it"
         )
     return Augmented(model, section.augmentation)

@@ -1,14 +1,14 @@
 """Canaries in a run: artificial users, included or not by coin flips, for an audit to detect.
 
-The guarantee for people does not change, whoever of the canaries is in: their coins, designs and
-draws come from keys of their own, so that for people they are constants; each person is drawn as
-without them, with the same key; and divisor, clip norm and noise stay. A person's gradient has no
-part in the coordinates that canaries are seen in, so that it is no longer than before, and they are
-noised with all others (docs/theory/README.md).
+The guarantee for people does not depend on which canaries are in. Coins, designs and draws of
+canaries come from separate keys, so that for people they are constants; each person is drawn with
+the same key as without canaries; and divisor, clip norm and noise stay. A person's gradient is zero
+in the coordinates that canaries are seen in, so it is no longer than before, and those coordinates
+get noise like all others (docs/theory/README.md).
 
-A designed gradient lies in a coordinate of its own, which is no parameter of the model, and is as
-long as clipping allows. It moves nothing else: with such canaries alone the model is what it would
-have been. Of made-up users with texts each says one word, drawn for it: the model learns from them.
+A designed gradient lies in one coordinate, which is not a parameter of the model, and is as long as
+clipping allows. It moves nothing else: with such canaries only, the model is what it would be
+without. Each made-up user with texts repeats one random word, and the model learns from it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """People's rows, and behind them those of canaries.
+    """People's rows, followed by those of canaries.
 
     Attributes:
-      people: their store.
-      more: arrays [rows, ...] of canaries' rows, by name as the store has them.
-      number: int32 [rows], which canary's gradient a row has; -1 where it is data.
+      people: the store of people's rows.
+      more: arrays [rows, ...] of canaries' rows, by the names of the store.
+      number: int32 [rows], number of the canary whose designed gradient a row has; -1 for texts.
       user_offsets: int64 [users + 1], canaries last.
     """
 
@@ -64,7 +64,7 @@ class Rows:
     user_offsets: np.ndarray
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows at these positions, people's and canaries'."""
+        """The rows at these positions; ``canary`` is -1 except for designed gradients."""
         offsets = np.asarray(self.people.user_offsets)
         behind = positions - offsets[-1]
         person = behind < 0
@@ -80,11 +80,11 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class JointSampler:
-    """People as drawn without canaries, and behind them canaries, drawn likewise.
+    """Draws people as without canaries, and then canaries in the same way.
 
     Attributes:
-      people: the run's own.
-      canaries: of those that are in.
+      people: the sampler of the run without canaries.
+      canaries: the sampler of the canaries that are in.
       first: position of the first canary's first row.
     """
 
@@ -103,11 +103,11 @@ class JointSampler:
         return self.people.group_size
 
     def size_bound(self, tail: float = 1e-15) -> int:
-        """As of ``Sampler``: users and canaries together."""
+        """A number of users and canaries that a draw exceeds with probability at most ``tail``."""
         return self.people.size_bound(tail / 2) + self.canaries.size_bound(tail / 2)
 
     def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
-        """As of ``Sampler``: users and canaries together."""
+        """Bounds on the users and canaries of each bucket (``UserSampler.bucket_bounds``)."""
         parts = (self.people, self.canaries)
         bounds = [part.bucket_bounds(sizes, tail / 2) for part in parts]  # type: ignore[attr-defined]
         return tuple(map(sum, zip(*bounds, strict=True)))
@@ -125,23 +125,23 @@ class JointSampler:
 
 @dataclasses.dataclass(frozen=True)
 class CanaryPlan(Plan):
-    """People's plan, which draws canaries, too: what is stated and accounted is people's.
+    """A plan that draws canaries, too; what is stated and accounted covers people only.
 
     Attributes:
-      people: their plan.
+      people: the plan without canaries.
     """
 
     people: Plan
 
     def _check_population(self) -> None:
-        """People's plan, which draws them, checks their data; canaries are not accounted."""
+        """The plan ``people`` checks its data; canaries are not accounted."""
 
     @property
     def data_digest(self) -> str:
         return self.people.data_digest
 
     def sampler(self, key: RootKey) -> JointSampler:
-        """People's, and the same mechanism's over canaries, at the same rate."""
+        """Joins people's sampler with one over canaries, of the same mechanism and rate."""
         first = int(self.people.data.user_offsets[-1])
         offsets = np.asarray(self.data.user_offsets)
         mine = offsets[len(self.people.data.user_offsets) - 1 :] - first
@@ -159,13 +159,13 @@ class WithCanaries(Central):
         """Draws canaries.
 
         Args:
-          run: the same without them.
-          audit: how many.
-          key: of coins and texts alone; a resumed run must have the same. Of one root key all
-            runs have the same coins, whatever people's data are: a published audit tells them.
+          run: the run without canaries.
+          audit: how many canaries.
+          key: key of coins and texts, used for nothing else; a resumed run must have the same. All
+            runs with one root key have the same coins, and a published audit reveals them.
 
         Raises:
-          BadInputError: a run that they do not fit.
+          BadInputError: the run cannot have canaries (``check_fit``).
         """
         check_fit(run.plan.calibrated, run.data, audit)
         if splits_parameters(run.mesh):
@@ -182,7 +182,7 @@ class WithCanaries(Central):
         numbers = np.repeat(np.flatnonzero(self.inside), group)
         offsets = np.asarray(data.user_offsets)
         like = data.read(offsets[:1])
-        blank = {  # of ones, so that any loss of them is finite
+        blank = {  # of ones, so that most losses of them are finite
             name: np.ones((len(numbers), *x.shape[1:]), x.dtype) for name, x in like.items()
         }
         texts = {name: x[np.repeat(self.texts_inside, group)] for name, x in self.texts.items()}
@@ -203,7 +203,7 @@ class WithCanaries(Central):
         super().__init__(_loss(run.loss_fn, length), params, plan, optimizer, trainable)
 
     def terms(self) -> Terms:
-        """Those of the run without canaries, and a digest of the made-up users' texts."""
+        """The terms of the run without canaries, and a digest of the made-up users' texts."""
         terms = self.people.terms()
         if not len(self.texts_inside):  # designed gradients are in no sum of the model's
             return terms
@@ -245,7 +245,7 @@ class WithCanaries(Central):
 
     @property
     def cost(self) -> dict[str, Any]:
-        """What canaries cost: JSON values."""
+        """What canaries cost, as JSON."""
         drawn, learnt = int(self.inside.sum()), int(self.texts_inside.sum())
         users = self.plan.population.num_users
         sentences = [
@@ -271,8 +271,8 @@ class WithCanaries(Central):
     def _gains(self, params: PyTree) -> np.ndarray:
         """By how much training lowered the loss on each made-up user's texts, float32.
 
-        What surprises more is lowered more, whoever took part: what a parabola through all of
-        them says of a text is taken off.
+        Texts with a higher loss improve more, whether or not they were in the run: so the value of
+        a parabola fitted to all texts is subtracted.
         """
         if not len(self.texts_inside):
             return np.zeros(0, np.float32)
@@ -290,7 +290,7 @@ class WithCanaries(Central):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Texts:
-    """Those of made-up users, in or out."""
+    """A store of the texts of all made-up users, in or out."""
 
     arrays: dict[str, np.ndarray]
     user_offsets: np.ndarray
@@ -300,14 +300,14 @@ class _Texts:
 
 
 class CanarySteps(CentralSteps):
-    """The steps of a run with canaries, whose metrics are of people and texts."""
+    """The steps of a run with canaries; metrics leave out designed gradients."""
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
-        """As for people; and whether designed gradients come through.
+        """Also checks that designed gradients reach the sum.
 
         Raises:
-          BadInputError: the model's gradient of a blank row is not finite, and no product with zero
-            would be zero: canaries would be left out, and nothing be proved.
+          BadInputError: the model's gradient of a blank row is not finite, so that its product with
+            zero is not zero: canaries would be left out, and the audit would prove nothing.
         """
         run: Any = self.run
         if len(run.inside):
@@ -325,7 +325,7 @@ class CanarySteps(CentralSteps):
         super().check(state, say)
 
     def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, StepOutput]:
-        """The same step; designed gradients are left out of its metrics."""
+        """Takes a step, and leaves designed gradients out of its metrics."""
         state, output = super().step(state, inputs)
         run: Any = self.run
         positions = self.sampler.canaries.draw(inputs.step).positions  # type: ignore[attr-defined]
@@ -356,12 +356,12 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
         )
     if mechanism.budget is not None:
         raise BadInputError(
-            "canaries are sampled like users, who leave when budgets of their own are spent "
+            "canaries are sampled like users, but users leave once their budgets are spent "
             f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"
         )
     if shared_store(data) is not None:
         raise BadInputError(
-            "canaries are users with records of their own, but records of the data have several "
+            "canaries are users whose records have one owner, but records of the data have several "
             "owners: remove the section audit; dpfl audit --simulate attacks the mechanism"
         )
     if not isinstance(mechanism.clip, WholeGradientRule):
@@ -386,18 +386,18 @@ def check_fit(calibrated: Calibrated, data: Readable, audit: AuditConfig) -> Non
 def with_canary_coordinates(
     params: PyTree, optimizer: Any, audit: AuditConfig, steps: int
 ) -> tuple[PyTree, optax.GradientTransformation]:
-    """What a run with canaries trains, and its optimiser.
+    """Adds the coordinates of canaries to parameters and optimiser.
 
-    What is released about canaries is kept in the optimiser's state, and with it in checkpoints: a
-    resumed run knows it. It moves nothing.
+    The optimiser's state, which checkpoints keep, records what is released about canaries. Their
+    coordinates are never updated.
 
     Args:
-      params: the model's.
-      optimizer: of the model.
+      params: the model's parameters.
+      optimizer: the model's optimiser.
       audit: how many canaries.
-      steps: of the run.
+      steps: number of steps of the run.
     """
-    each = max(audit.canaries, 1)  # no checkpoint keeps an array of nothing
+    each = max(audit.canaries, 1)  # checkpoints keep no empty arrays
 
     def init(params: PyTree) -> PyTree:
         seen = jnp.zeros((steps, each))
@@ -420,7 +420,7 @@ def with_canary_coordinates(
 
 
 def _loss(model_loss: Callable[..., jax.Array], length: float) -> Callable[..., jax.Array]:
-    """The model's loss of data; of a canary a linear one along its own coordinate."""
+    """The model's loss for data; for a canary a loss that is linear in its coordinate."""
 
     @functools.wraps(model_loss)  # it may take a key
     def loss(params: PyTree, example: PyTree, **keys: Any) -> jax.Array:
@@ -447,9 +447,9 @@ def _trainable(choice: Any) -> Any:
 def _texts(
     data: Readable, users: int, each: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """``each`` texts of every made-up user, who says one word (its own) all the time: [rows, ...].
+    """``each`` texts of every made-up user, which repeat the user's word: [rows, ...].
 
-    Words are drawn from the vocabulary, which is public: nothing in them is anybody's.
+    Words are drawn from the vocabulary, which is public.
     """
     if not users:
         return {}

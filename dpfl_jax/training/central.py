@@ -7,7 +7,7 @@
 recompiling, and rows that hold only padding cost nothing. Each device sums its own share of every
 row; the sums meet in one reduction after the loop (``sums``). Units of several shapes (users with
 few and with many examples) come as tuples of such buffers, one after the other. Parameters that are
-not trained are an argument of their own: split over devices like the others, but never
+not trained are the argument ``frozen``: split over devices like the others, but never
 differentiated, noised or updated.
 
 The sum and the update (noise, optimiser) are two programs: what is checked before the first step
@@ -58,7 +58,7 @@ class TrainStep:
     Attributes:
       sum: compiled ``(params, units, mask, num_microbatches, frozen) -> (sum, StepStats)``.
       update: compiled ``(state, sum, noise_key) -> state``; the state given to it is donated.
-      whole: both as one program, as the call; not compiled: for what a step costs.
+      whole: both in one function that is not compiled, to count what a step costs.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TrainStep:
 
 
 def _adapting(state: TrainState) -> tuple[jax.Array, ...]:
-    """The clip norm of this step, where it adapts: else nothing, as the check gives the sum."""
+    """The clip norm of this step if it adapts, else () (as in the check before the first step)."""
     return (state.noise.clip_norm,) if hasattr(state.noise, "clip_norm") else ()
 
 
@@ -108,12 +108,12 @@ def make_train_step(
     """Returns the compiled step; the state given to it is donated.
 
     Args:
-      calibrated: what is sampled, bounded and noised.
+      calibrated: the mechanism with its noise.
       loss_fn: ``(params, example) -> scalar`` for one example.
       optimizer: any Optax transformation; it sees only the noised, averaged gradient, and is told
         the stddev of the noise on it, ``noise_stddev``.
       mesh: from ``mesh.make_mesh``.
-      whole: as in ``clipped_sum_over_microbatches``; the same as of the state.
+      whole: as in ``clipped_sum_over_microbatches``, and as given to ``init_state``.
       **options: passed to ``clipping.clipped_grad`` (e.g. ``strategy``, ``trainable``).
 
     Returns:
@@ -144,7 +144,7 @@ def make_train_step(
         # proof: noise-2
         gradient, after = noise.update(total, before, state.params, noise_key=noise_key)
         chex.assert_trees_all_equal_shapes_and_dtypes(gradient, state.params)
-        # Each device draws the noise of its own part of the sum: the numbers are the same for every
+        # Each device draws the noise of its part of the sum: the numbers are the same for every
         # layout, and no device holds them all.
         gradient = jax.lax.with_sharding_constraint(
             gradient, parameter_shardings(gradient, mesh, whole or ())
@@ -213,7 +213,7 @@ class Central(Algorithm):
         )
 
     def terms(self) -> Terms:
-        """Mechanism, population, delta, steps; data, frozen parameters, computation and code."""
+        """The stated mechanism, population, delta and steps; digests of all else."""
         return Terms(
             stated=self.plan.stated,
             secret={
@@ -227,12 +227,10 @@ class Central(Algorithm):
         )
 
     def init(self) -> TrainState:
-        """First parameters and optimiser state, split over the mesh."""
         noise = self.plan.calibrated.noise_transform().init(self.trained)
         return init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
 
     def params(self, state: TrainState) -> PyTree:
-        """All parameters, frozen ones too."""
         return join(state.params, self.frozen)
 
     def row(self, stats: StepStats) -> dict[str, Any]:
@@ -242,14 +240,14 @@ class Central(Algorithm):
         return self.plan.epsilons(counts)
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
-        """As the plan says, of the key of this run alone."""
+        """The plan's guarantee after ``steps`` steps."""
         return self.plan.with_public_inputs(self.plan.calibrated.guarantee(steps, caveats))
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         return CentralSteps(self, key, start)
 
     def without_privacy(self) -> Central:
-        """The same without noise, from where this starts; user updates are clipped."""
+        """The baseline from the same start, without noise; user updates are still clipped."""
         plan = self.plan
         execution = plan.execution.model_copy(
             update={"examples_at_once": None, "split_users": False}
@@ -258,7 +256,7 @@ class Central(Algorithm):
         budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
         mechanism: Mechanism = non_private(batch_size=budget)
         if plan.mechanism.clips_user_updates:
-            # Its optimiser is the server's, which is given updates. It clips, too.
+            # The optimiser expects user updates, not gradients; they stay clipped.
             mechanism = dataclasses.replace(plan.mechanism, noise=NoNoise(), budget=None)
         population = mechanism.participation.population_of(plan.data)
         calibrated = mechanism.calibrate(population, plan.steps, delta=plan.delta)
@@ -288,7 +286,7 @@ class CentralSteps(Steps):
         self.pieces = microbatched(run.mechanism, run.mesh, **how.cut)
 
     def agreed(self) -> dict[str, Any]:
-        """Processes that cut a batch apart differently would count units twice, or never."""
+        """Processes that split a batch differently would count units twice, or never."""
         run, how = self.run, self.run.plan.execution
         return {
             "mechanism": repr(run.plan.calibrated),
@@ -307,7 +305,7 @@ class CentralSteps(Steps):
         }
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
-        """Compares the compiled sum with one device, and the strategy's norms with plain ones."""
+        """Compares the compiled sum with one device's, and the strategy's norms with plain ones."""
         run = self.run
         run.plan.check(
             self.compiled.sum,

@@ -93,17 +93,17 @@ LoadData = Callable[[DataConfig], Dataset]
 
 @dataclasses.dataclass
 class CentralRun(Run):
-    """Central training, ready to run; or priced alone, where the population is declared.
+    """Central training, ready to run; a declared population can only be priced.
 
     Attributes:
       config: the configuration.
-      data: the data set, split; None where its population is declared.
-      held_out: the users that are evaluated.
+      data: the data set, split; None if the population is declared.
+      held_out: the users to evaluate.
       calibrated: the mechanism with its noise.
-      model: of the data's task.
-      optimizer: of the private phase.
-      params: what training starts from, once ``algorithm`` was called.
-      pretrained: where they come from, likewise; None where there was no pre-training.
+      model: the model of the data's task.
+      optimizer: the optimiser of the private phase.
+      params: the parameters that training starts from, once ``algorithm`` was called.
+      pretrained: their pre-training, once ``algorithm`` was called; None without pre-training.
     """
 
     config: RunConfig
@@ -117,18 +117,18 @@ class CentralRun(Run):
 
     @property
     def task(self) -> Task | None:  # type: ignore[override]
-        """What is learned; None where no data were read."""
+        """What is learned; None if no data were read."""
         return None if self.data is None else self.data.task
 
     @property
     def train(self) -> Store:
-        """The training data, which were read."""
+        """The training data; only if they were read."""
         assert self.data is not None
         return self.data.train
 
     @property
     def mechanism(self) -> Mechanism:
-        """Fitted to the number of steps."""
+        """The mechanism, fitted to the number of steps."""
         return self.calibrated.mechanism
 
     @property
@@ -146,7 +146,7 @@ class CentralRun(Run):
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """What it is computed on."""
+        """The mesh of the configuration."""
         return make_mesh(**self.config.execution.mesh.axes)
 
     def algorithm(self, directory: RunDirectory, console: Console) -> Central:
@@ -161,7 +161,7 @@ class CentralRun(Run):
         trainable = trained_by_name(config.model, model)
         made = algorithm_of(model.loss, self.params, plan, self.optimizer, trainable)
         if config.model.module is not None and jax.tree.leaves(made.frozen):
-            # Whoever exports it builds it anew.
+            # An export builds it again, and compares it with this digest.
             directory.note("base", {"digest": content_digest(self.params)})
         if config.audit is not None:
             return WithCanaries(made, config.audit, directory.root_key.child("audit"))
@@ -204,7 +204,7 @@ class CentralRun(Run):
 
     @functools.cached_property
     def base(self) -> dict[str, Any] | None:
-        """What identifies the checkpoint, all of which is read for it; None if there is none."""
+        """What identifies the checkpoint (it reads all of it); None without a checkpoint."""
         path = self.config.model.checkpoint
         return None if path is None else describe(path)
 
@@ -267,7 +267,7 @@ class CentralRun(Run):
 
     @property
     def evaluation_caveat(self) -> str:  # type: ignore[override]
-        """Whether those who are evaluated are trained on, too."""
+        """Depends on whether the evaluated users are trained on, too."""
         return WITHIN_USER_CAVEAT if _shared(self.config, self.known) else EVALUATION_CAVEAT
 
     def own_caveats(self) -> tuple[str, ...]:
@@ -282,7 +282,7 @@ class CentralRun(Run):
 
     @functools.cached_property
     def trained_parameters(self) -> int:
-        """How many parameters are trained."""
+        """The number of trained parameters."""
         return check_trainable(self.config.model, self.model)
 
     def balance(self, config: Any = None) -> Balance | None:
@@ -306,19 +306,19 @@ class CentralRun(Run):
         yield knob(config, "train.steps", [int(value) for value in doubled(self.steps, 1e6, 3)])
 
     def count(self, other: Mechanism) -> Population:
-        """What another mechanism would sample from."""
+        """The population that another mechanism would sample from."""
         if self.data is None:
             return _declared_population(self.config, other)
         return other.participation.population_of(other.bounded(self.train))
 
     @property
     def bounding(self) -> Bounding | None:
-        """What was left out of data whose examples have several owners; None of other data."""
+        """What was left out of data whose examples have several owners; None for other data."""
         return None if self.data is None else bounding_of(self.train)
 
     @property
     def model_facts(self) -> dict[str, Any]:
-        """What a report says of the model."""
+        """The report's section on the model."""
         section = self.config.model
         name: dict[str, Any] = dict(section.identity)
         if section.checkpoint is not None:
@@ -348,7 +348,7 @@ class CentralRun(Run):
         return lines
 
     def warnings(self) -> list[str]:
-        """That users do not look like people, or columns are far from order 1."""
+        """Warns if users do not look like people, or columns are far from order 1."""
         if not self.private or self.data is None:
             return []
         result = [scale_warning(self.train)]
@@ -357,7 +357,7 @@ class CentralRun(Run):
         return [f"warning: {text}" for text in result if text is not None]
 
     def describe(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Losses of language models, in nats per token, have perplexities."""
+        """Adds perplexities to the losses of language models, which are in nats per token."""
         if self.task is None or self.task.kind != "tokens":
             return evaluation
         return {
@@ -389,7 +389,7 @@ class CentralRun(Run):
             "pretrain_tokens": 0
             if pretraining is None
             else pretraining.steps * pretraining.batch_size * config.data.seq_len,
-            # The reference of pairs is evaluated, too.
+            # With preference pairs the reference model is evaluated, too.
             "training_flops": (8.0 if is_dpo else 6.0) * self.model.num_params * computed,
             "sampling_prob": self.calibrated.scheme.draw_prob,
             "noise_multiplier": self.calibrated.noise_multiplier,
@@ -435,11 +435,11 @@ class CentralRun(Run):
 
 
 def balance_of_steps(calibrated: Calibrated, dim: int) -> Balance | None:
-    """The balance of a mechanism with its noise; None if there is none, or it is correlated.
+    """Noise over signal of a mechanism; None without noise, and for correlated noise.
 
     Args:
       calibrated: the mechanism with its noise.
-      dim: d, number of parameters that are trained.
+      dim: d, the number of trained parameters.
     """
     mechanism = calibrated.mechanism
     if not mechanism.private or mechanism.noise.is_correlated:
@@ -453,7 +453,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
 
     Args:
       config: the configuration.
-      console: for people.
+      console: prints for people.
       load: reads the data (a sweep keeps them from one run to the next).
 
     Raises:
@@ -521,7 +521,7 @@ def read_data(
 
 
 def declared(config: RunConfig) -> CentralRun:
-    """A run on the population that the configuration declares: to be priced; no data are read.
+    """Makes a run, to be priced only, on a declared population; no data are read.
 
     Raises:
       BadInputError: anything wrong with the configuration.
@@ -550,7 +550,7 @@ def calibrate(
     optimizer: optax.GradientTransformation | None = None,
     delta: float | None = None,
 ) -> Calibrated:
-    """The configuration's mechanism with its noise, for a population; ``delta``: instead of its."""
+    """Calibrates a configuration's mechanism for a population; ``delta`` overrides its delta."""
     privacy = config.privacy
     return config.mechanism.calibrate(
         population,
@@ -563,7 +563,7 @@ def calibrate(
 
 
 def _shared(config: RunConfig, known: bool) -> bool:
-    """Whether the people evaluated are those trained on; ``known`` as of ``Dataset``."""
+    """Whether the evaluated people are trained on, too; ``known`` as in ``Dataset``."""
     return config.data.split == "within_user" or (known and config.eval.split == "test")
 
 
@@ -574,7 +574,7 @@ def _exp(loss: float) -> float | None:
 def _declared_model(config: RunConfig) -> LanguageModel:
     if config.model.checkpoint is not None:
         return build_transformer(config, 1, None)
-    if "vocab_size" in config.model.overrides:  # the tokeniser's file need not be here
+    if "vocab_size" in config.model.overrides:  # then the tokeniser's file is not needed
         return build_transformer(config, config.model.overrides["vocab_size"], bos_id=1)
     tokenizer = load_tokenizer(data_section(config).tokenizer)
     return build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)

@@ -14,7 +14,7 @@ from dpfl_jax.mechanisms.mechanism import Mechanism
 from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.run.public_inputs import of_the_mechanism
 
-# What keys and kinds of a section were called in files that were written before.
+# Earlier names of keys and kinds in files that were written with them.
 _ONCE = {
     "gives": "update",
     "local_learning_rate": "user_learning_rate",
@@ -31,15 +31,15 @@ _ONCE_KINDS = {"local_update": "user_update", "renyi_filter": "individual"}
 def renamed(
     section: Any, keys: Mapping[str, str] = _ONCE, kinds: Mapping[str, str] = _ONCE_KINDS
 ) -> Any:
-    """A section, and those within it, with the keys and kinds of today.
+    """Returns a section, and the sections in it, with today's names of keys and kinds.
 
     Args:
-      section: as somebody else wrote it.
-      keys: of before, with those of today.
-      kinds: likewise.
+      section: a section that somebody else wrote.
+      keys: earlier names of keys -> today's.
+      kinds: earlier names of kinds -> today's.
 
     Raises:
-      BadInputError: a key is there twice.
+      BadInputError: a key occurs twice, under two names.
     """
     if not isinstance(section, dict):
         return section
@@ -57,24 +57,24 @@ def is_earlier(section: dict[str, Any]) -> bool:
 
 
 def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
-    """What somebody else says was run, with an earlier version of this package too.
+    """Reads the mechanism of a statement, also of an earlier version of this package.
 
-    In the first of these the clipping ``flat`` was ``standard``, ``arithmetic`` was ``noise``,
-    ``cap`` was ``cohort_cap``, and the ``period`` of allocation, blt and banded_inverse was one
-    over ``sampling_prob``.
+    In the first version the clipping ``flat`` was called ``standard``, ``arithmetic`` was
+    ``noise``, ``cap`` was ``cohort_cap``, and the ``period`` of allocation, blt and banded_inverse
+    was one over ``sampling_prob``.
 
     Args:
       stated: ``mechanism`` (with its noise multiplier), ``population`` and ``steps``.
-      delta: of the guarantee.
+      delta: delta of the guarantee.
 
     Raises:
-      BadInputError: no mechanism has it.
+      BadInputError: no mechanism has these settings.
     """
     section = renamed(stated["mechanism"])
     if isinstance(section.get("noise"), str):
         if today := {"arithmetic", "cap", "period"} & {*section}:
             raise BadInputError(
-                f"the section has {', '.join(sorted(today))} beside `noise` of an earlier version"
+                f"the section has {', '.join(sorted(today))} and `noise`, of an earlier version"
             )
         kind, noise = section.get("kind"), section.pop("noise")
         if kind == "none":
@@ -101,10 +101,10 @@ def parse_calibrated(stated: dict[str, Any], delta: float) -> Calibrated:
 
 
 def restate(basis: dict[str, Any]) -> Statement:
-    """What a run with this basis would state.
+    """Computes the statement of a run with this basis.
 
     Raises:
-      BadInputError: no mechanism has it.
+      BadInputError: no mechanism has these settings.
     """
     made = parse_calibrated(basis, basis["delta"])
     known = of_the_mechanism(made.mechanism.bounds, made.population.description)

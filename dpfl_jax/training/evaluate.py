@@ -26,7 +26,7 @@ from dpfl_jax.randomness import key_argument
 from dpfl_jax.task import Task
 
 PyTree = Any
-# Long enough to tell the manner, cool enough that small models stay on their way.
+# Long enough to show the style, and a temperature at which small models stay coherent.
 _TIMES, _LENGTH, _TEMPERATURE, _TOP_K = 4, 28, 0.5, 40
 
 
@@ -40,12 +40,12 @@ class Evaluation:
       examples: examples evaluated.
       users: users evaluated.
       accuracy: share of examples whose label is predicted, or of pairs whose chosen answer has
-        become likelier, against the rejected one, than it was for the reference (1/2 if neither
-        has); None of other tasks.
-      majority_accuracy: of classes: what the most frequent label alone would reach.
-      base_rate: of two classes: the share of examples whose label is 1.
-      auc: of two classes: how often an example of label 1 gets a higher score than one of label 0;
-        None if all labels are one.
+        become likelier, against the rejected one, than it was for the reference (a tie counts
+        1/2); None for other tasks.
+      majority_accuracy: for classes: the accuracy of always predicting the most frequent label.
+      base_rate: for two classes: the share of examples whose label is 1.
+      auc: for two classes: how often an example of label 1 gets a higher score than one of label 0;
+        None if all labels are equal.
     """
 
     loss: float
@@ -59,7 +59,7 @@ class Evaluation:
 
 
 def summarize(losses: np.ndarray, user_offsets: np.ndarray) -> Evaluation:
-    """Averages per-example losses [n] of the users given by ``user_offsets`` (cut off at n)."""
+    """Averages losses [n] of examples, grouped into users by ``user_offsets`` (cut off at n)."""
     offsets = np.minimum(user_offsets - user_offsets[0], len(losses))
     counts = np.diff(offsets)
     present = counts > 0
@@ -75,7 +75,7 @@ def summarize(losses: np.ndarray, user_offsets: np.ndarray) -> Evaluation:
 
 def auc_of(scores: np.ndarray, labels: np.ndarray) -> float | None:
     """Area under the ROC curve, ties counted half; None if all labels (0 or 1) are the same."""
-    ranks = stats.rankdata(scores.astype(np.float64))  # else ranks are float32, too
+    ranks = stats.rankdata(scores.astype(np.float64))  # ranks have the dtype of the scores
     positive = labels == 1
     count, others = int(positive.sum()), int((~positive).sum())
     if not count or not others:
@@ -102,8 +102,8 @@ class Evaluator:
           mesh: examples are split over its unit axes.
           batch_size: examples per device and batch.
           predict: ``(params, x) -> label``, compared with the ``label`` of an example that has one.
-          right: ``loss -> hit``, where the loss tells.
-          classes: how many the labels have, where they are classes.
+          right: ``loss -> hit``, if the loss says whether a prediction is right.
+          classes: number of classes of the labels; 0 if they are not classes.
         """
         key_argument(loss_fn, needed_without="evaluation")
         self._batch = batch_size * unit_parts(mesh)
@@ -150,7 +150,7 @@ class Evaluator:
 
     @classmethod
     def of_model(cls, model: Any, task: Task, mesh: Mesh, batch_size: int) -> Evaluator:
-        """The evaluation of a model of the library, or of one that ``model.module`` built."""
+        """Makes the evaluator of a model of the library, or of one that ``model.module`` built."""
         return cls(
             model.loss,
             mesh,
@@ -161,7 +161,7 @@ class Evaluator:
         )
 
     def of(self, store: Readable) -> Callable[[PyTree], dict[str, Any]]:
-        """``params -> dict``: what a run logs of ``store``."""
+        """Returns ``params -> dict``, the evaluation on ``store`` that a run logs."""
         return lambda params: dataclasses.asdict(self(params, store))
 
     def __call__(self, params: PyTree, store: Readable) -> Evaluation:
@@ -179,9 +179,9 @@ class Evaluator:
 
 
 def check_prompt(prompt: str, model: Any, tokenizer: Tokenizer | None) -> None:
-    """Raises BadInputError if a model cannot go on with ``prompt``."""
+    """Raises BadInputError if a model cannot continue ``prompt``."""
     if tokenizer is None or not isinstance(model, LanguageModel):
-        raise BadInputError("eval.prompt is for language models, which this is none: remove it")
+        raise BadInputError("eval.prompt is for language models, and this is not one: remove it")
     length, most = len(prompt_ids(tokenizer, prompt)), model.config.max_seq_len
     if length > most:
         raise BadInputError(
@@ -193,7 +193,7 @@ def check_prompt(prompt: str, model: Any, tokenizer: Tokenizer | None) -> None:
 def samples(
     model: LanguageModel, tokenizer: Any, prompt: str, params: Mapping[str, PyTree]
 ) -> dict[str, str]:
-    """What a model writes after ``prompt`` with each of ``params``: a few times, public seeds."""
+    """Continues ``prompt`` a few times with each of ``params``, with public seeds."""
     ids = prompt_ids(tokenizer, prompt)
     room = model.config.max_seq_len + 1 - len(ids)
 
@@ -218,19 +218,19 @@ def samples(
 
 # ---- personalisation -----------------------------------------------------------------------------
 # Charles et al. 2024, Appendix G.2: for each test user a few local epochs of SGD on half of their
-# examples, then the loss on the other half. Evaluation only: what a user's copy of the model has
-# seen of that user has no guarantee against that user's copy being looked at, and needs none.
+# examples, then the loss on the other half. Evaluation only: no guarantee protects a user from
+# whoever sees that user's copy of the model, and no copy is kept.
 
 
 @dataclasses.dataclass(frozen=True)
 class Personalization:
-    """Mean losses over users, on the half of their examples that nothing was tuned on.
+    """Mean losses over users, on the half of their examples that no copy was tuned on.
 
     Attributes:
-      before: of the model as it is.
-      after: of each user's own copy.
-      learning_rate: of the local epochs.
-      users: that were scored.
+      before: mean loss of the model itself.
+      after: mean loss of each user's tuned copy.
+      learning_rate: learning rate of the local epochs.
+      users: number of scored users.
     """
 
     before: float
@@ -240,7 +240,7 @@ class Personalization:
 
 
 def check_users(store: Readable) -> None:
-    """Checks, before a run begins, that there will be somebody to score at its end.
+    """Checks, before a run begins, that there are users to tune on and to score.
 
     Raises:
       BadInputError: fewer than two users with two examples.
@@ -267,22 +267,22 @@ def personalize(
 ) -> Personalization:
     """Tunes one copy of the model for each user.
 
-    The learning rate is the one that is best for half of the users; the others are scored. Nothing
-    but the mean losses leaves this function: a user's copy lives on the devices until the next
-    users' take its place. Of several processes all must call it, and all get the same.
+    The learning rate is the one that is best for half of the users; the others are scored. Only the
+    mean losses leave this function: a user's copy stays on the devices until the next users' copies
+    replace it. All processes must call it, and all get the same result.
 
     Args:
       loss_fn: ``(params, example) -> scalar``.
       params: the model.
       store: held-out users; those with fewer than two examples are left out.
-      learning_rates: of SGD, tried.
+      learning_rates: learning rates of SGD to try.
       epochs: local epochs (the paper: 4).
-      batch_size: of a local step (the paper does not say).
-      most_examples: of a user, the first ones.
+      batch_size: examples of a local step (the paper does not say).
+      most_examples: most examples of a user; later ones are ignored.
       users_at_once: copies of the trained parameters in the memory of all devices together,
         rounded up to a multiple of the devices.
       trainable: which parameters a user tunes, as in ``fit``.
-      mesh: users are split over its unit axes; default that of the parameters.
+      mesh: users are split over its unit axes; default the mesh of the parameters.
 
     Raises:
       BadInputError: fewer than two users with two examples.
@@ -319,7 +319,7 @@ def personalize(
 
     def loss_of(rate: float) -> float:
         result = float(losses(tuning, rate)[1].mean())
-        return result if np.isfinite(result) else np.inf  # NaN is below and above nothing
+        return result if np.isfinite(result) else np.inf  # NaN compares with nothing
 
     best = min(learning_rates, key=loss_of)
     before, after = losses(scored, best)

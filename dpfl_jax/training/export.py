@@ -57,25 +57,25 @@ def export(
     adapter: bool = False,
     build: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """Writes a run's model: in the Hugging Face layout, adapters merged, where it has one.
+    """Writes a run's model in the Hugging Face layout if it has one, with adapters merged.
 
     Any other model is written by the names of its parameters (``exported.load_exported``).
 
     Args:
-      run: run directory, finished, of any system or of ``fit``.
+      run: directory of a finished run, of any kind or of ``fit``.
       out: a directory that does not exist or is empty.
-      dtype: of the tensors, float32 or bfloat16.
-      max_file_bytes: more go into several files.
-      which: checkpoint, the last or the one with the lowest held-out loss.
-      adapter: adapters alone, as ``peft`` reads them.
-      build: the function that ``model.module`` named, called where some of what it builds was not
-        trained: nothing is imported because a run's directory says so.
+      dtype: dtype of the tensors, float32 or bfloat16.
+      max_file_bytes: largest size of one file; larger models are split.
+      which: the last checkpoint, or the one with the lowest held-out loss.
+      adapter: whether to write only adapters, as ``peft`` reads them.
+      build: the function that ``model.module`` named; needed if some of what it builds was not
+        trained, as nothing is imported because a run's directory says so.
 
     Returns:
       out, layout, parameters, guarantee (in words) and privacy (its fields).
 
     Raises:
-      BadInputError: the run is not finished, its base is gone, or there are no adapters alone.
+      BadInputError: the run is not finished, its base is gone, or it trained no adapters.
 
     Examples:
       >>> import tempfile
@@ -117,7 +117,7 @@ def export(
         report = kept.report
         facts = dict(report.get("model", {}))
         if base is not None:
-            facts["checkpoint"] = pathlib.Path(base).name  # where it lay is nobody's business
+            facts["checkpoint"] = pathlib.Path(base).name  # its folder may be private
         facts_of_run = {
             "run": report["name"],
             "steps": report["steps"],
@@ -141,17 +141,17 @@ def export(
 
 @contextlib.contextmanager
 def _whole_or_nothing(out: pathlib.Path) -> Iterator[None]:
-    """A model without its guarantee is not left behind, of a full disk say."""
+    """Removes a partial export, as a model must not be left without its guarantee."""
     ours = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     try:
         yield
     except BaseException as error:
         for path in out.iterdir() if ours and out.is_dir() else ():
             path.unlink()
-        if "No space left" in str(error):  # of safetensors, a class of its own
+        if "No space left" in str(error):  # safetensors raises its own class
             raise BadInputError(
-                f"the export to {out} was not written, as the disk is full: free space, and give "
-                "the same command again"
+                f"the export to {out} was not written, as the disk is full: free space, and repeat "
+                "the command"
             ) from error
         raise
 
@@ -183,7 +183,7 @@ def _transformer(
 def _other(
     kept: FinishedRun, out: Any, size: dict[str, Any], build: Callable[..., Any] | None
 ) -> tuple[pathlib.Path, str, int]:
-    """A run of any system, but for central ones of language models."""
+    """Exports any run that is not central training of a language model."""
     params, config = kept.released, kept.config
     structure: dict[str, Any] = {}
     task_section = kept.report.get("task")
@@ -191,7 +191,7 @@ def _other(
         scaled = {"scale": None, "target": None, "names": None, **kept.report.get("inputs", {})}
         linear = {**scaled, "max_norm": config.data.max_norm}
         structure = {"loss": config.model.loss, "task": task_section, "linear": linear}
-    elif config is None:  # of `fit`
+    elif config is None:  # from `fit`
         structure = {"loss": kept.report.get("loss"), "task": task_section}
     else:
         section, task = config.model, Task.from_json(kept.report["task"])
@@ -215,7 +215,7 @@ def _other(
 def _built(
     build: Callable[..., Any] | None, section: Any, task: Task, key: jax.Array, digest: str
 ) -> PyTree:
-    """The parameters that ``model.module`` began with, which name what was trained."""
+    """The initial parameters of ``model.module``, which hold those that were not trained."""
     if build is None:
         raise BadInputError(
             f"some of what {section.module} builds was not trained, and is not in the run: give "
@@ -235,14 +235,14 @@ def _built(
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """What a run ended with, or its best checkpoint.
+    """The language model of a run's last or best checkpoint.
 
     Attributes:
-      config: of the run.
-      model: without adapters, if they were merged.
-      params: likewise.
-      tokenizer: of its data.
-      step: of the checkpoint.
+      config: the run's configuration.
+      model: the model, without adapters if they were merged.
+      params: its parameters.
+      tokenizer: the tokeniser of its data.
+      step: the step of the checkpoint.
     """
 
     config: RunConfig
@@ -255,14 +255,14 @@ class TrainedModel:
 def load_trained(
     run: str | os.PathLike[str], which: Literal["last", "best"] = "last"
 ) -> TrainedModel:
-    """Reads the language model that a finished run left, adapters merged.
+    """Reads the language model of a finished run, with adapters merged.
 
     Args:
       run: run directory.
-      which: checkpoint, the last or the one with the lowest held-out loss.
+      which: the last checkpoint, or the one with the lowest held-out loss.
 
     Raises:
-      BadInputError: no finished run of a language model, or its base is not there any more.
+      BadInputError: it is not a finished run of a language model, or its base is gone.
     """
     return language_model(read_run(pathlib.Path(run), which))
 
@@ -270,21 +270,21 @@ def load_trained(
 def language_model(
     kept: FinishedRun, dtype: str | None = None, merged: bool = True
 ) -> TrainedModel:
-    """The language model of a run that was read.
+    """Returns the language model of a run that was read.
 
     Args:
       kept: the run.
-      dtype: of projections that adapters are merged into; default the frozen parameters'.
+      dtype: dtype of projections that adapters are merged into; default the frozen parameters'.
       merged: whether adapters are merged into their projections.
 
     Raises:
-      BadInputError: as of ``load_trained``.
+      BadInputError: it is not a run of a language model, or its base is gone.
     """
     config = kept.config
     if config is None or config.variant != "central":
         raise BadInputError(
-            f"the run in {kept.path} is no central run of a language model: `dpfl export` writes "
-            "any run's parameters"
+            f"the run in {kept.path} is not a central run of a language model: `dpfl export` "
+            "writes any run's parameters"
         )
     path = config.model.checkpoint
     if path is not None and fingerprint(path) != kept.facts.get("checkpoint"):
@@ -306,16 +306,16 @@ def language_model(
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """What the directory of a finished run says, of any system.
+    """The content of the directory of a finished run of any kind.
 
     Attributes:
       path: the directory.
-      config: None of a run by ``fit``, which has none.
-      facts: what it was started with beyond it.
+      config: the configuration; None for a run of ``fit``.
+      facts: what was stored of the run besides the configuration.
       report: content of report.json.
-      step: of the checkpoint.
+      step: the step of the checkpoint.
       stated: content of guarantee.json.
-      released: parameters, on the host; None where one was not trained.
+      released: parameters on the host; None where one was not trained.
     """
 
     path: pathlib.Path
@@ -328,17 +328,17 @@ class FinishedRun:
 
 
 def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -> FinishedRun:
-    """Reads what a finished run says of itself, and what a checkpoint released.
+    """Reads the directory of a finished run, and the released parameters of a checkpoint.
 
     Raises:
-      BadInputError: it is none, is not finished, or has no such checkpoint.
+      BadInputError: it is not a run, is not finished, or has no such checkpoint.
     """
     if not (directory / "config.yaml").is_file():
         raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
     report = finished_report(directory)
     if report is None:
         raise BadInputError(
-            f"the run in {directory} is not finished: go on with `dpfl train` and its --run-dir"
+            f"the run in {directory} is not finished: resume it with `dpfl train` and its --run-dir"
         )
     stated, _ = stated_report(directory)
     known = read_sections(directory / "config.yaml")
@@ -355,18 +355,18 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
     checkpoints.close()
     if step not in kept:
         raise BadInputError(
-            f"the checkpoints in {directory} are of steps {kept}, but its report tells of "
-            f"{step} steps: the guarantee would not be that of this model; bring it back"
+            f"the checkpoints in {directory} are of steps {kept}, but its report states step "
+            f"{step}: the guarantee would not be that of this model; bring it back"
         )
     refuse_changed(directory, stated, digests.checkpoint(step))
     params = released(checkpoints.directory, step)
-    if section.get("audit") is not None:  # with the coordinates of canaries
+    if section.get("audit") is not None:  # without the coordinates of canaries
         params = params["model"]
     return FinishedRun(directory, config, known["facts"], report, step, stated, params)
 
 
 def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:
-    """All parameters as they were before the private phase; adapters, too."""
+    """All parameters before the private phase, adapters included."""
     key, mesh = jax.random.key(config.init_seed), make_mesh(devices=jax.devices()[:1])
     if config.model.checkpoint is not None:
         return with_adapters(base_from_checkpoint(config, model, mesh), model, key, mesh)
@@ -380,7 +380,7 @@ def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> Py
     )
     path = pathlib.Path(report["pretrain"]["path"])
     if not path.exists():
-        raise BadInputError(f"the pre-trained checkpoint {path} of this run is not there any more")
+        raise BadInputError(f"the pre-trained checkpoint {path} of this run is gone: bring it back")
     base = load_params(path, like)
     known = report["model"].get("base")
     if known is not None and content_digest(base) != known["digest"]:

@@ -1,6 +1,6 @@
-"""Any model written and read again (parameters by name in safetensors files); predictions.
+"""Writes and reads any model (parameters by name in safetensors files), and predicts with it.
 
-Nothing but numbers and names is read: a model of the user's own code is built by the reader.
+Only numbers and names are read: the reader builds models that are the user's code.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ STRUCTURE = "model.json"
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What ``dpfl export`` wrote.
+    """An exported model, as ``load_exported`` returns it.
 
     Attributes:
       params: the parameters, or the trained module.
-      model: what computes with them: a model of the library, or what ``like`` built beside
-        parameters (a Linen module, a Haiku transform, a loss); None where ``params`` is a module,
-        or nobody said.
-      task: of the data that it was trained on; None where that is not known.
-      guarantee: what holds for it.
-      structure: what else the export says of the model.
+      model: what computes with them: a model of the library, or what ``like`` returned together
+        with parameters (a Linen module, a Haiku transform, a loss); None if ``params`` is a module,
+        or no model was given.
+      task: the task of the training data; None if it is unknown.
+      guarantee: the guarantee of the model.
+      structure: further facts on the model, from model.json.
     """
 
     params: PyTree
@@ -53,21 +53,21 @@ class Exported:
     structure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def predict(self, rows: Any) -> dict[str, np.ndarray]:
-        """What the model says of new rows.
+        """Predicts the target of new rows.
 
         Args:
-          rows: of a model of a table, a DataFrame, an Arrow table, columns by name, or
-            dictionaries: the columns that it was trained on are found by name, read and scaled as
-            they were then, and checked; others are not looked at. Of other models an array
-            [n, ...] of inputs, made as ``x`` of training was.
+          rows: for a model of a table, a DataFrame, an Arrow table, columns by name, or
+            dictionaries: the columns that it was trained on are found by name, checked, and read
+            and scaled as in training; others are ignored. For other models an array [n, ...] of
+            inputs, made like ``x`` in training.
 
         Returns:
           ``prediction`` [n]: a class (its name, if the data had names) or a number, in the units of
-          the target; and for classes ``probability_NAME`` of each [n] (of a hinge loss, ``score``).
+          the target; and for classes ``probability_NAME`` [n] of each (``score`` for a hinge loss).
 
         Raises:
-          BadInputError: columns that are not there or hold something else; a language model; or
-            nobody said what computes with the parameters.
+          BadInputError: columns are missing or hold something else, the model is a language model,
+            or it is unknown what computes with the parameters.
         """
         params, model, task, structure = self.params, self.model, self.task, self.structure
         if isinstance(model, LanguageModel) or structure.get("loss") in ("causal_lm", "tokens"):
@@ -77,8 +77,8 @@ class Exported:
         classes = kind in ("classification", "logistic", "softmax", "hinge")
         if not classes and kind not in ("regression", "squared", "absolute"):
             raise BadInputError(
-                "this model was trained by a loss of its own, of which it is not known what "
-                "outputs mean: compute with .params"
+                "this model was trained with a custom loss, so that it is unknown what its outputs "
+                "mean: compute with .params"
             )
         x = _inputs(task, rows)
         if linear:
@@ -110,14 +110,14 @@ def save_named(
     dtype: str = "float32",
     max_file_bytes: int = 5 * 10**9,
 ) -> tuple[pathlib.Path, int]:
-    """Writes model.json and safetensors files; returns the directory, and how many numbers.
+    """Writes model.json and safetensors files; returns the directory and the number of values.
 
     Args:
       path: a directory that does not exist or is empty.
       params: any pytree of arrays; None where one is not written.
-      structure: plain JSON: what else is to be known of the model.
-      dtype: of floating-point tensors, float32 or bfloat16.
-      max_file_bytes: more go into several files.
+      structure: further facts on the model, as plain JSON.
+      dtype: dtype of floating-point tensors, float32 or bfloat16.
+      max_file_bytes: largest size of one file; larger models are split.
 
     Raises:
       BadInputError: two parameters have one name, or the directory is in use.
@@ -144,14 +144,13 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
 
     Args:
       path: the directory.
-      like: what the run trained, if that was not a model of the library: a Flax NNX or Equinox
-        module or a pytree of the same structure, whose values are replaced (but for parameters
-        that were not trained); or the function that ``model.module`` named, which is called. None:
-        nested dicts and lists, by name.
-      model: what computes with parameters that are no module, as of ``fit``.
+      like: what the run trained, if it was not a model of the library: a Flax NNX or Equinox
+        module or a pytree of the same structure, whose trained values are replaced; or the function
+        that ``model.module`` named, which is called. None: the result holds nested dicts and lists.
+      model: what computes with parameters that are not a module, as in ``fit``.
 
     Raises:
-      BadInputError: it is none, or ``like`` has other parameters.
+      BadInputError: the directory holds no export, or ``like`` has other parameters.
 
     Examples:
       >>> import tempfile
@@ -191,7 +190,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
     if callable(like) and not functional(like).is_module and task is not None:
         place, options = structure.get("module"), structure.get("options", {})
         model, like = built(like, place or "like", task, options, jax.random.key(0))
-        if model is not None and not hasattr(model, "apply"):  # a loss of its own
+        if model is not None and not hasattr(model, "apply"):  # a custom loss
             structure = {**structure, "loss": None}
     arrays, rebuild, _ = functional(like)
     params = rebuild(_replaced(arrays, values, structure))
@@ -199,7 +198,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
 
 
 def _checked(folder: pathlib.Path) -> Statement:
-    """The guarantee of an export, if its digests are those of the files there."""
+    """Reads the guarantee of an export, and compares its digests with the files."""
     stated = read(folder / NAME)
     if stated.digests is None:
         warnings.warn(
@@ -209,14 +208,16 @@ def _checked(folder: pathlib.Path) -> Statement:
         )
         return stated
     if not (known := stated.digests.exported):
-        raise BadInputError(f"{folder / NAME} is the guarantee of no export: bring its own back")
+        raise BadInputError(
+            f"{folder / NAME} is not the guarantee of an export: bring back the export's"
+        )
     if changed := digests.compare_export(folder, known, NAME).changed:
         raise BadInputError(f"{changed[0]}: take the export as it was written")
     return stated
 
 
 def library_model(structure: Mapping[str, Any], task: Task | None) -> Any:
-    """The model of the library that an export describes; None of other models."""
+    """The model of the library that an export describes; None for other models."""
     if "transformer" in structure:
         return LanguageModel(TransformerConfig(**structure["transformer"]))
     if "kind" in structure and task is not None:
@@ -225,7 +226,7 @@ def library_model(structure: Mapping[str, Any], task: Task | None) -> Any:
 
 
 def _placed(tree: PyTree) -> list[tuple[str, list[Any], Any]]:
-    """(name, keys, leaf) of each leaf, None too."""
+    """(name, keys, leaf) of each leaf; None counts as a leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
     placed = []
     for path, leaf in leaves:
@@ -235,7 +236,7 @@ def _placed(tree: PyTree) -> list[tuple[str, list[Any], Any]]:
 
 
 def _nested(values: Mapping[str, jax.Array], held: Mapping[str, list[Any]]) -> PyTree:
-    """Dicts and lists of the parameters; one alone is itself."""
+    """Nested dicts and lists of the parameters; a single unnamed array is returned as it is."""
     root: dict[Any, Any] = {}
     for name, keys in held.items():
         node = root
@@ -257,7 +258,7 @@ def _with_lists(node: Any) -> Any:
 def _replaced(
     like: PyTree, exported: Mapping[str, jax.Array], structure: Mapping[str, Any]
 ) -> PyTree:
-    """``like`` with the values that were found, in its own types."""
+    """``like`` with the exported values, cast to the dtypes of ``like``."""
     values, frozen = [], set(structure["not_trained"])
     placed = _placed(like)
     if more := sorted(set(exported) - {name for name, _, _ in placed}):
@@ -333,7 +334,7 @@ def _forward(params: PyTree, model: Any) -> tuple[Any, PyTree]:
     arrays, rebuild, is_module = functional(params)
     if model is None and not is_module:
         raise BadInputError(
-            "what computes with these parameters is not known: give the module that was trained, "
+            "it is unknown what computes with these parameters: give the module that was trained, "
             "load_exported(DIR, like=module), or, for parameters, model= (as of fit)"
         )
     forward = forward_of(params, model)
@@ -341,7 +342,7 @@ def _forward(params: PyTree, model: Any) -> tuple[Any, PyTree]:
 
 
 def _features(x: np.ndarray, linear: Mapping[str, Any]) -> np.ndarray:
-    """As ``isrl.silos`` makes them: scaled, with a constant, within the ball."""
+    """The features of ``isrl.silos``: scaled, with a constant, clipped to ``max_norm``."""
     x = x.reshape(len(x), -1).astype(np.float64)
     if linear["scale"] is not None:
         middle, width = np.asarray(linear["scale"])
@@ -364,8 +365,8 @@ def _names(task: Task | None, linear: Mapping[str, Any] | None) -> tuple[str, ..
 
 
 def _classes(out: np.ndarray, names: tuple[str, ...] | None, scores: bool) -> dict[str, np.ndarray]:
-    """The likeliest class, and the probability (hinge: the score) of each."""
-    if out.ndim == 1 or out.shape[1] == 1:  # of two classes, how much likelier the second is
+    """The likeliest class, and the probability of each (for a hinge loss, its score)."""
+    if out.ndim == 1 or out.shape[1] == 1:  # two classes: the log-odds of the second
         out = np.stack([np.zeros(len(out)), out.reshape(len(out))], axis=1)
     best = out.argmax(axis=1)
     labels = [str(i) for i in range(out.shape[1])] if names is None else list(names)

@@ -1,8 +1,8 @@
-"""Training in which each user takes part only in the steps that their own budget pays for.
+"""Training in which each user takes part only in the steps that their budget pays for.
 
-The steps between two computations of all users' gradient norms are a *stretch*. What users had
-spent before it, and their bounds in it, decide who takes part in all of its steps: that is what a
-state keeps.
+The steps between two computations of all users' gradient norms are a *stretch*. What each user had
+spent before it, and the bound on their gradients in it, decide who takes part in which of its
+steps: this is what a state keeps.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.sampling import Draw, ExampleSampler, UserSampler, choose_within_users
 from dpfl_jax.training.central import Central, CentralSteps
 
-# Rows of a batch of which norms are computed, whatever the data: another shape may round apart.
+# Rows of a batch for norms, whatever the data: another shape may round differently.
 _NORM_ROWS = 4
 COLUMNS = ("user", "bound", "share_of_budget", "epsilon_spent")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Spending:
-    """What each user had spent before a stretch, and their bound in it. Private.
+    """What each user had spent before a stretch, and their bound in it: private.
 
     Attributes:
       spent: int64 [n], in units of ``RenyiFilter.costs``.
-      levels: uint8 [n].
+      levels: uint8 [n], indices into ``filters.bounds``.
     """
 
     spent: np.ndarray
@@ -52,7 +52,7 @@ class Spending:
 
     @classmethod
     def none(cls, users: int) -> Spending:
-        """Nothing spent, before the first step."""
+        """The state before the first step: nothing is spent."""
         return cls(np.zeros(users, np.int64), np.zeros(users, np.uint8))
 
     def encrypt(self, key: RootKey, stretch: int) -> np.ndarray:
@@ -70,13 +70,13 @@ class Spending:
 
 
 def _pad(key: RootKey, stretch: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Of a stretch alone, whose content is one under a key: used for nothing else."""
+    """A one-time pad: under one key, a stretch always has the same content."""
     return key.numpy("spent-by-users", stretch).integers(1 << 32, size=shape, dtype=np.uint32)
 
 
 @functools.cache
 def rounding_digest() -> str:
-    """Digest of some numbers as this machine computes them: those of one kind may round apart."""
+    """A digest of some results: machines of one kind may still round differently."""
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(33, 784)), rng.normal(size=(784, 10)) / 28
 
@@ -89,7 +89,7 @@ def rounding_digest() -> str:
 
 
 def check_filtered(plan: Plan) -> None:
-    """Raises BadInputError where norms of all users cannot be computed as the steps are."""
+    """Raises BadInputError if norms of all users cannot be computed as in the steps."""
     mechanism, how = plan.mechanism, plan.execution
     kind = mechanism.kind
     if splits_parameters(plan.mesh):
@@ -106,20 +106,20 @@ def check_filtered(plan: Plan) -> None:
     if how.packing or how.group_buckets:
         name, off = ("packing", "0") if how.packing else ("group_buckets", "false")
         raise BadInputError(
-            f"execution.{name} makes shapes that follow from everybody's data, so that one user "
-            f"may move the rounding of another's bound, which mechanism.kind={kind} charges by: "
-            f"set it to {off}"
+            f"execution.{name} makes shapes depend on everybody's data, so that one user may move "
+            f"the rounding of another's bound, which mechanism.kind={kind} charges by: set it to "
+            f"{off}"
         )
 
 
 class Filtered(Central):
-    """A run whose users have budgets of their own."""
+    """A run in which each user has a budget."""
 
     def __init__(self, loss_fn: Any, params: Any, plan: Plan, *rest: Any) -> None:
         """See ``fit``.
 
         Raises:
-          BadInputError: as of ``check_filtered``.
+          BadInputError: the run cannot have personal budgets (``check_filtered``).
         """
         check_filtered(plan)
         super().__init__(loss_fn, params, plan, *rest)
@@ -131,7 +131,7 @@ class Filtered(Central):
         self.parts: np.ndarray = mechanism.participation.unit_counts(offsets)
 
     def terms(self) -> Terms:
-        """As every run's; and what bounds are computed with, whose rounding could move a level."""
+        """Adds what bounds are computed with, as its rounding could move a level."""
         terms = super().terms()
         # proof: individual-event-3
         computed = value_digest([self.layout_fingerprint, rounding_digest()])
@@ -139,7 +139,6 @@ class Filtered(Central):
         return dataclasses.replace(terms, secret=secret)
 
     def init(self) -> TrainState:
-        """The first state, in which nobody has spent anything."""
         return dataclasses.replace(super().init(), units=self.placed(self.nothing_spent))
 
     @property
@@ -148,7 +147,7 @@ class Filtered(Central):
         return np.zeros((self.users, 3), np.uint32)
 
     def placed(self, encrypted: np.ndarray) -> Any:
-        """What a state holds of users, on every device."""
+        """The encrypted spending of users, on every device."""
         return place(encrypted, replicated(self.mesh))
 
     def begin(self, key: RootKey, start: int) -> FilteredSteps:
@@ -156,12 +155,12 @@ class Filtered(Central):
         return FilteredSteps(self, key, start)
 
     def after(self, held: Spending, steps: int) -> Spending:
-        """What users have spent after so many steps of a stretch."""
+        """What users have spent after ``steps`` steps of a stretch that began with ``held``."""
         spent = self.filter.after(held.spent, held.levels, steps, self.parts)
         return dataclasses.replace(held, spent=spent)
 
     def private_state(self, state: TrainState) -> Spending:
-        """What every user has spent after the last step that was taken, and their bounds in it."""
+        """What every user has spent after the last step taken, and their bounds in it."""
         if not (step := int(state.step)):
             return Spending.none(self.users)
         stretch, into = divmod(step - 1, self.every)
@@ -170,7 +169,7 @@ class Filtered(Central):
     def write_private(self, directory: RunDirectory, result: RunResult) -> None:
         """Writes what every user has spent (owner only)."""
         spending, users = result.private_state, np.arange(self.users)
-        # Steps that a killed process released and nobody took again: their bounds are lost.
+        # Bounds are lost of steps that a killed process released and that were not taken again.
         spent = self.filter.at_most(spending.spent, max(result.released - result.steps, 0))
         names = getattr(self.data, "user_ids", lambda users: users)(users)
         columns = (
@@ -184,7 +183,7 @@ class Filtered(Central):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AllUnits:
-    """All units in turns, ``width`` at a time: users with examples of their own as a step draws."""
+    """Draws all units, ``width`` at a time; of each user, examples as a step would."""
 
     sampler: UserSampler | ExampleSampler
     width: int
@@ -202,14 +201,14 @@ class _AllUnits:
 
 
 def _owners(sampler: UserSampler | ExampleSampler, user_offsets: np.ndarray) -> np.ndarray:
-    """int64 [units]: whose each is."""
+    """int64 [units]: the user of each unit."""
     if isinstance(sampler, UserSampler):
         return np.arange(len(user_offsets) - 1)
     return np.searchsorted(user_offsets, sampler.positions, side="right") - 1
 
 
 class FilteredSteps(CentralSteps):
-    """Batches of the users whose budget is not spent, each with a bound of their own."""
+    """Steps over the users whose budget is not spent, each with a personal bound."""
 
     run: Filtered
     sampler: UserSampler | ExampleSampler
@@ -217,7 +216,7 @@ class FilteredSteps(CentralSteps):
     def __init__(self, run: Filtered, key: RootKey, start: int) -> None:
         super().__init__(run, key, start)
         self.owners = _owners(self.sampler, np.asarray(run.data.user_offsets))
-        # The check before the first step is of units with all kinds of bounds.
+        # The check before the first step sees units with all levels of bounds.
         units = max(len(self.owners), run.plan.population.num_examples)
         some = run.bounds[np.arange(units) % LEVELS]
         self.pipeline = dataclasses.replace(self.pipeline, per_unit=some)
@@ -231,12 +230,12 @@ class FilteredSteps(CentralSteps):
         self.norms_of_batch = norms_of
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
-        """As for every run; keeps the state that the steps begin with."""
+        """Also keeps the state that the steps begin with."""
         super().check(state, say)
         self.params, self.encrypted = state.params, state.units
 
     def inputs(self) -> Iterator[tuple[int, StepBatch]]:
-        """Batches of one stretch after the other; none is read before its norms are computed."""
+        """Yields stretch by stretch; no batch is read before the stretch's norms are computed."""
         run, at = self.run, self.start
         while at < run.steps:
             stretch, into = divmod(at, run.every)
@@ -257,7 +256,7 @@ class FilteredSteps(CentralSteps):
             at = end
 
     def step(self, state: TrainState, inputs: StepBatch) -> tuple[TrainState, StepOutput]:
-        """The same step; the state knows what users had spent before its stretch."""
+        """Takes a step; the new state keeps what users had spent before its stretch."""
         state, output = super().step(dataclasses.replace(state, units=()), inputs)
         self.params = state.params
         return dataclasses.replace(state, units=self.encrypted), output
@@ -266,7 +265,7 @@ class FilteredSteps(CentralSteps):
         return Spending.decrypt(self.encrypted, self.key, stretch)
 
     def _before(self, stretch: int) -> Spending:
-        """What users have spent before a stretch, and their bounds at the model as it is now."""
+        """What users have spent before a stretch, and their bounds at the current parameters."""
         spending = Spending.none(self.run.users)
         if stretch:
             spending = self.run.after(self._restored(stretch - 1), self.run.every)
@@ -275,7 +274,7 @@ class FilteredSteps(CentralSteps):
         return dataclasses.replace(spending, levels=levels)
 
     def compute_norms(self, stretch: int) -> np.ndarray:
-        """Float32 [users]: the largest gradient norm of what may be drawn of each user."""
+        """Float32 [users]: the largest gradient norm among the units of each user."""
         key, pipeline = self.key.child("look-at-everybody", stretch), self.pipeline
         width = pipeline.row * _NORM_ROWS
         all_units, units = _AllUnits(self.sampler, width, key), len(self.owners)

@@ -1,4 +1,4 @@
-"""``fit``: central training by a plan. Sampling, noise and accounting are the mechanism's."""
+"""``fit``: central training by a plan, whose mechanism samples, adds noise and accounts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def algorithm_of(
     optimizer: optax.GradientTransformation,
     trainable: Trainable = None,
 ) -> Central:
-    """What takes the steps of a plan; arguments as of ``fit``."""
+    """Makes the algorithm that takes the steps of a plan; arguments as in ``fit``."""
     kind = Filtered if plan.mechanism.budget is not None else Central
     return kind(loss_fn, params, plan, optimizer, trainable)
 
@@ -108,27 +108,28 @@ def fit(
 
     Args:
       loss_fn: ``(params, example) -> float32 scalar`` for one example. If it also takes ``rng`` (or
-        ``key``), with default None, each example of each training step gets a key of its own there;
-        evaluation is without. Or ``"classification"``, ``"regression"``, ``"causal_lm"`` of a model
-        (``modules.named_loss``).
-      params: pytree of arrays, split over the plan's mesh already if they should never be whole;
-        not modified. Or a Flax NNX or Equinox module: the loss is called with one, and the result's
-        ``params`` is the trained one.
+        ``key``), with default None, it gets a different key for each example of each training step,
+        and None in evaluation. Or ``"classification"``, ``"regression"``, ``"causal_lm"`` of a
+        model (``modules.named_loss``).
+      params: pytree of arrays, not modified; already split over the plan's mesh if no device should
+        ever hold all of one. Or a Flax NNX or Equinox module: the loss is called with the module,
+        and the result's ``params`` is the trained module.
       plan: mechanism, data, steps and guarantee: ``uls(...).plan(data, steps=..., epsilon=...)``.
       optimizer: any Optax transformation.
-      model: of a loss by name, where ``params`` is no module: a Linen module, a Haiku transform, or
-        a function ``(params, x)``.
+      model: for a loss by name, if ``params`` is not a module: a Linen module, a Haiku transform,
+        or a function ``(params, x)``.
       trainable: which parameters are trained: a function of their name (``blocks/mlp/up/kernel``),
         or a tree of bools that is a prefix of the parameters; default all. Only these have
         gradients, norms, noise, optimiser state and checkpoints.
-      validation: held-out users, evaluated before, during and after.
+      validation: held-out users, evaluated before, during and after training.
       run_dir: where to log, to checkpoint and to report; an unfinished run there is resumed.
-      key: root key of sampling and noise; default a fresh secret one (or the run directory's). Of
-        a secret one, runs that differ in anything (data, mechanism, steps, delta, loss, optimiser,
-        first parameters, execution, devices) draw independently; the same run draws the same again.
-      audit: canaries in the run: the result's ``audit``, and audit.json in the run directory.
-      loop: how often the run logs, evaluates and keeps.
-      hooks: functions that are called on the way.
+      key: root key of sampling and noise; default a fresh secret one (or the run directory's).
+        Under one secret key, runs that differ in anything (data, mechanism, steps, delta, loss,
+        optimiser, first parameters, execution, devices) draw independently; the same run draws the
+        same noise again.
+      audit: adds canaries to the run; fills the result's ``audit``, and audit.json in ``run_dir``.
+      loop: how often the run logs, evaluates and saves.
+      hooks: callbacks.
       console: where progress is shown; default a terminal or notebook, if there is one
         (``rich.console.Console(quiet=True)``: nowhere).
 
@@ -208,12 +209,12 @@ def fit(
 
 
 def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) -> FitResult:
-    """Takes the steps of central training.
+    """Runs an algorithm of central training.
 
     Args:
-      algorithm: what is run.
-      caveats: further sentences for the guarantee.
-      **options: of ``run.driver.drive``.
+      algorithm: what to run.
+      caveats: further caveats of the guarantee.
+      **options: passed to ``run.driver.drive``.
     """
     result = drive(algorithm, **options)
     initial, final = result.evaluation(0), result.last
@@ -233,7 +234,7 @@ def _directory(
     audit: AuditConfig | None,
     loop: LoopConfig,
 ) -> Iterator[RunDirectory | None]:
-    """The run directory of a path, as long as the run lasts; one that is open stays so."""
+    """Opens the run directory of a path, and closes it; an open one is passed on."""
     if run_dir is None or isinstance(run_dir, RunDirectory):
         yield run_dir
         return
@@ -268,7 +269,7 @@ def _leave_report(directory: RunDirectory, plan: Plan, result: FitResult, loss_f
 def _check_arguments(
     plan: Any, key: Any, run_dir: Any, loop: Any, hooks: Any, audit: Any, validation: Any
 ) -> None:
-    """Raises BadInputError where an argument of ``fit`` is something else than it should be."""
+    """Raises BadInputError if an argument of ``fit`` has the wrong type."""
     expect(plan, Plan, "plan", "what mechanism.plan(data, steps=..., epsilon=...) returns")
     for value, kind, name, wanted in (
         (key, RootKey, "key", "a RootKey, as RootKey.generate() makes"),
@@ -303,7 +304,7 @@ def _has_labels(data: Readable) -> bool:
 
 
 def _caveats(plan: Plan, validation: Readable | None, known: bool) -> tuple[str, ...]:
-    """Of a private run; ``known``: whether people in validation are trained on, too."""
+    """Caveats of a private run; ``known``: whether people in validation are trained on, too."""
     held_out = () if validation is None else (KNOWN_CAVEAT if known else VALIDATION_CAVEAT,)
     packed = (PACKING_CAVEAT,) if plan.execution.packing else ()
     return (PRIVATE_METRICS_CAVEAT, *packed, *held_out, TUNING_CAVEAT)
@@ -322,7 +323,7 @@ def _known(data: Any, validation: Any) -> bool:
 
 
 def _refuse_shared(data: Any, validation: Any) -> None:
-    """Nobody may be trained on and choose a checkpoint, too: no noise is added to a choice."""
+    """Refuses to choose a checkpoint by users who are trained on: a choice has no noise."""
     both = owner_ids(data) & owner_ids(validation)
     if both:
         raise BadInputError(

@@ -1,4 +1,4 @@
-"""Models of other libraries, and of ``model.module``: named arrays and back; losses by name."""
+"""Models of other libraries and of ``model.module`` as named arrays, and losses by name."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _FROZEN_LINEN = (
 
 
 class Functional(NamedTuple):
-    """A model taken apart.
+    """A model, split into arrays and a function that rebuilds it.
 
     Attributes:
       params: what can be trained: a pytree of arrays.
-      rebuild: makes the model of such a tree; also inside ``jit``.
+      rebuild: makes the model of such a pytree; also inside ``jit``.
       is_module: whether the model is an object that holds its parameters.
     """
 
@@ -51,7 +51,7 @@ class Functional(NamedTuple):
 
 
 def functional(model: Any) -> Functional:
-    """Takes a model apart into arrays and the rest.
+    """Splits a model into trainable arrays and a function that rebuilds it from them.
 
     Args:
       model: a Flax NNX module (its ``Param`` are trained), an Equinox module (its arrays of floats
@@ -59,9 +59,8 @@ def functional(model: Any) -> Functional:
         such as ``layers/0/kernel``.
 
     Raises:
-      BadInputError: an NNX module that changes as it computes: statistics of a batch that are not
-        frozen, or dropout with randomness of its own; variables of a Linen module with statistics
-        of a batch.
+      BadInputError: an NNX module changes as it computes (batch statistics that are not frozen, or
+        dropout that holds its random state), or variables of a Linen module have batch statistics.
 
     Examples:
       >>> from flax import nnx
@@ -87,7 +86,7 @@ def functional(model: Any) -> Functional:
             params, together = _named(state)
 
             def rebuild(p: PyTree) -> Any:
-                # Its other variables are copies: a module that is used later changes no other.
+                # Other variables are copied, so that a module that is used later changes no other.
                 return nnx.merge(graph, together(p), jax.tree.map(lambda x: x, rest))
 
             return Functional(params, rebuild, True)
@@ -110,7 +109,7 @@ def _is_module(node: Any) -> bool:
 
 
 def _named(tree: PyTree) -> tuple[dict[str, jax.Array], Callable[[dict[str, Any]], PyTree]]:
-    """Leaves by name (libraries keep and restore dictionaries alike), and the way back."""
+    """Leaves by name (files keep dictionaries), and the function that restores the tree."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = []
     for path, _ in paths:
@@ -134,8 +133,8 @@ def _check_nnx(model: Any) -> None:
     draws = [m for m in modules if isinstance(m, nnx.Dropout)]
     if any(m.rate > 0 and not m.deterministic and m.rngs is not None for m in draws):
         raise BadInputError(
-            "the model's dropout holds randomness of its own, which would be the same at every "
-            "step: call model.eval(), or make it without rngs and hand the key over in the loss: "
+            "the model's dropout holds its random state, which would be the same at every step: "
+            "call model.eval(), or make it without rngs and pass the key in the loss: "
             "loss(model, example, rng) with model(x, rngs=nnx.Rngs(dropout=rng))"
         )
 
@@ -151,11 +150,11 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
         squared error, of one number and ``label``; ``"causal_lm"``: mean cross-entropy of the real
         tokens after the first, in nats.
       params: a module, or parameters of ``model``.
-      model: where ``params`` are no module: a Linen module, a Haiku transform, or a function
+      model: if ``params`` are not a module: a Linen module, a Haiku transform, or a function
         ``(params, x)``. It takes one ``x`` (or ``tokens``), without a leading axis.
 
     Raises:
-      BadInputError: no such loss, or no model.
+      BadInputError: there is no such loss, or no model.
     """
     one_of("loss_fn", name, LOSSES, "or give a function (params, example)")
     forward = forward_of(params, model, name)
@@ -184,9 +183,9 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
 
 
 def number_of_classes(loss_fn: Any, params: Any, model: Any, example: Any) -> int | None:
-    """How many classes a loss tells apart; None of a loss that is the caller's own, or no such.
+    """The number of classes of a loss; None if it is not a classification, or unknown.
 
-    Arguments as of ``fit``; ``example`` is one of the data.
+    Arguments as in ``fit``; ``example`` is one example of the data.
     """
     owner = getattr(loss_fn, "__self__", None)
     if isinstance(owner, LogisticRegression):
@@ -204,7 +203,7 @@ def number_of_classes(loss_fn: Any, params: Any, model: Any, example: Any) -> in
 
 
 def of_arrays(loss_fn: Callable[..., jax.Array], rebuild: Callable[[PyTree], Any]) -> Any:
-    """A loss of a module as one of its arrays, with the same further arguments."""
+    """Turns a loss of a module into a loss of its arrays, with the same further arguments."""
 
     @functools.wraps(loss_fn)
     def loss(params: PyTree, *args: Any, **kwargs: Any) -> jax.Array:
@@ -214,7 +213,7 @@ def of_arrays(loss_fn: Callable[..., jax.Array], rebuild: Callable[[PyTree], Any
 
 
 def forward_of(params: Any, model: Any, name: str = "") -> Callable[[Any, Any], Any]:
-    """``(params, x) -> outputs`` of a module, or of ``model``; ``name`` of the loss it is for."""
+    """``(params, x) -> outputs`` of a module or ``model``; ``name``: its loss, for the error."""
     if model is None:
         if not functional(params).is_module:
             raise BadInputError(
@@ -239,7 +238,7 @@ def forward_of(params: Any, model: Any, name: str = "") -> Callable[[Any, Any], 
 
 
 def check_one_example(loss_fn: Callable[..., Any], params: PyTree, example: PyTree) -> None:
-    """Raises BadInputError if a loss is not one number with a gradient, for one example."""
+    """Raises BadInputError unless the loss of one example is one number with a gradient."""
     if not jax.tree.leaves(params):
         raise BadInputError("the parameters hold no array: give those of the model's init")
     try:
@@ -266,7 +265,7 @@ def check_one_example(loss_fn: Callable[..., Any], params: PyTree, example: PyTr
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as early:
         raise BadInputError(
             f"the loss cannot be traced by JAX: it asks for a value before there is one "
-            f"({str(early).splitlines()[0]}): use jnp, jnp.where and jax.lax.cond in the place of "
+            f"({str(early).splitlines()[0]}): use jnp, jnp.where and jax.lax.cond instead of "
             "NumPy, float() and if"
         ) from early
     except KeyError as missing:
@@ -276,17 +275,17 @@ def check_one_example(loss_fn: Callable[..., Any], params: PyTree, example: PyTr
             f"the loss asks for {missing.args[0]!r}, which neither an example "
             f"({', '.join(example)}) nor the parameters have"
         ) from missing
-    except Exception as failed:  # whatever the user's code raises; it comes up again later
+    except Exception as failed:  # whatever the user's code raises; raised again below
         error = failed
     batch = jax.tree.map(lambda x: jnp.stack([x, x]), example)
     try:
         jax.eval_shape(loss_fn, params, batch)
-    except Exception:  # not a matter of the leading axis: the first error says what it is
+    except Exception:  # the leading axis is not the cause: the first error says what is
         raise error from None
     raise BadInputError(
-        "the loss takes a batch of examples, but it must be that of one, whose arrays have no "
-        "leading axis (people are kept apart by mapping it over examples): leave the batch out, or "
-        "give `lambda params, x: loss(params, jax.tree.map(lambda a: a[None], x))`"
+        "the loss takes a batch of examples, but it must take one example, whose arrays have no "
+        "leading axis (it is mapped over examples, which keeps people apart): leave the batch out, "
+        "or give `lambda params, x: loss(params, jax.tree.map(lambda a: a[None], x))`"
     ) from error
 
 
@@ -296,13 +295,13 @@ _LOSSES = {"tokens": "causal_lm", "classes": "classification", "regression": "re
 
 
 class UserModel:
-    """What a function of the user's builds, with the face of the library's models.
+    """A model that a function of the user builds, with the interface of the library's models.
 
     Attributes:
       loss: ``(params, example) -> scalar`` for ONE example.
-      predict: ``(params, x) -> class``, an int scalar; None if there are no classes, or the loss is
-        the user's own.
-      num_params: numbers in all parameters.
+      predict: ``(params, x) -> class``, an int scalar; None if there are no classes, or the user
+        gave the loss.
+      num_params: number of values in all parameters.
     """
 
     loss: Callable[..., jax.Array]
@@ -311,15 +310,15 @@ class UserModel:
     def __init__(self, section: ModelConfig, task: Task, store: Store, init_seed: int) -> None:
         """Calls ``build(task, key, **options)``, which ``model.module`` names.
 
-        It returns an NNX or Equinox module, whose loss is that of the task; or a pair: a Linen
+        It returns an NNX or Equinox module, which gets the loss of the task; or a pair: a Linen
         module or Haiku transform and its parameters, or ``loss(params, example)`` and parameters
         (or a module).
 
         Args:
           section: names the function and its options.
           task: shapes and classes of the data.
-          store: of the data, on whose first example the loss is tried.
-          init_seed: of the initial parameters.
+          store: the data; the loss is tried on the first example.
+          init_seed: seed of the initial parameters.
 
         Raises:
           BadInputError: there is no such function, it takes other arguments or fails, or what it
@@ -346,7 +345,7 @@ class UserModel:
         self.num_params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(arrays))
 
     def init(self, key: jax.Array) -> PyTree:
-        """The parameters as they were built: ``key`` was given to the function."""
+        """The parameters as they were built; ``key`` is ignored, as ``build`` already had one."""
         del key
         return self._params
 
@@ -354,10 +353,10 @@ class UserModel:
 def built(
     build: Callable[..., Any], place: str, task: Task, options: Mapping[str, Any], key: jax.Array
 ) -> tuple[Any, Any]:
-    """(a loss or what computes outputs, or None for a module; parameters) of ``UserModel``.
+    """Calls ``build``; returns (a loss or a model, or None for a module) and parameters.
 
     Raises:
-      BadInputError: as of ``UserModel``.
+      BadInputError: the call fails, or returns something else (see ``UserModel``).
     """
     try:
         inspect.signature(build).bind(task, key, **options)

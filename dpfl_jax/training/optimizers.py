@@ -1,4 +1,4 @@
-"""Optax optimisers by name, with a learning-rate schedule. They only ever see noised gradients."""
+"""Optax optimisers by name, with a learning-rate schedule. They only see noised gradients."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.errors import BadInputError, expect, nearest
 from dpfl_jax.training.adam_bc import dp_adam_bc
 
-# By the names under which configurations know them, beside those of Optax.
+# Optimisers besides those of Optax, by their names in configurations.
 OWN = {"dp_adam_bc": dp_adam_bc}
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """``<name>(learning_rate=<schedule over steps>, **options)`` of a config section.
+    """Makes ``<name>(learning_rate=<schedule over steps>, **options)`` of a config section.
 
     Raises:
-      BadInputError: no such optimiser, an option it does not take, or too long a warm-up.
+      BadInputError: no such optimiser, an option that it does not take, or too long a warm-up.
     """
     name, options = config.name, dict(config.options)
     factory = OWN.get(name) or getattr(optax, name, None)
@@ -37,7 +37,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             )
     try:
         made = factory(learning_rate=_schedule(config, steps), **options)  # type: ignore[misc]
-        # Some options fail at the first update alone.
+        # Some options fail only at the first update.
         _update_shape(made, jax.ShapeDtypeStruct((1,), np.float32))
     except TypeError as error:
         raise BadInputError(
@@ -68,10 +68,10 @@ _ALONE = "it must update parameters from their gradients alone, as losses are pr
 
 
 def check_optimizer(optimizer: Any, params: Any) -> None:
-    """Refuses what is no optimiser of Optax, or asks for losses (plateaus, line searches).
+    """Refuses what is not an Optax optimiser, or needs losses (plateaus, line searches).
 
     Raises:
-      BadInputError: it is one of these.
+      BadInputError: it is refused.
     """
     if isinstance(optimizer, optax.MultiSteps):
         raise BadInputError("optimizer is a MultiSteps: give its .gradient_transformation()")

@@ -1,4 +1,4 @@
-"""The real train step, compiled for devices that are not there: memory, FLOPs, collectives."""
+"""Compiles the real train step for absent devices, to read memory, FLOPs and collectives."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from dpfl_jax.errors import BadInputError
 
-MOST_UNITS = 256  # of a microbatch: no more are tried
-# Memory of one device, in GiB. A v3 chip has two devices, which JAX shows apart.
+MOST_UNITS = 256  # largest microbatch that is tried
+# Memory of one device, in GiB. A v3 chip is two devices for JAX.
 HBM = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}
 
 
@@ -39,8 +39,8 @@ class Collective:
     Attributes:
       kind: e.g. ``all-reduce``.
       in_loop: whether it runs in every iteration of a loop.
-      count: instructions (one may carry many arrays).
-      bytes: of all arrays of those instructions, per device.
+      count: number of instructions (one may carry many arrays).
+      bytes: size of all arrays of those instructions, per device.
     """
 
     kind: str
@@ -52,11 +52,11 @@ class Collective:
 def collectives(
     hlo: str, times: Callable[[Lines], Mapping[str, int]] | None = None
 ) -> list[Collective]:
-    """Collectives of a module by kind and place.
+    """Lists the collectives of a module by kind, and by whether they run in a loop.
 
     Args:
-      hlo: its text.
-      times: how often each computation runs, from the lines of all; default each counts once.
+      hlo: text of the module.
+      times: maps the lines of all computations to how often each runs; default: once each.
     """
     bodies: Lines = {}
     current = ""
@@ -69,8 +69,7 @@ def collectives(
     turns = {} if times is None else times(bodies)
     result: dict[tuple[str, bool], list[int]] = {}
     for name, lines in bodies.items():
-        # An asynchronous one is written where it starts, continues and ends: it counts where it
-        # starts.
+        # An asynchronous collective is listed where it starts, continues and ends: count the start.
         if name.startswith("async_collective_fusion") or any(_ENDS in line for line in lines):
             continue
         for match in filter(None, map(_LINE.search, lines)):
@@ -113,15 +112,15 @@ class Compiled:
     """One compiled step: bytes and operations of one device.
 
     Attributes:
-      flops: of products and convolutions of one microbatch.
-      temp_bytes: the compiler's temporaries; all it needs, where it found no room.
+      flops: operations of products and convolutions of one microbatch.
+      temp_bytes: the compiler's temporaries; all that it needs, if ``refused``.
       argument_bytes: state and a buffer of two microbatches.
       output_bytes: the new state.
-      alias_bytes: of results that take the place of arguments.
-      collectives: by kind and place (``Collective``); None where the TPU compiler is newer
-        than jaxlib and writes what that cannot read.
-      seconds: it took to compile.
-      refused: the compiler found no room.
+      alias_bytes: results that reuse the memory of arguments.
+      collectives: fields of each ``Collective``; None if the TPU compiler is newer than jaxlib,
+        which then cannot read its output.
+      seconds: time to compile.
+      refused: whether memory did not suffice.
     """
 
     flops: float
@@ -141,7 +140,10 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """One microbatch: ``parts`` devices with ``microbatch`` units each, with ``bounds`` or not."""
+    """Shape of one microbatch: ``parts`` devices with ``microbatch`` units each.
+
+    A unit has ``group`` examples (None: it is one) of ``length`` tokens, and a bound if ``bounds``.
+    """
 
     parts: int
     microbatch: int
@@ -169,7 +171,7 @@ def kind_of(topology: str) -> str:
     """The kind of device of a topology such as ``v5e:4x4``.
 
     Raises:
-      BadInputError: it is not written like one.
+      BadInputError: the topology is not KIND:SHAPE.
     """
     kind, _, shape = topology.partition(":")
     if kind not in (*HBM, "cpu") or not shape:
@@ -191,7 +193,7 @@ def slice_mesh(topology: str, axes: dict[str, Any]) -> Any:
 
     Args:
       topology: e.g. v5e:4x4, or cpu:8.
-      axes: the configuration's section mesh.
+      axes: the axes of the configuration's mesh section.
 
     Raises:
       BadInputError: there is no such slice, no compiler for it, or the axes do not fit.
@@ -208,7 +210,7 @@ def slice_mesh(topology: str, axes: dict[str, Any]) -> Any:
     if kind == "cpu":
         if not shape.isdigit() or shape == "0":
             raise BadInputError(f"compile: topology {topology!r} needs a number of devices")
-        with contextlib.suppress(RuntimeError):  # JAX is running already, with what it has
+        with contextlib.suppress(RuntimeError):  # JAX is already running, and keeps its devices
             jax.config.update("jax_num_cpu_devices", int(shape))
         if len(jax.devices()) < int(shape):
             raise BadInputError(
@@ -234,10 +236,10 @@ class Step:
     """A train step that can be compiled at any microbatch size.
 
     Attributes:
-      calibrated, model, optimizer, mesh: of the step.
-      options: of the bounded gradient; ``trainable`` says which parameters are trained.
-      read: from the text of a compiled module to what it sends.
-      frozen_dtype: of the others.
+      calibrated, model, optimizer, mesh: what the step is made of.
+      options: options of the clipped gradient; ``trainable`` says which parameters are trained.
+      read: maps the text of a compiled module to its collectives.
+      frozen_dtype: dtype of parameters that are not trained.
     """
 
     calibrated: Any
@@ -249,13 +251,13 @@ class Step:
     frozen_dtype: str = "float32"
 
     def flops(self, units: Units) -> float:
-        """Operations of one microbatch on one device, counted before the compiler sees them."""
+        """Operations of one microbatch on one device, counted before compilation."""
         from dpfl_jax.clipping.jaxprs import count_flops
         from dpfl_jax.mesh import splits_parameters
 
         step, arguments = self._lowerable(units)
         counted = count_flops(step, *arguments)
-        # Where the compiler places everything, the count is of all devices together.
+        # If the compiler splits the parameters, the count is for all devices together.
         return counted / self.mesh.size if splits_parameters(self.mesh) else counted
 
     def compile(self, units: Units) -> Compiled:
@@ -344,7 +346,7 @@ class Step:
         step = make_train_step(
             self.calibrated, self.model.loss, self.optimizer, self.mesh, **self.options
         )
-        # A run's step is two programs, the sum and the update; their costs are those of one.
+        # A run's step is two programs, the sum and the update; together they cost as much as this.
         return jax.jit(step.whole, donate_argnums=0), arguments
 
 
@@ -352,12 +354,12 @@ def largest_that_fits(peak: Callable[[int], int | None], limit: int, start: int 
     """The largest microbatch size, ``start`` times a power of two, at which a step fits.
 
     Args:
-      peak: memory at a microbatch size; None where it cannot be had.
+      peak: bytes needed at a microbatch size; None if it does not compile.
       limit: bytes of one device.
-      start: where to begin.
+      start: size to try first.
 
     Returns:
-      The size, which was tried and found to fit; 0 if not even one unit fits.
+      The largest size that was tried and fits; 0 if not even one unit fits.
     """
 
     def fits(size: int) -> bool:
@@ -393,11 +395,11 @@ def measure(
       config: a RunConfig.
       vocab: size of the vocabulary.
       topology: e.g. v5e:4x4.
-      mesh: over its devices.
-      suggest: look for the largest microbatch that fits.
-      baseline: compile the step without privacy too.
-      count_only: compile nothing.
-      read: from the text of a compiled module to what it sends.
+      mesh: mesh over the devices of the topology.
+      suggest: whether to look for the largest microbatch that fits.
+      baseline: whether to compile the step without privacy, too.
+      count_only: whether to compile nothing, and only count operations.
+      read: maps the text of a compiled module to its collectives.
     """
     from dpfl_jax.clipping import OwnBound
     from dpfl_jax.mechanisms import Population, non_private
@@ -413,7 +415,7 @@ def measure(
     execution = config.execution
 
     def any_noise(mechanism: Any) -> Any:
-        """Any number of people and any noise: the same step."""
+        """The compiled step does not depend on the number of people or the noise."""
         some = Population(*[math.ceil(mechanism.participation.divisor)] * 3)
         noise = config.privacy.noise_multiplier or 1.0
         return mechanism.calibrate(some, config.train.steps, noise_multiplier=noise, delta=1e-5)
@@ -428,7 +430,7 @@ def measure(
         "strategy": execution.strategy,
         "platform": platform,
         "trainable": trainable,
-        # What the choice of a strategy finds on the device itself.
+        # The choice of a strategy would otherwise ask the local device.
         "memory_limit": None if limit is None else limit / 2,
     }
     cut, group = execution.cut, mechanism.participation.unit_examples
@@ -490,7 +492,7 @@ def measure(
 
 
 def gradient_cost(config: Any, vocab: int | None) -> dict[str, float]:
-    """``flops_per_gradient`` of the configuration's own step, and its model's ``parameters``."""
+    """``flops_per_gradient`` of the configuration's step, and ``parameters`` of its model."""
     from dpfl_jax.mesh import make_mesh
 
     result = measure(config, vocabulary(config, vocab), "cpu:1", make_mesh(), count_only=True)
@@ -499,7 +501,7 @@ def gradient_cost(config: Any, vocab: int | None) -> dict[str, float]:
 
 
 def vocabulary(config: Any, given: int | None) -> int:
-    """Its size: given, or the configuration's, or its tokeniser's."""
+    """The size of the vocabulary: given, or the configuration's, or its tokeniser's."""
     from dpfl_jax.data import load_tokenizer
 
     if config.model.checkpoint is not None:

@@ -1,7 +1,7 @@
-"""Where the private phase starts (with pre-training), and which parameters it changes.
+"""The model that private training starts from (with pre-training), and what it trains of it.
 
-The model is that of a checkpoint in the Hugging Face layout, or one of the named sizes; what is not
-trained comes from the checkpoint, from pre-training on the public corpus, or from the initial key.
+The model is a checkpoint in the Hugging Face layout, or has one of the named sizes; its parameters
+come from the checkpoint, from pre-training on the public corpus, or from the initial key.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from dpfl_jax.training.modules import UserModel
 from dpfl_jax.training.optimizers import make_optimizer
 
 PyTree = Any
-# A checkpoint says what the function is; these say how it is computed.
+# A checkpoint defines the function; these fields only say how it is computed.
 _COMPUTED = ("dtype", "remat", "scan_layers")
 
 
 def build_model(config: RunConfig, task: Task, store: Store) -> Any:
-    """The model of a configuration, central or of silos.
+    """Builds the model of a configuration, central or with silos.
 
     Args:
       config: the configuration.
       task: what is learned.
-      store: of the data, on whose first example a model of ``model.module`` is tried.
+      store: the data; a model of ``model.module`` is tried on the first example.
 
     Raises:
       BadInputError: data and model do not fit, or a setting is unknown.
@@ -90,12 +90,12 @@ def build_model(config: RunConfig, task: Task, store: Store) -> Any:
 
 
 def build_transformer(config: RunConfig, vocab_size: int, bos_id: int | None) -> LanguageModel:
-    """The transformer of a config.
+    """Builds the transformer of a configuration.
 
     Args:
       config: the configuration.
-      vocab_size: of the data's tokeniser.
-      bos_id: of the data.
+      vocab_size: number of ids of the data's tokeniser.
+      bos_id: id that starts a sequence of the data; None: none does.
 
     Raises:
       BadInputError: data and checkpoint do not fit, or a setting is unknown.
@@ -139,7 +139,7 @@ def build_transformer(config: RunConfig, vocab_size: int, bos_id: int | None) ->
 
 
 def data_section(config: RunConfig) -> DataConfig:
-    """The data section, with the checkpoint's tokeniser in the place of its name."""
+    """The data section, with ``tokenizer=checkpoint`` replaced by the checkpoint's file."""
     if config.data.tokenizer != "checkpoint":
         return config.data
     if config.model.checkpoint is None:
@@ -148,12 +148,7 @@ def data_section(config: RunConfig) -> DataConfig:
 
 
 def trained_by_name(section: ModelConfig, model: Any) -> Callable[[str], bool] | None:
-    """Whether the parameter of a name is trained; None for all.
-
-    Args:
-      section: ``trainable`` of it is the choice.
-      model: of its kind.
-    """
+    """Returns ``name -> whether that parameter is trained``; None if all are."""
     named = _named_trained(section, model)
     if section.dpo is None:
         return named
@@ -178,10 +173,10 @@ def _named_trained(section: ModelConfig, model: Any) -> Callable[[str], bool] | 
 
 
 def check_trainable(section: ModelConfig, model: Any) -> int:
-    """How many parameters are trained.
+    """Returns the number of trained parameters.
 
     Raises:
-      BadInputError: none, or a pattern that fits none.
+      BadInputError: no parameter is trained, or a pattern matches none.
     """
     shapes = flat_paths(jax.eval_shape(model.init, jax.random.key(0)))
     chosen = trained_by_name(section, model) or (lambda _: True)
@@ -206,7 +201,7 @@ def check_trainable(section: ModelConfig, model: Any) -> int:
 def starting_params(
     config: RunConfig, data: Dataset, model: Any, mesh: Mesh, console: Console
 ) -> tuple[PyTree, Pretrained | None]:
-    """All parameters before the first private step, on ``mesh``; with dpo, the reference's too."""
+    """All parameters before the first private step, on ``mesh``; with DPO the reference's, too."""
     params, pretrained = _base_params(config, data, model, mesh, console)
     if config.model.dpo is not None:
         params = with_reference(params, trained_by_name(config.model, model))
@@ -225,7 +220,7 @@ def _base_params(
     if section is None or public is None:
         return initial_params(model, key, mesh), None
     plain = LanguageModel(dataclasses.replace(model.config, lora=None))
-    # How attention is computed is no part of what was pre-trained.
+    # How attention is computed does not change what is pre-trained.
     shape = dataclasses.asdict(dataclasses.replace(plain.config, attention="auto"))
     pretrained = pretrain(
         loss_fn=plain.loss,
@@ -250,7 +245,7 @@ def _base_params(
 
 
 def initial_params(model: Any, key: jax.Array, mesh: Mesh) -> PyTree:
-    """Initial parameters; where they are split, none is ever whole on one device."""
+    """Initial parameters; on a mesh that splits them, no device ever holds all of one."""
     if not splits_parameters(mesh):
         return model.init(key)
     places = parameter_shardings(jax.eval_shape(model.init, key), mesh)
@@ -258,7 +253,7 @@ def initial_params(model: Any, key: jax.Array, mesh: Mesh) -> PyTree:
 
 
 def base_from_checkpoint(config: RunConfig, model: LanguageModel, mesh: Mesh) -> PyTree:
-    """The checkpoint's parameters, each device's part read by itself; frozen ones in their type."""
+    """Reads a checkpoint, each device its part; frozen parameters have ``frozen_dtype``."""
     assert config.model.checkpoint is not None
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     trained = trained_by_name(config.model, model) or (lambda _: True)
@@ -273,7 +268,7 @@ def base_from_checkpoint(config: RunConfig, model: LanguageModel, mesh: Mesh) ->
 
 
 def with_adapters(base: PyTree, model: LanguageModel, key: jax.Array, mesh: Mesh) -> PyTree:
-    """``base`` with fresh adapters, if the model has any; the rest is never initialised."""
+    """``base`` with fresh adapters, if the model has any; nothing else is initialised."""
     if model.config.lora is None:
         return base
 
@@ -295,8 +290,8 @@ class Pretrained:
 
     Attributes:
       params: the parameters.
-      path: where they are kept.
-      cached: True if they were found there, not trained now.
+      path: where they are stored.
+      cached: True if they were read from there, False if they were trained now.
     """
 
     params: PyTree
@@ -305,7 +300,7 @@ class Pretrained:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What identifies it: ``name`` (model, corpus and settings) and ``digest`` (of values)."""
+        """Identifies it: ``name`` (of model, corpus and settings) and ``digest`` (of values)."""
         return {"name": self.path.name, "digest": content_digest(self.params)}
 
 
@@ -401,9 +396,9 @@ def pretrain(
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[None]:
-    """One training of a base at a time: another program waits, and then finds it.
+    """Lets one program at a time train a base; another one waits, and then reads the result.
 
-    The processes of one run train it together, and so do not wait for each other.
+    The processes of one run train it together, so they do not wait for each other.
     """
     if processes.many():
         yield
@@ -415,17 +410,17 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
 
 
 def check_pretrained(pretrained: Pretrained, directory: RunDirectory, needed: bool) -> None:
-    """Notes what was trained before on public data; a resumed run must find the same.
+    """Notes the pre-trained base in the run's directory; a resumed run must have the same.
 
     Args:
       pretrained: the base.
-      directory: of the run.
-      needed: whether a part of it stays as it is for the whole run.
+      directory: the run's directory.
+      needed: whether a part of the base stays frozen.
 
     Raises:
-      BadInputError: the run began with another one. One of the same settings that was made again
-        may differ in rounding: enough to take steps twice with one noise on different sums, unless
-        all parameters are in a checkpoint of the run.
+      BadInputError: the run began with another base. A base that was trained again may differ in
+        rounding, and steps taken twice would add one noise to different sums; only if all
+        parameters are in a checkpoint of the run does this not matter.
     """
     facts = pretrained.facts
 

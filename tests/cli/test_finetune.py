@@ -342,7 +342,7 @@ def test_pricing_needs_no_weights(workspace, tmp_path, capsys):
         ("data.seq_len=33", "takes at most 32 tokens"),
         ("pretrain={steps: 3}", "both pretrain and model.checkpoint"),
         ("model.checkpoint=null", "data.tokenizer=checkpoint needs model.checkpoint"),
-        ("model.checkpoint=nowhere", "there is no folder nowhere, which a checkpoint"),
+        ("model.checkpoint=nowhere", "there is no folder nowhere: give the folder"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(change, message, workspace, tmp_path, capsys):

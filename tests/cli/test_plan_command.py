@@ -101,7 +101,7 @@ def test_of_devices_it_counts_user_epochs_and_leaves_examples_out(capsys, tmp_pa
     assert "els" not in {o["kind"] for o in found["options"]}
     assert found["median"] is None
     private, by_layer, devices = found["notes"]
-    assert private.startswith("budgets of users' own are not priced")
+    assert private.startswith("personal budgets are not priced")
     assert by_layer.startswith("mechanism.clipping=per_layer has the noise of these rows")
     assert "in 3 epochs" in devices
     assert "a round evaluates 192 gradients" in devices

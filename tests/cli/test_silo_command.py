@@ -65,7 +65,7 @@ def test_a_limit_without_a_value_and_one_said_twice_are_refused(place, capsys):
     text = path.read_text()
     for change, told in (
         (text.replace("total_epsilon: 8.0 ", "total_epsilon: "), "policy.total_epsilon is empty"),
-        (text + "  total_epsilon: 800\n", "the key 'total_epsilon' stands there twice"),
+        (text + "  total_epsilon: 800\n", "the key 'total_epsilon' occurs twice"),
     ):
         assert change != text
         path.write_text(change)

@@ -313,7 +313,7 @@ def test_a_run_directory_of_another_config_is_refused(finished, workspace, tmp_p
     try:
         code = dpfl("train", workspace / "small.yaml", "train.steps=13", "--run-dir", run_dir)
         assert code == 2
-        assert "another configuration: train.steps is another" in capsys.readouterr().err
+        assert "another configuration: train.steps differs" in capsys.readouterr().err
     finally:
         (tmp_path / "report.json").rename(run_dir / "report.json")
     other = tmp_path / "full"

@@ -523,7 +523,7 @@ def test_a_forger_of_everything_is_left_with_the_truth(tmp_path, capsys):
     [
         ("{", "cannot be read"),
         ("[]", "has no version"),
-        ('{"version": 1, "version": 1}', "stands there twice"),
+        ('{"version": 1, "version": 1}', "occurs twice"),
         ('{"version": 1, "x": NaN}', "not a number in JSON"),
         ('{"version": 1}', "Field required"),
         (r'{"version": 2, "library": "a\nall of it holds"}', "line break"),

@@ -93,9 +93,9 @@ def test_overrides_reach_any_key(minimal):
         ("population={num_users: 5, num_examples: 9, limited_examples: {010: 5}}", "is 010"),
         ("train.steps=true", "train.steps is true or false, but it must be a number"),
         ("data.scale={age: [0, yes]}", "data.scale.age.1 is true or false"),
-        ("train={steps: 3, steps: 300}", "the key 'steps' stands there twice"),
+        ("train={steps: 3, steps: 300}", "the key 'steps' occurs twice"),
         ("data.user_column=no", "given: False.*put it in quotes"),
-        ("data.user_column=2024-01-01", "takes for no text: put it in quotes"),
+        ("data.user_column=2024-01-01", "does not read as text: put it in quotes"),
         ("data.path=a: b.csv", "put it in quotes"),
         ("data.user_column=@id", "not valid YAML .*in single quotes"),
         ("data.user_column=!id", "not valid YAML .*in single quotes"),
@@ -128,8 +128,8 @@ def test_a_small_file_that_holds_too_much_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("privacy: {epsilon: 4}\nprivacy: {epsilon: 80}\n", "'privacy' stands there twice"),
-        ("privacy:\n  epsilon: 4\n  epsilon: 80\n", "line 2, privacy: the key 'epsilon' stands"),
+        ("privacy: {epsilon: 4}\nprivacy: {epsilon: 80}\n", "'privacy' occurs twice"),
+        ("privacy:\n  epsilon: 4\n  epsilon: 80\n", "line 2, privacy: the key 'epsilon' occurs"),
         ("data:\n  user_column:\n  path: x\n", "line 2, data.user_column is empty"),
         ("data:\n  user_column: #patient\n", "line 2, data.user_column is empty"),
         ("data:\n  user_column: &patient\n", "line 2, data.user_column is empty"),
@@ -199,7 +199,9 @@ def test_variables_are_replaced_in_paths_alone(minimal, monkeypatch):
     """What stands in other keys is published: whoever sent the file could ask for a password."""
     monkeypatch.setenv("DB_PASSWORD", "s3cr3t")
     for key in ("privacy.account", "name", "data.user_column", "sweep.grid.kind", "optimizer.name"):
-        with pytest.raises(BadInputError, match=f"{key} uses .*DB_PASSWORD.* paths alone") as error:
+        with pytest.raises(
+            BadInputError, match=f"{key} uses .*DB_PASSWORD.* only replaced in paths"
+        ) as error:
             load_config(minimal, [f"{key}=a ${{DB_PASSWORD}}"])
         assert "s3cr3t" not in str(error.value)
     given = ["data.path=[a.jsonl, '${DB_PASSWORD}']", "model.checkpoint=${DB_PASSWORD}"]
@@ -357,5 +359,5 @@ def test_budgets_of_records_are_refused_where_no_record_has_one(privacy):
         "federation": {"silos": 4, "rounds": 2, "local_steps": 1},
         "privacy": {"epsilon": 8.0, **privacy},
     }
-    with pytest.raises(BadInputError, match=r"privacy\.\w+ is for records with budgets of their"):
+    with pytest.raises(BadInputError, match=r"privacy\.\w+ is for records with personal budgets"):
         validate_config(raw)

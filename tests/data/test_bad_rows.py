@@ -107,7 +107,9 @@ def test_what_is_not_of_one_row_is_an_error_all_the_same(tmp_path):
     refused(torn, "torn.csv")
     # Rows do not say what columns there are.
     rows = write(tmp_path / "first.jsonl", [{"user": "p", "a": 1, "y": 0}, *TABLE])
-    refused(rows, "the first person would choose those of all", target_column="y", classes=2)
+    refused(
+        rows, "the first person's row would choose the inputs for all", target_column="y", classes=2
+    )
     everything = write(tmp_path / "all.jsonl", TEXTS)
     refused(everything, "no row can be used, 30 were left out: .* no column 'body'",
             text_column="body")  # fmt: skip

@@ -199,8 +199,8 @@ def test_what_is_too_long_is_cut_at_the_end_or_left_out_and_counted(tmp_path):
 
 BAD_ROWS = {
     "row 0: 'm' holds str, not a list": '"hello"',
-    "'m' holds text that is no JSON list": "hello",
-    "'m' holds text that is no JSON": '[{"role": "user", "role": "assistant", "content": "x"}]',
+    "'m' holds text that is not a JSON list": "hello",
+    "'m' holds text that is not a JSON": '[{"role": "user", "role": "assistant", "content": "x"}]',
     "'m' holds an empty list": [],
     "message 1: it is str, not an object": ["hello"],
     "message 1: the role is 'robot', not one of": [{"role": "robot", "content": "x"}],
@@ -238,9 +238,9 @@ def test_other_mistakes_are_one_sentence(tmp_path):
             rows(data_rows=[row], **columns)
 
     refused("set data.chat_template to a file", messages="m")
-    refused("is no template of Jinja: line 1", "{% for %}", messages="m")
+    refused("is not a Jinja template: line 1", "{% for %}", messages="m")
     refused("does not take it: 'x' is undefined", "{{ x.y }}", messages="m")
-    refused("answers cannot be told", "{{ messages | length }}", messages="m")
+    refused("answers cannot be located", "{{ messages | length }}", messages="m")
     never = "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
     refused("marks 0 answers, but the assistant has 1", never, messages="m")
     refused("access to attribute '__class__'", "{{ ''.__class__.x }}", messages="m")
@@ -255,7 +255,7 @@ def test_other_mistakes_are_one_sentence(tmp_path):
         load_examples(DataConfig(source="shakespeare", messages_column="m"))
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "tokenizer_config.json").write_text("{")
-    with pytest.raises(dpfl.BadInputError, match="is no JSON file"):
+    with pytest.raises(dpfl.BadInputError, match="is not a JSON file"):
         load_chat_template(str(tmp_path / "bad"))
 
 

@@ -119,7 +119,7 @@ def test_what_treats_records_as_one_users_is_refused(files, tmp_path, capsys):
             dpfl.from_texts([("ann", "Hello")]), steps=2, epsilon=8.0, delta=1e-3
         )
     assert build(files[0], tmp_path / "first", "--max-examples-per-user", "1") == 2
-    assert "nobody has first ones: leave out max_examples" in " ".join(
+    assert "first records are not defined: leave out max_examples" in " ".join(
         capsys.readouterr().err.split()
     )
     common = {"source": "jsonl", "path": str(files[0]), "user_column": "authors"}

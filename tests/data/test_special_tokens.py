@@ -220,7 +220,7 @@ def test_files_that_say_nothing_or_the_wrong_thing(tmp_path):
     with pytest.raises(BadInputError, match=r"has no token '<\|im_end\|>'.*eos_token"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(BadInputError, match=r"tokenizer_config\.json is no JSON"):
+    with pytest.raises(BadInputError, match=r"tokenizer_config\.json is not a JSON"):
         load_tokenizer(tmp_path)
     one = byte_level(["</s>"])
     tokenizer = load_tokenizer(one)

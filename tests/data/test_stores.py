@@ -63,7 +63,7 @@ def test_order_and_fingerprint_do_not_depend_on_input_order_but_on_content():
 
 
 def test_bad_users_are_refused():
-    with pytest.raises(BadInputError, match="comes twice"):
+    with pytest.raises(BadInputError, match="occurs twice"):
         ArrayStore.from_users([("a", {"x": np.zeros(1)}), ("a", {"x": np.zeros(1)})])
     with pytest.raises(BadInputError, match="a user id is ''"):
         ArrayStore.from_users([("", {"x": np.zeros(1)})])

@@ -164,7 +164,7 @@ def test_a_data_source_of_ones_own_is_one_file(tmp_path, monkeypatch):
     found = load_examples(SourceConfig(source="my_coins:COINS", max_users=5))
     assert (found.store.num_users, found.store.num_examples) == (5, 10)
     for name, message in (
-        ("my_coins:read", "no dpfl_jax.data.DataSource"),
+        ("my_coins:read", "not a dpfl_jax.data.DataSource"),
         ("my_coins:NO", "cannot be used"),
         ("my_coin", "unknown data source 'my_coin'"),
     ):
@@ -225,7 +225,9 @@ def test_one_row_does_not_choose_the_columns_of_all(tmp_path):
     rows = [{"lab": 9.0, "who": "ann", "a": 1.0, "y": 0.0}, {"who": "bob", "a": 2.0, "y": 0.0}]
     path = write(tmp_path, "jsonl", rows)
     for inputs in (None, ("*",), ("a", "la?")):
-        with pytest.raises(BadInputError, match="the first person would choose those of all"):
+        with pytest.raises(
+            BadInputError, match="the first person's row would choose the inputs for all"
+        ):
             load_examples(config(path, silo_column=None, input_columns=inputs))
     named = config(path, silo_column=None, input_columns=("a",))
     assert load_examples(named).task.input_shape == (1,)
@@ -246,7 +248,7 @@ def test_no_file_chooses_the_order_for_others(tmp_path, inputs):
         plain = config(paths[0], silo_column=None, input_columns=inputs, scale={"y": (0, 30)})
         both = dataclasses.replace(plain, path=tuple(order))
         if inputs != ("a", "b"):
-            with pytest.raises(BadInputError, match="in another order than in the first file"):
+            with pytest.raises(BadInputError, match="another order than in the first file"):
                 load_examples(both)
             continue
         found = load_examples(both)

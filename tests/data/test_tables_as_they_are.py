@@ -257,7 +257,7 @@ def test_a_frame(shape, kind):
         (["1_000"], {}, "words, not numbers, in 'a'"),
         (["12,5"], {}, r"numbers with commas in 'a'.*data\.decimal=comma"),
         (["1,234.5"], {}, "numbers with commas"),
-        (["1.234,5"], {"decimal": "comma"}, r"numbers with points in 'a', beside data\.decimal"),
+        (["1.234,5"], {"decimal": "comma"}, r"numbers with points in 'a', with data\.decimal"),
         (["2020-01-02T03:04:05"], {}, "dates in 'a'"),
         (["31.12.2020"], {"decimal": "comma"}, "dates in 'a'"),
         (["31.12.2020"], {"dates": {"a": "%Y-%m-%d"}}, "not written as data.dates says"),

@@ -137,7 +137,7 @@ def test_logs_of_a_server_are_plain_files(sent, log, tmp_path):
         serve(tmp_path / "study.yaml", tmp_path / "run", QUIET)
     (folder / log).unlink()
     os.mkfifo(folder / log)
-    with pytest.raises(BadInputError, match=f"{log} is no plain file"):
+    with pytest.raises(BadInputError, match=f"{log} is not a regular file"):
         serve(tmp_path / "study.yaml", tmp_path / "run", QUIET)
     assert not ran
     assert (tmp_path / "kept").read_text() == "mine"

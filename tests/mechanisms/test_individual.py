@@ -104,7 +104,7 @@ def test_a_loop_of_ones_own_is_refused():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"packing": 4}, "execution.packing makes shapes that follow from everybody's data"),
+        ({"packing": 4}, "execution.packing makes shapes depend on everybody's data"),
         ({"group_buckets": True}, "execution.group_buckets makes shapes"),
         ({"mesh": make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])}, "with data alone"),
     ],

@@ -130,7 +130,7 @@ def test_sections_of_two_versions_at_once_are_refused():
     sizes = {"num_users": 100, "num_examples": 200, "num_units": 100}
     basis = {"mechanism": section, "population": sizes, "steps": 3}
     assert parse_calibrated(basis, 1e-5).scheme.period == 20
-    with pytest.raises(BadInputError, match="has period beside `noise`"):
+    with pytest.raises(BadInputError, match="has period and `noise`"):
         parse_calibrated(basis | {"mechanism": section | {"period": 40}}, 1e-5)
 
 

@@ -261,7 +261,7 @@ def test_another_grid_key_or_corpus_is_another_sweep(config, pretend, tmp_path):
     pretend.clear()
     with pytest.raises(BadInputError, match="another configuration"):
         private(config, expected_runs=7.0).run(_quiet())
-    with pytest.raises(BadInputError, match="root key of its own"):
+    with pytest.raises(BadInputError, match="its own root key"):
         private(config, key=RootKey(bytes(32))).run(_quiet())
     (tmp_path / "public.txt").write_text("another corpus")
     with pytest.raises(BadInputError, match=r"are not those that the run in .* began with"):

@@ -117,7 +117,7 @@ run_all([Job("isrl/closed-forms", True), Job("isrl/rates", True)], pathlib.Path(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("isrl/rates", "--jobs", "2"), "--jobs is of"),
+        (("isrl/rates", "--jobs", "2"), "--jobs is for"),
         (("isrl/all", "--jobs", "0"), "at least 1"),
         (("isrl/all", "--replication", "-1"), "--replication is -1"),
     ],

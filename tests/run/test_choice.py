@@ -316,5 +316,5 @@ def test_what_cannot_be_chosen_is_one_sentence(tmp_path, capsys):
     with pytest.raises(dpfl.BadInputError, match="keep_best needs run_dir"):
         run(None)
     loop = dpfl.LoopConfig(eval_every=1, patience=1)
-    with pytest.raises(dpfl.BadInputError, match="hold somebody out"):
+    with pytest.raises(dpfl.BadInputError, match="hold out some data"):
         dpfl.fit(loss, {"w": jnp.zeros(3)}, plan(), optax.sgd(0.1), loop=loop)

@@ -90,7 +90,7 @@ def test_another_configuration_is_refused_by_its_key(tmp_path):
         ({"train": {"steps": 4}}, "train.steps"),
         ({"mechanism": {"cohort_size": 8}, "data": {"path": "b"}}, "mechanism.cohort_size"),
     ):
-        with pytest.raises(BadInputError, match=f"another configuration: {key} is another"):
+        with pytest.raises(BadInputError, match=f"another configuration: {key} differs"):
             opened(change)
 
 

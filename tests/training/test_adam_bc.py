@@ -65,7 +65,7 @@ def hears():
         dpfl.uls(**SIZES, clip_norm=0.5, clipping="normalized"),
         dpfl.els(group_size=1, batch_size=16, clip_norm=0.5),
         dpfl.uls(**SIZES, clip=Adaptive(clip_norm=0.5, learning_rate=1.0)),
-        dpfl.individual(**SIZES),
+        dpfl.experimental.individual(**SIZES),
         dpfl.bandmf(**SIZES, bands=2),
         dpfl.blt(**SIZES),
         dpfl.banded_inverse(**SIZES, bands=2),
@@ -117,7 +117,7 @@ def test_with_canaries_it_is_told_the_noise_too():
 
 def test_whom_nobody_tells_it_asks():
     transformation, gradient = dp_adam_bc(0.1), jnp.ones(2)
-    with pytest.raises(BadInputError, match="dp_adam_bc is not told the noise on the gradient"):
+    with pytest.raises(BadInputError, match="dp_adam_bc needs the noise on the gradient"):
         transformation.update(gradient, transformation.init(gradient), gradient)
 
 

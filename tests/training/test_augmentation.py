@@ -176,7 +176,7 @@ def test_a_configuration_augments_deterministically(tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"source": "breast_cancer"}}, "moves and mirrors images, which these data are"),
+        ({"data": {"source": "breast_cancer"}}, "is for images, and these data are"),
         ({"model": {"kind": "transformer"}}, "model.augmentation does not go with"),
         ({"model": {"augmentation": {"copies": 4}}}, "changes nothing"),
     ],

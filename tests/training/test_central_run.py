@@ -60,7 +60,7 @@ def test_what_is_advised_would_do(tmp_path, kind):
     console = Console(width=1000, record=True, file=io.StringIO())
     assert dry_run(validate_config(raw), console)["noise_over_signal"]["over_a_run"] > 1
     line = next(x for x in console.export_text().splitlines() if "swamps" in x)
-    advised = line.split("so many times the signal: ")[1].split(", ")
+    advised = line.split("noise over signal then): ")[1].split(", ")
     assert len(advised) > 1
     for item in advised:
         key, value = item.split(" (")[0].split("=")

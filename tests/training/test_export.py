@@ -214,7 +214,7 @@ def test_a_guarantee_without_digests_is_read_and_says_so(folder, capsys):
     assert "does not say what makes one" in told
     # The guarantee of the run, in the place of the export's, is of no file here.
     file.write_text((folder / "run" / "guarantee.json").read_text())
-    with pytest.raises(dpfl.BadInputError, match="is the guarantee of no export"):
+    with pytest.raises(dpfl.BadInputError, match="is not the guarantee of an export"):
         dpfl.load_exported("out")
     assert main(["verify", "out"]) == 0
     assert "no model or configuration was compared" in " ".join(capsys.readouterr().out.split())

@@ -183,7 +183,7 @@ PARAMS = {"w": np.zeros((6, 2), np.float32)}
         (
             lambda p, b: jnp.mean(jax.vmap(lambda x, y: (x @ p["w"])[y])(b["x"], b["label"])),
             PARAMS,
-            "takes a batch of examples, but it must be that of one",
+            "takes a batch of examples, but it must take one",
         ),
         (batch_loss, PARAMS, "takes a batch of examples"),
         ("classification", PARAMS, "needs model="),
@@ -195,7 +195,11 @@ PARAMS = {"w": np.zeros((6, 2), np.float32)}
             "BatchNorm.*mix people",
         ),
         ("classification", {"a": nnx.Linear(6, 2, rngs=nnx.Rngs(0))}, "a collection of modules"),
-        ("classification", Normed(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), "dropout holds randomness"),
+        (
+            "classification",
+            Normed(nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
+            "dropout holds its random state",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_named(plan, loss, params, message):

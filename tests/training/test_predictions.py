@@ -281,7 +281,7 @@ def test_arrays_and_modules_of_fit_predict(folder, capsys):
 
     dpfl.fit(loss, {"w": np.zeros(2, np.float32)}, plan, optax.sgd(0.1), run_dir="own")
     dpfl.export("own", "own-out")
-    with pytest.raises(dpfl.BadInputError, match="a loss of its own"):
+    with pytest.raises(dpfl.BadInputError, match="a custom loss"):
         dpfl.load_exported("own-out").predict(x)
 
 

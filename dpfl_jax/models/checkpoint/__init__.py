@@ -1,7 +1,7 @@
 """Checkpoints in the Hugging Face layout, of GPT-2, Llama, Mistral, Qwen, Phi and Gemma families.
 
-Directories with config.json and safetensors files, read by slices and written; never a pickle,
-never code, never a download.
+Reads (by slices) and writes directories with config.json and safetensors files. Nothing is
+unpickled, executed or downloaded.
 """
 
 from dpfl_jax.models.checkpoint.convert import (

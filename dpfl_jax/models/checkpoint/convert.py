@@ -1,4 +1,4 @@
-"""Between checkpoints and our parameters: read part by part, or written, whole or as adapters."""
+"""Reads our parameters from checkpoints, part by part, and writes them, whole or as adapters."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ PyTree = Any
 
 
 def read_config(path: Any) -> TransformerConfig:
-    """The transformer of a checkpoint, from its config.json alone.
+    """Reads the transformer of a checkpoint, from its config.json only.
 
-    Its ``bos_id`` is that of config.json. Whether sequences begin with it is up to the tokeniser
+    Its ``bos_id`` is from config.json. Whether sequences begin with it is up to the tokeniser
     (``load_tokenizer(path).bos_id``); examples of chats contain it, and the model must have None.
 
     Raises:
-      BadInputError: no checkpoint, or of an unknown family.
+      BadInputError: there is no checkpoint, or it is of an unknown family.
 
     Examples:
       >>> from dpfl_jax.models.checkpoint import checkpoint_dir, read_config
@@ -73,11 +73,11 @@ def fingerprint(path: Any) -> str:
 
 
 def describe(path: Any) -> dict[str, Any]:
-    """What identifies a checkpoint, for the record of a model made from it.
+    """Returns what identifies a checkpoint, for the record of a model made from it.
 
     Returns:
       ``name`` (of the directory without its parents, or on the hub), ``digest`` (``fingerprint``),
-      and ``files``: bytes of each weights file by name.
+      and ``files``: the size in bytes of each weights file, by name.
 
     Examples:
       >>> from dpfl_jax.models.checkpoint import checkpoint_dir, describe
@@ -99,15 +99,15 @@ def load_checkpoint(
 ) -> PyTree:
     """Reads the parameters of a model.
 
-    Each device's part of every parameter is read separately: no host holds more than its devices
-    do, and one parameter's part in passing.
+    Each device's part of every parameter is read separately: a host never holds more than the part
+    of one parameter besides what its devices hold.
 
     Args:
       path: directory with config.json and safetensors files.
       config: the model's shape: the checkpoint's, perhaps stacked differently and with adapters.
       shapes: ``jax.eval_shape(model.init, key)``.
       shardings: a NamedSharding for each parameter; default all on the first device.
-      dtype: of the parameters: float32 or bfloat16, or a function of their path.
+      dtype: dtype of the parameters, float32 or bfloat16, or a function from a path to it.
 
     Returns:
       A tree like ``shapes`` without adapters (they are not in a checkpoint).
@@ -127,7 +127,7 @@ def load_checkpoint(
       True
     """
     files = TensorFiles(path)
-    to_transformer(files.config, str(files.path / CONFIG))  # refuses what is not known
+    to_transformer(files.config, str(files.path / CONFIG))  # refuses unknown settings
     family = FAMILIES[files.config["model_type"]]
     wanted = flat_paths(without_adapters(shapes))
     places = None if shardings is None else flat_paths(without_adapters(shardings))
@@ -139,15 +139,15 @@ def load_checkpoint(
         place = first_device if places is None else places[name]
         reader = _Reader(files, sources[name], tuple(like.shape), DTYPES[choose(name)])
         loaded[name] = jax.make_array_from_callback(tuple(like.shape), place, reader)
-        loaded[name].block_until_ready()  # the host's copy can go
+        loaded[name].block_until_ready()  # so that the host's copy can be freed
     return nested(loaded)
 
 
 def load_model(path: Any) -> tuple[LanguageModel, PyTree]:
-    """The language model of a checkpoint, and its parameters.
+    """Reads the language model of a checkpoint, and its parameters.
 
     Raises:
-      BadInputError: as of ``read_config`` and ``load_checkpoint``.
+      BadInputError: ``read_config`` or ``load_checkpoint`` refuses it.
 
     Examples:
       >>> from dpfl_jax.models.checkpoint import checkpoint_dir, load_model
@@ -163,7 +163,7 @@ def load_model(path: Any) -> tuple[LanguageModel, PyTree]:
 def _sources(
     files: TensorFiles, config: TransformerConfig, family: Family, wanted: Mapping[str, Any]
 ) -> dict[str, list[Entry]]:
-    """For each parameter its tensors, block by block, after comparing both sides."""
+    """The tensors of each parameter, block by block; names and shapes are checked on both sides."""
     prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
     sources: dict[str, list[Entry]] = {name: [] for name in wanted}
     known = set()
@@ -249,14 +249,14 @@ def save_checkpoint(
     dtype: str = "float32",
     max_file_bytes: int = 5 * 10**9,
 ) -> pathlib.Path:
-    """Writes config.json, safetensors files and, from ``like``, the tokeniser's.
+    """Writes config.json, safetensors files and the tokeniser files of ``like``.
 
     Args:
       path: a directory that does not exist or is empty.
       config: the model's shape.
-      params: its parameters, adapters merged.
+      params: its parameters, with adapters merged.
       like: the checkpoint that the model was loaded from: its config.json and tokeniser are kept.
-      dtype: of the tensors, float32 or bfloat16.
+      dtype: dtype of the tensors, float32 or bfloat16.
       max_file_bytes: most bytes in a file, and in memory at once.
 
     Returns:
@@ -324,21 +324,22 @@ def save_adapter(
 ) -> pathlib.Path:
     """Writes adapter_config.json, adapter_model.safetensors and the base's tokeniser.
 
-    Where the base holds several projections in one (queries, keys and values of GPT-2), their
-    adapters of rank r become one of rank r times their number, which computes the same.
+    If the base holds several projections in one (queries, keys and values of GPT-2), their adapters
+    of rank r become one of rank r times their number, which computes the same.
 
     Args:
       path: a directory that does not exist or is empty.
-      model: with adapters.
+      model: the model with adapters.
       params: its parameters, of which only adapters are read.
-      base: the checkpoint that they were trained beside.
-      dtype: of the tensors, float32 or bfloat16.
+      base: the checkpoint that training started from.
+      dtype: dtype of the tensors, float32 or bfloat16.
 
     Returns:
       The directory.
 
     Raises:
-      BadInputError: there are no adapters, or of experts some alone; or the directory is in use.
+      BadInputError: there are no adapters, an expert has some but not all, or the directory is in
+        use.
 
     Examples:
       >>> import tempfile
@@ -364,7 +365,7 @@ def save_adapter(
             by_module[entry.tensor.removesuffix(".weight")].append((entry, projection))
     if lora is None or not by_module:
         raise BadInputError("the model has no adapters: export it as a whole")
-    # `transformers` joins an expert's gate and up; `peft` opens what is left of one wrongly.
+    # `transformers` joins an expert's gate and up; `peft` misreads an expert with only one of them.
     experts = collections.Counter(m.rpartition(".")[0] for m in by_module if ".experts." in m)
     if any(count < 3 for count in experts.values()):
         raise BadInputError(
@@ -384,7 +385,7 @@ def save_adapter(
             writer.add(tensor, value.astype(DTYPES[dtype]))
     joined = {module: len(members) for module, members in by_module.items()}
     written = _config(lora, joined, model.config.num_layers)
-    # Its name on the hub, or that of its folder: where the folder lay is private.
+    # Its name on the hub, or its folder's name: the path of the folder may be private.
     name = base.removeprefix("hf:") if base.startswith("hf:") else pathlib.Path(base).name
     written["base_model_name_or_path"] = name
     written["fan_in_fan_out"] = not family.transposed
@@ -394,8 +395,8 @@ def save_adapter(
 
 
 def _config(lora: Lora, joined: Mapping[str, int], layers: int) -> dict[str, Any]:
-    """What ``peft`` must know; ``joined``: how many of our adapters each module joins."""
-    # By the ends of names, as peft compares them, where all blocks have them: "mlp.c_proj".
+    """The configuration for ``peft``; ``joined``: how many of our adapters each module joins."""
+    # Modules that all blocks have are named by their endings, which peft compares: "mlp.c_proj".
     ends = {module: ".".join(module.split(".")[-2:]) for module in joined}
     in_blocks = collections.Counter(ends.values())
     names = {m: end if in_blocks[end] == layers else m for m, end in ends.items()}

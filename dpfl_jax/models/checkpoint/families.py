@@ -1,4 +1,4 @@
-"""The families of checkpoints, one row each: what config.json says, which tensor holds what.
+"""The families of checkpoints, one row each: keys of config.json, and names of tensors.
 
 An unknown setting that changes the function a model computes is refused, never ignored.
 """
@@ -22,7 +22,7 @@ _REQUIRED: Any = object()
 
 
 def _identity(value: Any) -> Any:
-    """Most settings mean the same in config.json."""
+    """Returns the value, as most settings mean the same in config.json."""
     return value
 
 
@@ -32,13 +32,13 @@ class Key:
 
     Attributes:
       name: the key.
-      default: what a missing key means, or a function of the file; without a default the file must
-        have a whole number.
+      default: the value of a missing key, or a function of the file; without a default the file
+        must have a whole number.
       older: the key in older files.
       same_as: another key, which must have the same value.
-      null: null is a value (None), not the default.
-      read: from the file's value to ours.
-      write: from our value to the file's.
+      null: whether null is a value (None) and not the default.
+      read: converts the file's value to ours.
+      write: converts our value to the file's.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Key:
         try:
             return value if value is None else self.read(value)
         except (TypeError, ValueError, ArithmeticError):
-            raise BadInputError(f"{where} has {name} {value!r}, which does not fit it") from None
+            raise BadInputError(f"{where} has {name} {value!r}, which is not valid") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Family:
     Attributes:
       model_type: as in config.json.
       architecture: class that ``transformers`` opens it with.
-      block: modules of a block (``{}`` for the number of an expert) -> ours, of which one may hold
-        several side by side along our last axis.
+      block: modules of a block (``{}`` for the number of an expert) -> ours; one may hold several
+        of ours side by side along our last axis.
       keys: fields of ``TransformerConfig`` -> where config.json has them.
       implies: fields that all models of the family share.
       requires: keys of config.json -> the supported values, of which the first is written.
@@ -84,10 +84,10 @@ class Family:
       every: if a file lists no layer types, one of so many layers is global; None: files have no
         list, and all layers are local.
       top: modules outside of blocks -> ours.
-      prefix: of all modules but the head, missing in some checkpoints.
+      prefix: prefix of all modules but the head; some checkpoints lack it.
       blocks: name before a block's number.
-      transposed: kernels have the other order of axes (a head always has).
-      buffers: ends of names that are no parameters.
+      transposed: whether kernels have the other order of axes (a head always has).
+      buffers: endings of names that are not parameters.
     """
 
     model_type: str
@@ -145,7 +145,7 @@ _WINDOW = {"sliding_window": Key("sliding_window", 4096, null=True)}
 
 
 def _score_keys(attention_cap: float | None, logit_cap: float | None) -> dict[str, Key]:
-    """Keys of later Gemmas' scores; their first files leave the caps out."""
+    """Keys of the scores of later Gemmas, whose first files lack the caps."""
     return {
         "query_scale": Key(
             "query_pre_attn_scalar",
@@ -159,7 +159,7 @@ def _score_keys(attention_cap: float | None, logit_cap: float | None) -> dict[st
 
 
 def _plain(value: float) -> float:
-    """A whole number as an int, as ``transformers`` wants it."""
+    """A whole number as an int, which ``transformers`` expects."""
     return int(value) if value.is_integer() else value
 
 
@@ -176,8 +176,8 @@ _GELU = {
     "hidden_act": ("gelu_pytorch_tanh", "gelu", None),
     "use_bidirectional_attention": (False, None),
 }
-# Other values: another MLP in some layers; a routing loss over a batch, through which a unit's
-# gradient would depend on the other units.
+# Other values mean another MLP in some layers, or a routing loss over a batch, which would make a
+# unit's gradient depend on other units.
 _ALL_EXPERTS = {
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
@@ -215,7 +215,7 @@ _ROWS = (
             "scale_attn_by_inverse_layer_idx": (False, None),
             "add_cross_attention": (False, None),
         },
-        also={"eos_token_id": None},  # else it would be GPT-2's own
+        also={"eos_token_id": None},  # the default is GPT-2's
         top={"wte": "embedding", "wpe": "positions", "ln_f": "final_norm", _HEAD: "head"},
         prefix="transformer.",
         blocks="h",
@@ -324,7 +324,7 @@ _SCALING = {
 
 
 def to_transformer(content: Json, where: str) -> TransformerConfig:
-    """The transformer that a config.json (its ``content``, and its path ``where``) describes.
+    """Returns the transformer of a config.json (its ``content``; ``where`` is its path).
 
     Raises:
       BadInputError: another family, or an unsupported setting.
@@ -347,7 +347,7 @@ def _transformer(family: Family, content: Json, where: str) -> TransformerConfig
     rope |= rope.pop(_GLOBAL, None) or {}
     _require(near, where, rope_type=("default", None))
     _require(rope, where, partial_rotary_factor=(1.0, None))
-    # A window of Qwen's has another pattern.
+    # Qwen's windows have another pattern.
     _require(content, where, partial_rotary_factor=(1.0, None), use_sliding_window=(False, None))
     _require(content, where, **family.requires)
     flat = {
@@ -358,7 +358,7 @@ def _transformer(family: Family, content: Json, where: str) -> TransformerConfig
     fields = {name: key.of(flat, where) for name, key in family.keys.items()}
     fields["global_every"] = _global_every(family, content, where, fields)
     window = fields.get("sliding_window")
-    # A window as long as any sequence is none, unless local layers differ in more than it.
+    # A window as long as any sequence has no effect, unless local layers differ otherwise, too.
     if window is None or (window >= fields["max_seq_len"] and "local_rope_theta" not in fields):
         fields |= {"sliding_window": None, "global_every": None}
     bos = content.get("bos_token_id")
@@ -371,7 +371,7 @@ def _transformer(family: Family, content: Json, where: str) -> TransformerConfig
 
 
 def from_transformer(config: TransformerConfig, dtype: str) -> dict[str, Any]:
-    """A config.json from which ``transformers`` builds the same model, with tensors of ``dtype``.
+    """Returns a config.json from which ``transformers`` builds the model, in ``dtype``.
 
     Raises:
       BadInputError: the model belongs to no family.
@@ -416,7 +416,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         written["rope_scaling"] = {theirs: scaling[ours] for ours, theirs in names.items()}
     if family.every is not None:
         local = config
-        if config.sliding_window is None:  # a window that is no shorter than any sequence
+        if config.sliding_window is None:  # the family needs a window: as long as any sequence
             written["sliding_window"] = config.max_seq_len
             local = dataclasses.replace(config, sliding_window=1, global_every=family.every)
         written["layer_types"] = [_LOCAL if near else _GLOBAL for near in local.local_layers]
@@ -424,7 +424,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
 
 
 def _computed(config: TransformerConfig) -> dict[str, Any]:
-    """Fields, defaults filled in, that determine the function a model computes."""
+    """The fields that determine the function of a model, with defaults filled in."""
     fields = dataclasses.asdict(config) | {
         "num_kv_heads": config.kv_heads,
         "head_dim": config.width,
@@ -457,8 +457,8 @@ def _global_every(
         if [_GLOBAL if yes else _LOCAL for yes in is_global] == list(types):
             return n
     raise BadInputError(
-        f"{where} has layer_types {types}, but only a window in all layers but every n-th "
-        "is supported"
+        f"{where} has layer_types {types}, but a window is only supported in all layers but every "
+        "n-th"
     )
 
 
@@ -486,7 +486,7 @@ def _require(content: Json, where: str, **allowed: tuple[Any, ...]) -> None:
 
 # ---- tensors -----------------------------------------------------------------------------------
 
-# Ends of our paths for each tensor of a module.
+# Endings of our paths for each tensor of a module.
 _PARAMETERS = {"weight": ("", "/kernel", "/scale"), "bias": ("/bias",)}
 
 
@@ -496,11 +496,11 @@ class Entry:
 
     Attributes:
       path: our parameter, e.g. ``blocks/mlp/up/kernel``.
-      row: index in each stack that it is in, of blocks and of experts; empty if it is not stacked.
-      tensor: its name.
-      transposed: the tensor has the other order of axes.
+      row: index in each stack that it is in, of blocks and of experts; () if it is not stacked.
+      tensor: name of the tensor.
+      transposed: whether the tensor has the other order of axes.
       start: where ours begins in the tensor, along our last axis.
-      width: of the whole tensor, along our last axis.
+      width: size of the whole tensor along our last axis.
     """
 
     path: str
@@ -519,7 +519,7 @@ class Entry:
 def entries(
     config: TransformerConfig, family: Family, ours: Mapping[str, Any], prefix: str
 ) -> Iterator[Entry]:
-    """Every parameter of a model, with the tensor that holds it.
+    """Yields every parameter of a model, with the tensor that holds it.
 
     ``ours`` are arrays or shapes by path; ``prefix`` is the family's, or "".
     """

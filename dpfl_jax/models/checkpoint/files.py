@@ -1,4 +1,4 @@
-"""A directory of safetensors files, one or several with an index. Nothing else is opened."""
+"""Reads and writes a directory of safetensors files, one or several with an index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpfl_jax.files import local_path, read_text, within
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-# Copied when a model is exported; none is code.
+# Files that are copied when a model is exported; none is code.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -91,7 +91,7 @@ class TensorFiles:
                     f"{self.path / file} cannot be read as a safetensors file: {error}"
                 ) from None
             self._open[file] = opened
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+            for name in opened.keys():  # noqa: SIM118 (it is not a dict)
                 if name in self._file_of:
                     raise BadInputError(
                         f"the tensor {name!r} is in two files of {self.path}, "
@@ -141,11 +141,11 @@ class TensorFiles:
         return tuple(tensor.get_shape())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a part of a tensor, in its own type."""
+        """Reads a part of a tensor, in the dtype of the file."""
         return self._slice(name)[index]
 
     def whole(self, name: str) -> np.ndarray:
-        """Reads a tensor, in its own type."""
+        """Reads a whole tensor, in the dtype of the file."""
         return self._open[self._file_of[name]].get_tensor(name)
 
     def _slice(self, name: str) -> Any:
@@ -172,7 +172,7 @@ class TensorFiles:
             digest.update(f"{name} {shape} {tensor.get_dtype()}".encode())
             if not shape or min(shape) == 0:
                 continue
-            # Rows all over the tensor: training changes all, and reading all takes minutes.
+            # A sample of rows is enough, as training changes all; reading all takes minutes.
             rows = sorted({round(k * (shape[0] - 1) / 15) for k in range(16)})
             for row in rows:
                 part = (slice(row, row + 1), *(slice(None) for _ in shape[1:]))
@@ -198,7 +198,7 @@ class TensorWriter:
         self._size = self._total = 0
 
     def add(self, name: str, value: np.ndarray) -> None:
-        """Writes a tensor behind those before; a file that is full is closed."""
+        """Writes a tensor after the earlier ones, in a new file if the current one is full."""
         if self._pending and self._size + value.nbytes > self.limit:
             self._flush()
         self._pending[name] = np.asarray(value, order="C")  # a scalar keeps its shape
@@ -238,8 +238,8 @@ def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
     """Copies tokeniser files, without the names of code in them.
 
     Raises:
-      BadInputError: one is a link out of the checkpoint (and the hub's cache): a checkpoint that
-        somebody sent could name any file of ours.
+      BadInputError: one is a link out of the checkpoint (and the hub's cache): a checkpoint from
+        somebody else could link to any file of ours.
     """
     for name in COMPANIONS:
         if not (source / name).is_file():
@@ -262,7 +262,7 @@ def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:
     """The path of the tokeniser's file in a checkpoint's directory.
 
     Raises:
-      BadInputError: there is none.
+      BadInputError: the directory has no tokeniser.
 
     Examples:
       >>> from dpfl_jax.models.checkpoint import checkpoint_dir, tokenizer_file
@@ -272,7 +272,7 @@ def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:
     names: Iterable[str] = ("tokenizer.json", "tokenizer.model")
     folder = checkpoint_dir(path)
     if not folder.is_dir():
-        raise BadInputError(f"there is no folder {path}, which a checkpoint would be in")
+        raise BadInputError(f"there is no folder {path}: give the folder of a checkpoint")
     for name in names:
         if (folder / name).is_file():
             return folder / name
