@@ -468,10 +468,10 @@ EDGE_CASES = {
     ],
     "a gradient whose squared norm overflows float32": lambda: adds_nothing(3e19, nonfinite=True),
     "a gradient of zero": lambda: adds_nothing(0.0),
-    "integer leaves of what is trained": integer_parameters,
+    "integer leaves of trained arguments": integer_parameters,
     "integer leaves of a batch": integer_data,
     "parameters in bfloat16 or float16": low_precision,
-    "a clip norm known on the device alone: NaN, infinite, <= 0": unusable_norm,
+    "a traced clip norm that is NaN, infinite or <= 0": unusable_norm,
 }
 
 

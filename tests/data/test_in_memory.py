@@ -233,7 +233,7 @@ def test_mistakes_are_named():
         (lambda: from_rows(rows, user="id", text="post"), "row 0: there is no column 'id'"),
         (lambda: from_rows(rows, user="who", text="y"), "row 0: 'y' holds float, not text"),
         (lambda: from_rows([], user="who", target="y", inputs=["post"]), "has no rows"),
-        (lambda: from_rows(rows, user="who", target="y"), "name the inputs as data.input_columns"),
+        (lambda: from_rows(rows, user="who", target="y"), "name them as data.input_columns"),
         (
             lambda: from_rows(rows, user="who", target="y", inputs=["post"]),
             "words, not numbers, in 'post'",

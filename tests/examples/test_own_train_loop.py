@@ -252,7 +252,7 @@ def mixing_by_callback(params, example):
 @pytest.mark.parametrize("loss", [mixing_by_vmap, mixing_by_callback])
 def test_losses_that_mix_units_are_refused_as_by_fit(loss):
     plan, key = make_plan(), dpfl.RootKey.from_seed(0)
-    with pytest.raises(BadInputError, match=r"rule of its own for vmap|calls into Python"):
+    with pytest.raises(BadInputError, match=r"custom rule for vmap|calls into Python"):
         plan.clipped_grad(loss)(START, next(plan.batches(key)))
 
 

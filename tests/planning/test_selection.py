@@ -173,7 +173,7 @@ def test_of_several_cells_the_largest_divergence_counts_order_by_order():
     private = OneOfDpEvent((steep, dp_event.NonPrivateDpEvent()))
     assert epsilon(private, DELTA, accountant="rdp") == math.inf
     assert epsilon(OneOfDpEvent((dp_event.NoOpDpEvent(),)), DELTA, accountant="rdp") == 0
-    with pytest.raises(BadInputError, match="OneOfDpEvent only Renyi"):
+    with pytest.raises(BadInputError, match="only Renyi divergences are known for OneOfDpEvent"):
         epsilon(together, DELTA)
 
 

@@ -98,7 +98,7 @@ def _timing(row):
     return {name: found[name] for name in ("seconds_per_step", "tokens_per_s") if name in found}
 
 
-@pytest.mark.parametrize("make", [dpfl.uls, dpfl.individual])
+@pytest.mark.parametrize("make", [dpfl.uls, dpfl.experimental.individual])
 def test_a_run_resumes_with_its_average(make, tmp_path):
     choice = {"average": "ema", "ema_decay": 0.5, "make": make}
     whole = run(tmp_path / "whole", **choice)
@@ -111,7 +111,7 @@ def test_a_run_resumes_with_its_average(make, tmp_path):
 def test_another_average_is_another_run(tmp_path):
     assert run(tmp_path / "run", stop=2, average="ema").interrupted
     for other in ({"average": "tail"}, {}, {"average": "ema", "ema_decay": 0.5}):
-        with pytest.raises(BadInputError, match=r"(average|ema_decay) is another"):
+        with pytest.raises(BadInputError, match=r"(average|ema_decay) differs"):
             run(tmp_path / "run", **other)
 
 

@@ -312,7 +312,7 @@ def test_losses_with_a_rule_for_vmap_are_refused():
     fresh = jax.custom_batching.custom_vmap(lambda x: x)
     fresh.def_vmap(lambda size, batched, x: (3.0 * x, True))
     loss = jax.jit(lambda p, e: loss_fn(p, {"x": fresh(e["x"])}))
-    with pytest.raises(BadInputError, match=r"rule of its own for vmap \(custom_vmap_call\)"):
+    with pytest.raises(BadInputError, match=r"custom rule for vmap \(custom_vmap_call\)"):
         fit(**arguments(loss_fn=loss), key=RootKey.generate())
 
 

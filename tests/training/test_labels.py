@@ -38,14 +38,14 @@ def test_labels_that_are_no_classes_are_refused(label):
         return x @ params
 
     store = data(label)
-    with pytest.raises(dpfl.BadInputError, match=r"whole numbers from 0 to 1, one .*\(np\.unique"):
+    with pytest.raises(dpfl.BadInputError, match=r"a whole number from 0 to 1, one .*\(np\.unique"):
         fit("classification", jnp.zeros((3, 2)), store, model=linear)
     mlp, logistic = MLP((3,), 2), LogisticRegression(3)
     for model in (mlp, logistic):
-        with pytest.raises(dpfl.BadInputError, match="whole numbers from 0 to 1"):
+        with pytest.raises(dpfl.BadInputError, match="whole number from 0 to 1"):
             fit(model.loss, model.init(jax.random.key(0)), store)
     good = data(np.arange(PEOPLE) % 2)
-    with pytest.raises(dpfl.BadInputError, match="whole numbers from 0 to 1"):
+    with pytest.raises(dpfl.BadInputError, match="whole number from 0 to 1"):
         fit("classification", jnp.zeros((3, 2)), good, model=linear, validation=store)
     with pytest.raises(dpfl.BadInputError, match="the model has one output: two classes need two"):
         fit("classification", jnp.zeros((3, 1)), good, model=linear)
@@ -84,7 +84,7 @@ def test_a_few_losses_of_nan_are_counted():
 def test_labels_in_a_built_store_are_not_cut_to_whole_numbers(tmp_path):
     write_store(data(LABELS["halves"]), tmp_path / "S")
     config = DataConfig(source="store", path=str(tmp_path / "S"), classes=2)
-    with pytest.raises(dpfl.BadInputError, match="whole numbers from 0 to 1"):
+    with pytest.raises(dpfl.BadInputError, match="whole number from 0 to 1"):
         load_dataset(config)
     write_store(data(LABELS["halves"] * 2), tmp_path / "T")
     config = DataConfig(source="store", path=str(tmp_path / "T"), classes=2)

@@ -203,7 +203,7 @@ def test_single_examples_are_not_cut(tmp_path):
         examples.clipped_grad(linear, examples_at_once=2)
     with pytest.raises(BadInputError, match="examples_at_once is 0"):
         USERS.clipped_grad(linear, examples_at_once=0)
-    with pytest.raises(BadInputError, match="piece by piece"):
+    with pytest.raises(BadInputError, match="units in pieces"):
         USERS.clipped_grad(linear, examples_at_once=2, strategy="ghost")
     file = tmp_path / "job.yaml"
     file.write_text(
