@@ -84,7 +84,7 @@ def test_a_few_losses_of_nan_are_counted():
 def test_labels_in_a_built_store_are_not_cut_to_whole_numbers(tmp_path):
     write_store(data(LABELS["halves"]), tmp_path / "S")
     config = DataConfig(source="store", path=str(tmp_path / "S"), classes=2)
-    with pytest.raises(dpfl.BadInputError, match="whole number from 0 to 1"):
+    with pytest.raises(dpfl.BadInputError, match="whole numbers from 0 to 1"):
         load_dataset(config)
     write_store(data(LABELS["halves"] * 2), tmp_path / "T")
     config = DataConfig(source="store", path=str(tmp_path / "T"), classes=2)
