@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dpfl_jax import __version__
 from dpfl_jax.clipping import join
 from dpfl_jax.clipping.isolation import refuse_opaque
 from dpfl_jax.clipping.jaxprs import every_program
@@ -135,9 +136,14 @@ def begin(
 
 
 def random_streams() -> str:
-    """What random numbers depend on besides their keys: NumPy's version, JAX's threefry flag."""
+    """What draws depend on besides keys: the versions of this package and NumPy, JAX's threefry.
+
+    Another version of this package may also sum or clip differently: the difference of two releases
+    with the same noise would then show data.
+    """
     partitionable = jax.config.jax_threefry_partitionable
-    return f"numpy {np.__version__} with jax_threefry_partitionable={partitionable}"
+    numpy = f"numpy {np.__version__} with jax_threefry_partitionable={partitionable}"
+    return f"dpfl_jax {__version__} and {numpy}"
 
 
 def _refuse_to_draw_anew(

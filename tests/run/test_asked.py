@@ -19,7 +19,7 @@ import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run import driver
+from dpfl_jax.run import driver, terms
 from dpfl_jax.run.directory import RELEASED_STEPS, RunDirectory
 from dpfl_jax.run.terms import Terms, begin
 from dpfl_jax.training.central import CentralSteps
@@ -101,9 +101,9 @@ def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path, monkeypat
     with closing(RunDirectory(tmp_path / "run", {}, root)) as directory:
 
         def begins(done, loss="cpu", first="zeros"):
-            terms = Terms({"steps": STEPS}, {"computation": loss})
+            stated = Terms({"steps": STEPS}, {"computation": loss})
             hardware = "8 x tpu" if loss == "tpu" else "1 x cpu"
-            key, _ = begin(terms, root, directory, hardware, done, lambda: first)
+            key, _ = begin(stated, root, directory, hardware, done, lambda: first)
             directory.computed_with(hardware)
             return key.fingerprint
 
@@ -117,19 +117,21 @@ def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path, monkeypat
                 steps = f"after {done or 0} .* {said} steps.*go on with 1 x cpu"
                 with pytest.raises(BadInputError, match=steps):
                     begins(done, "tpu")
-        # Nor by another NumPy's coins, or a dropout of other bits.
-        with monkeypatch.context() as patch:
-            patch.setattr(np, "__version__", "9.9")
-            with pytest.raises(BadInputError, match=r"random numbers are .*: go on with numpy"):
-                begins(5)
-        refused = pytest.raises(BadInputError, match=r"random numbers are .*: go on with numpy")
+        # Nor by another NumPy's coins, another dpfl_jax's sum or noise, or a dropout of other bits.
+        for module in (np, terms):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "__version__", "9.9")
+                with pytest.raises(BadInputError, match=r"random numbers are .*: go on with dpfl"):
+                    begins(5)
+        refused = pytest.raises(BadInputError, match=r"random numbers are .*: go on with dpfl_jax")
         with jax.threefry_partitionable(False), refused:
             begins(5)
         assert begins(None) == begins(5) == began
         directory.released = 6
-        with monkeypatch.context() as patch:
-            patch.setattr(np, "__version__", "9.9")
-            assert (begins(6) == began) == public
+        for module in (np, terms):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "__version__", "9.9")
+                assert (begins(6) == began) == public
         assert (begins(6, "tpu") == began) == public
 
 

@@ -11,7 +11,9 @@ import optax
 import pytest
 from fitting import fit_given as fit
 from rich.console import Console
+from runs import DiedError
 
+import dpfl_jax as dpfl
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.mechanisms import els
 from dpfl_jax.mesh import data_parallel_mesh
@@ -92,3 +94,26 @@ def test_what_others_wrote_is_text_in_a_report():
     assert text.count(shown) == 8
     for bad in ("[x]", "<script", "`a`", "| b", "\n# c"):
         assert re.search(rf"(?<!\\){re.escape(bad)}", text) is None
+
+
+def test_a_resumed_fit_keeps_the_caveats_of_before(tmp_path):
+    """Validation on people who are trained on was looked at, though the resume leaves it out."""
+    store = dpfl.from_arrays({"x": np.ones((64, 1), "float32")}, users=np.arange(64))
+    plan = dpfl.uls(group_size=1, cohort_size=16).plan(store, steps=6, epsilon=8.0, delta=1e-3)
+
+    def loss(params, example):
+        return jnp.sum(example["x"] * params)
+
+    def trained(**options):
+        options["loop"] = dpfl.LoopConfig(checkpoint_every=1)
+        run = tmp_path / "run"
+        return dpfl.fit(loss, jnp.zeros(1), plan, optax.sgd(0.1), run_dir=run, **options)
+
+    def dies(step):
+        if step == 3:
+            raise DiedError
+
+    with pytest.raises(DiedError):
+        trained(validation=store, hooks=dpfl.Hooks(on_checkpoint=dies))
+    caveats = trained().guarantee.caveats
+    assert any("people in validation are trained on" in caveat for caveat in caveats)
