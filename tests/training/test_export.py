@@ -175,7 +175,7 @@ def test_a_guarantee_is_that_of_the_files_beside_it(folder, capsys):
     assert dpfl.load_exported("out").guarantee.private
     for change in (lambda: nines(weights), lambda: more.write_bytes(known)):
         change()
-        with pytest.raises(dpfl.BadInputError, match=r"is not the one|is no file of this export"):
+        with pytest.raises(dpfl.BadInputError, match=r"is not the one|is not part of this export"):
             dpfl.load_exported("out")
         assert main(["verify", "out"]) == 3
         more.unlink(missing_ok=True)
