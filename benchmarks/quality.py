@@ -315,8 +315,7 @@ def summaries(name: str, rows: Rows, seeds: int) -> Iterator[dict[str, Any]]:
 def _half_width(values: list[float]) -> float | None:
     if len(values) < 2:
         return None
-    spread = float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return float(stats.t.ppf(0.975, len(values) - 1)) * spread
+    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
 def verdict(row: dict[str, Any]) -> str:

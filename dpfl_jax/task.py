@@ -75,6 +75,11 @@ class Task:
     scaled: bool = True
     table: Table | None = None
 
+    @property
+    def has_images(self) -> bool:
+        """Whether ``x`` is an image of numbers, [height, width] or [height, width, colours]."""
+        return not self.vocab_size and self.kind != "tokens" and len(self.input_shape) in (2, 3)
+
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Task:
         """From plain JSON, as ``dataclasses.asdict`` makes it."""

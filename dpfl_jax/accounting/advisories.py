@@ -62,7 +62,9 @@ class Advisory(Part):
         return (
             self.concerns == "run"
             and any(map(self._made_by, versions))
-            and all(_holds(_found(values, place), wanted) for place, wanted in self.where.items())
+            and all(
+                _holds(_values_at(values, place), wanted) for place, wanted in self.where.items()
+            )
         )
 
     def _made_by(self, version: Version | None) -> bool:
@@ -141,10 +143,10 @@ def caveat(found: Sequence[Met]) -> str:
     )
 
 
-def _found(values: Any, place: str) -> list[Any]:
+def _values_at(values: Any, path: str) -> list[Any]:
     """All values at a path, in which ``*`` is every entry of a list."""
     nodes = [values]
-    for name in place.split("."):
+    for name in path.split("."):
         inner: list[Any] = []
         for value in nodes:
             if isinstance(value, dict) and name in value:

@@ -281,9 +281,12 @@ class Named(abc.ABC):
 
 
 class Composed(abc.ABC):
-    """A frozen dataclass of parts; a section names a preset with its options, or the parts."""
+    """A mechanism, as a frozen dataclass of parts; a section names a preset, or the parts."""
 
     kinds: ClassVar[Kinds]
+    participation: Any
+    clip: Any
+    noise: Any
 
     @abc.abstractmethod
     def preset_options(self) -> dict[str, Any]:
@@ -314,6 +317,18 @@ class Composed(abc.ABC):
     def kind(self) -> str:
         """The name of the preset that it equals; "custom" for other combinations."""
         return str(self._section.get("kind", "custom"))
+
+    @property
+    def private(self) -> bool:
+        """Whether the mechanism has a privacy guarantee."""
+        return bool(self.noise.is_private)
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The public constants that bound a unit's contribution, by name; None where not used."""
+        counts = ("group_size", "sets_per_user", "max_records_per_subject")
+        constants = {name: getattr(self.participation, name, None) for name in counts}
+        return {"clip_norm": self.clip.threshold, **constants}
 
 
 def fields_of(*parts: Any) -> dict[str, Any]:

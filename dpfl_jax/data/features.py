@@ -157,7 +157,7 @@ def with_features(store: Store, task: Task) -> tuple[Store, Task]:
     Raises:
       BadInputError: the examples are not images.
     """
-    if task.vocab_size or len(task.input_shape) not in (2, 3):
+    if not task.has_images:
         raise BadInputError(
             "data.features=scattering is for images, and these data are not images: remove it"
         )

@@ -107,20 +107,7 @@ class SiloMechanism(Composed):
         drawn = dataclasses.replace(self.participation, **derived)
         return dataclasses.replace(self, participation=drawn)
 
-    @property
-    def bounds(self) -> dict[str, Any]:
-        """The public constants that bound a unit's contribution, by name; None where not used."""
-        constants: dict[str, Any] = {"clip_norm": self.clip.threshold}
-        for name in ("group_size", "max_records_per_subject"):
-            constants[name] = getattr(self.participation, name, None)
-        return constants
-
     # ---- what runs -------------------------------------------------------------------------
-
-    @property
-    def private(self) -> bool:
-        """Whether the mechanism has a privacy guarantee."""
-        return self.noise.is_private
 
     @property
     def privacy_unit(self) -> str:

@@ -162,19 +162,6 @@ class Mechanism(Composed):
     # ---- what runs -------------------------------------------------------------------------
 
     @property
-    def bounds(self) -> dict[str, Any]:
-        """The public constants that bound a unit's contribution, by name; None where not used."""
-        constants: dict[str, Any] = {"clip_norm": self.clip.threshold}
-        for name in ("group_size", "sets_per_user"):
-            constants[name] = getattr(self.participation, name, None)
-        return constants
-
-    @property
-    def private(self) -> bool:
-        """Whether the mechanism has a privacy guarantee."""
-        return self.noise.is_private
-
-    @property
     def privacy_unit(self) -> str:
         """What adjacency adds or removes: ``"user"``, or ``"none"`` without privacy."""
         return "user" if self.private else "none"

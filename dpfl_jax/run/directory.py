@@ -16,7 +16,7 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any
 
 import yaml
@@ -177,6 +177,15 @@ class RunDirectory:
         self.facts[name] = value
         if self.writes:
             self._write_content()
+
+    def keep_caveats(self, caveats: Iterable[str]) -> tuple[str, ...]:
+        """Keeps caveats, and returns them after those of earlier parts of the run.
+
+        What the run did before stays done: it may have sent metrics somewhere, say.
+        """
+        every = tuple(dict.fromkeys((*self.facts.get("caveats", ()), *caveats)))
+        self.note("caveats", list(every))
+        return every
 
     def record_released(self, steps: int) -> None:
         """Writes to disk, before it returns, that up to ``steps`` steps may be released.

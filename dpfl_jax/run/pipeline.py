@@ -293,12 +293,10 @@ def run_experiment(
     sinks: tuple[Any, ...] = ()
     try:
         run = processes.on_all_hosts(lambda: run.resume_from(directory))
-        # Earlier caveats stay: what the run sent to a tracker, say, stays sent after a resume.
-        before = directory.facts.get("caveats", ())
         warned = warn_of_advisories(
             directory, lambda: run.statement(run.steps, run.guarantee(run.steps)), console
         )
-        directory.note("caveats", list(dict.fromkeys((*before, *run.caveats(), *warned))))
+        directory.keep_caveats((*run.caveats(), *warned))
         _introduce(run, directory, console)
         if directory.writes:
             everything = config.metrics.not_private

@@ -264,12 +264,12 @@ def training_digest(
     Raises:
       BadInputError: part of it cannot be traced (``traced_parts``).
     """
-    told = optax.with_extra_args_support(optimizer)
+    update = optax.with_extra_args_support(optimizer).update
 
     def trains(trained: Any, frozen: Any, example: Any) -> Any:
         value, gradient = jax.value_and_grad(lambda p: loss_fn(join(p, frozen), example))(trained)
         state = optimizer.init(trained)
-        return value, told.update(gradient, state, trained, noise_stddev=0.0)
+        return value, update(gradient, state, trained, noise_stddev=0.0)
 
     return computation_digest(trains, trained, frozen, example)
 

@@ -105,7 +105,7 @@ def with_augmentation(model: Any, section: ModelConfig, task: Task) -> Any:
     """
     if section.augmentation is None:
         return model
-    if task.kind == "tokens" or task.vocab_size or len(task.input_shape) not in (2, 3):
+    if not task.has_images:
         raise BadInputError(
             "model.augmentation is for images, and these data are not images: remove it"
         )

@@ -403,13 +403,13 @@ def with_canary_coordinates(
         seen = jnp.zeros((steps, each))
         return {"model": optimizer.init(params["model"]), "seen": seen, "step": jnp.int32(0)}
 
-    told = optax.with_extra_args_support(optimizer)
+    update_model = optax.with_extra_args_support(optimizer).update
 
     def update(
         gradient: PyTree, state: PyTree, params: PyTree = None, **more: Any
     ) -> tuple[PyTree, PyTree]:
         model_params = None if params is None else params["model"]
-        updates, model = told.update(gradient["model"], state["model"], model_params, **more)
+        updates, model = update_model(gradient["model"], state["model"], model_params, **more)
         seen = state["seen"].at[state["step"]].set(gradient["of_canaries"])
         still = jnp.zeros_like(gradient["of_canaries"])
         now = {"model": model, "seen": seen, "step": state["step"] + 1}

@@ -110,7 +110,7 @@ def make_train_step(
     Args:
       calibrated: the mechanism with its noise.
       loss_fn: ``(params, example) -> scalar`` for one example.
-      optimizer: any Optax transformation; it sees only the noised, averaged gradient, and is told
+      optimizer: any Optax transformation; it sees only the noised, averaged gradient, and gets
         the stddev of the noise on it, ``noise_stddev``.
       mesh: from ``mesh.make_mesh``.
       whole: as in ``clipped_sum_over_microbatches``, and as given to ``init_state``.
@@ -137,7 +137,7 @@ def make_train_step(
       >>> callable(step)
       True
     """
-    told = optax.with_extra_args_support(optimizer)
+    update_with_noise = optax.with_extra_args_support(optimizer).update
 
     def update(state: TrainState, total: PyTree, noise_key: jax.Array) -> TrainState:
         noise, before = calibrated.noise_transform(), NoiseState(state.step, state.noise)
@@ -152,7 +152,7 @@ def make_train_step(
         stddev = jnp.asarray(calibrated.noise_on_gradients, jnp.float32)[state.step]
         for clip_norm in _adapting(state):
             stddev *= clip_norm
-        updates, opt_state = told.update(
+        updates, opt_state = update_with_noise(
             gradient, state.opt_state, state.params, noise_stddev=stddev
         )
         params = optax.apply_updates(state.params, updates)

@@ -184,9 +184,8 @@ def fit(
         if directory is not None and directory is not run_dir and plan.mechanism.private:
             stated = lambda: plan.statement(plan.guarantee(), plan.steps)  # noqa: E731
             caveats += warn_of_advisories(directory, stated, console)
-        if directory is not None:  # a resumed run keeps the caveats of what it did before
-            caveats = tuple(dict.fromkeys((*directory.facts.get("caveats", ()), *caveats)))
-            directory.note("caveats", list(caveats))
+        if directory is not None:
+            caveats = directory.keep_caveats(caveats)
         if audit is not None:
             key = key or processes.fresh_key() if directory is None else directory.root_key
             algorithm = WithCanaries(algorithm, audit, key.child("audit"))

@@ -86,8 +86,8 @@ def check_optimizer(optimizer: Any, params: Any) -> None:
 
 def _update_shape(optimizer: Any, params: Any) -> None:
     with jax.numpy_dtype_promotion("standard"):
-        told = optax.with_extra_args_support(optimizer)
-        jax.eval_shape(lambda p: told.update(p, told.init(p), p, noise_stddev=0.0), params)
+        update = optax.with_extra_args_support(optimizer).update
+        jax.eval_shape(lambda p: update(p, optimizer.init(p), p, noise_stddev=0.0), params)
 
 
 def _parameters(factory: Any) -> list[str]:

@@ -25,7 +25,7 @@ def files(request, tmp_path, monkeypatch):
     return request.param
 
 
-def told(capsys, *words, code=0):
+def output_of(capsys, *words, code=0):
     """What a command prints with --json."""
     capsys.readouterr()
     assert main([*words, "--json"]) == code
@@ -36,12 +36,12 @@ def told(capsys, *words, code=0):
 @pytest.mark.parametrize("file", GUARANTEES, ids=lambda file: f"{file.parts[-3]}-{file.stem}")
 def test_files_that_were_written_before_hold(file, capsys):
     """One of every mechanism: what is stated of a run has not changed."""
-    assert told(capsys, "verify", str(file))["holds"]
+    assert output_of(capsys, "verify", str(file))["holds"]
 
 
 def test_runs_and_exports_are_verified(files, capsys):
     for folder in ("run", "interrupted", "exported"):
-        found = told(capsys, "verify", folder)
+        found = output_of(capsys, "verify", folder)
         assert found["failures"] == []
         assert found["compared"]
         assert found["library"].startswith(f"dpfl_jax {files}")
@@ -73,9 +73,9 @@ def test_an_interrupted_run_resumes(files, capsys):
     """With the same first two numbers: a later version may have another key."""
     if versions.version_of(files).order[:2] != versions.version_of(__version__).order[:2]:
         pytest.skip("of another minor version")
-    before = told(capsys, "verify", "interrupted")["privacy"]
+    before = output_of(capsys, "verify", "interrupted")["privacy"]
     assert main(["train", "config.yaml", "--run-dir", "interrupted"]) == 0
-    after = told(capsys, "verify", "interrupted")
+    after = output_of(capsys, "verify", "interrupted")
     assert before["steps"] < after["privacy"]["steps"] == 4
     assert before["epsilon"] < after["privacy"]["epsilon"] <= 8.0
     library = statement.read("interrupted/guarantee.json").library
@@ -84,5 +84,5 @@ def test_an_interrupted_run_resumes(files, capsys):
 
 
 def test_a_store_is_read(files, capsys):
-    found = told(capsys, "data", "inspect", "store", "--verify")
+    found = output_of(capsys, "data", "inspect", "store", "--verify")
     assert (found["users"], found["examples"]) == (5, 30)

@@ -59,8 +59,8 @@ def write(folder, values):
     return file
 
 
-def names(told, applies):
-    return [one["id"] for one in told["advisories"] if one["applies"] == applies]
+def names(output, applies):
+    return [one["id"] for one in output["advisories"] if one["applies"] == applies]
 
 
 # ---- three that are planted ----------------------------------------------------------------------
@@ -69,12 +69,12 @@ def names(told, applies):
 def test_a_private_sweep_whose_cells_had_the_noise_of_the_first_is_named(tmp_path, capsys):
     """Of a version before 1.0.0: the file shows that cells have different numbers of examples."""
     values = SOUND["selection"]().to_json() | {"library": "dpfl_jax 0.1.0"}
-    code, told = verify(write(tmp_path, values), capsys)
-    assert (code, names(told, "certain")) == (0, [])
+    code, output = verify(write(tmp_path, values), capsys)
+    assert (code, names(output, "certain")) == (0, [])
     values["basis"]["cells"][1]["population"]["num_examples"] += 1
-    code, told = verify(write(tmp_path, values), capsys)
-    assert (code, told["holds"], names(told, "certain")) == (3, False, ["DPFL-2026-001"])
-    [said] = [one for one in told["failures"] if "DPFL-2026-001" in one]
+    code, output = verify(write(tmp_path, values), capsys)
+    assert (code, output["holds"], names(output, "certain")) == (3, False, ["DPFL-2026-001"])
+    [said] = [one for one in output["failures"] if "DPFL-2026-001" in one]
     assert "Stated: epsilon 4. True: up to 8.5" in said
     values["library"] = LATER
     assert verify(write(tmp_path, values), capsys)[1]["advisories"] == []
@@ -87,9 +87,9 @@ def test_what_a_file_cannot_show_is_named_and_does_not_fail(tmp_path, capsys):
         del values["privacy"][name]
     del values["digests"]
     file = write(tmp_path, values)
-    code, told = verify(file, capsys)
-    assert (code, told["holds"], names(told, "certain")) == (0, True, [])
-    assert {"DPFL-2026-002", "DPFL-2026-023"} <= set(names(told, "possible"))
+    code, output = verify(file, capsys)
+    assert (code, output["holds"], names(output, "certain")) == (0, True, [])
+    assert {"DPFL-2026-002", "DPFL-2026-023"} <= set(names(output, "possible"))
     assert main(["verify", str(file)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "made by dpfl_jax 0.1.0, to which advisories may apply" in said
@@ -111,10 +111,10 @@ def test_a_commit_of_a_newer_file_of_advisories_is_named(tmp_path, capsys):
         ("9.0.0, 1.0.0", True),  # a run that one version began and another ended
     ):
         values = SOUND["uls"]().to_json() | {"library": f"dpfl_jax {of}"}
-        code, told = verify(write(tmp_path, values), capsys, "--advisories", known)
-        assert (code, names(told, "certain")) == ((3, ["PLANTED-1"]) if is_affected else (0, [])), (
-            of
-        )
+        code, output = verify(write(tmp_path, values), capsys, "--advisories", known)
+        assert (code, names(output, "certain")) == (
+            (3, ["PLANTED-1"]) if is_affected else (0, [])
+        ), of
 
 
 # ---- which versions ------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def test_a_version_that_cannot_be_read_may_be_any(text, tmp_path, capsys):
     assert versions.version_of(text) is versions.version_of(f"{text}\n") is None
     values = SOUND["uls"]().to_json() | {"library": f"dpfl_jax {text}"}
     known = file_of(tmp_path, planted())
-    code, told = verify(write(tmp_path, values), capsys, "--advisories", known)
-    assert (code, names(told, "possible")) == (0, ["PLANTED-1"])
+    code, output = verify(write(tmp_path, values), capsys, "--advisories", known)
+    assert (code, names(output, "possible")) == (0, ["PLANTED-1"])
 
 
 def test_the_commit_is_that_of_the_checkout_of_the_package(tmp_path, monkeypatch):
@@ -183,21 +183,21 @@ def test_what_is_no_advisory_gets_one_sentence(name, tmp_path, capsys):
     change, words = BAD[name]
     known = file_of(tmp_path, planted(**change))
     file = write(tmp_path, SOUND["uls"]().to_json())
-    code, told = verify(file, capsys, "--advisories", known)
+    code, output = verify(file, capsys, "--advisories", known)
     assert code == 2
-    assert words in told
-    assert told.count("\n") == 1
+    assert words in output
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 10**5, '{"version": 2, "advisories": []}'])
 def test_what_is_no_file_of_advisories_gets_one_sentence(text, tmp_path, capsys):
     (tmp_path / "advisories.json").write_text(text)
     file = write(tmp_path, SOUND["uls"]().to_json())
-    code, told = verify(file, capsys, "--advisories", tmp_path / "advisories.json")
+    code, output = verify(file, capsys, "--advisories", tmp_path / "advisories.json")
     assert code == 2
-    assert told.startswith("dpfl: error: ")
-    assert told.count("\n") == 1
-    code, told = verify(file, capsys, "--advisories", tmp_path)
+    assert output.startswith("dpfl: error: ")
+    assert output.count("\n") == 1
+    code, output = verify(file, capsys, "--advisories", tmp_path)
     assert code == 2
 
 
@@ -221,8 +221,8 @@ def test_places_that_are_not_there_and_other_types_are_no_match(tmp_path, capsys
         ("digests", [None], True),
     ):
         known = file_of(tmp_path, planted(where={place: wanted}))
-        code, told = verify(file, capsys, "--advisories", known)
-        assert (code, bool(told["advisories"])) == ((3, True) if fits else (0, False)), place
+        code, output = verify(file, capsys, "--advisories", known)
+        assert (code, bool(output["advisories"])) == ((3, True) if fits else (0, False)), place
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -288,10 +288,10 @@ def test_a_resumed_run_names_the_advisories_of_the_version_that_began_it(
             a_run(tmp_path / "run", die_at=1)
     capsys.readouterr()
     result = a_run(tmp_path / "run", Console(width=500))
-    told = capsys.readouterr().out
-    assert ("warning: PLANTED-1 is about this guarantee" in told) is is_affected
+    output = capsys.readouterr().out
+    assert ("warning: PLANTED-1 is about this guarantee" in output) is is_affected
     assert any("PLANTED-1" in one for one in result.guarantee.caveats) is is_affected
     made = statement.read(tmp_path / "run" / "guarantee.json")
     assert made.library == f"dpfl_jax 1.0.0, {versions.this_version()}"
-    code, told = verify(tmp_path / "run", capsys, "--advisories", known)
-    assert (code, bool(told["advisories"])) == ((3, True) if is_affected else (0, False))
+    code, output = verify(tmp_path / "run", capsys, "--advisories", known)
+    assert (code, bool(output["advisories"])) == ((3, True) if is_affected else (0, False))

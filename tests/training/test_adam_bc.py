@@ -52,8 +52,8 @@ def hears():
         return jnp.zeros(STEPS), jnp.zeros(STEPS), jnp.int32(0)
 
     def update(gradient, state, params=None, *, noise_stddev, **more):
-        measured, told, step = state
-        moved = measured.at[step].set(jnp.std(gradient)), told.at[step].set(noise_stddev)
+        measured, passed, step = state
+        moved = measured.at[step].set(jnp.std(gradient)), passed.at[step].set(noise_stddev)
         return jnp.zeros_like(gradient), (*moved, step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -81,8 +81,8 @@ def test_the_noise_it_is_told_is_the_noise_there_is(mechanism):
     steps, state = algorithm.begin(dpfl.RootKey.from_seed(0), 0), algorithm.init()
     for _, inputs in steps.inputs():
         state, _ = steps.step(state, inputs)
-    measured, told, _ = state.opt_state
-    np.testing.assert_allclose(told, measured, rtol=0.03)
+    measured, passed, _ = state.opt_state
+    np.testing.assert_allclose(passed, measured, rtol=0.03)
     assert not np.any(algorithm.without_privacy().plan.calibrated.noise_on_gradients)
 
 

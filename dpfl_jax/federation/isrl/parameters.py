@@ -1,4 +1,4 @@
-"""Every number of an ISRL run: from the configuration, from a theorem, or a default."""
+"""The parameters of an ISRL run: from the configuration, from a theorem, or a default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_ROUNDS = 200_000
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Every number of an ISRL run.
+    """The parameters of an ISRL run.
 
     Attributes:
       problem: the problem that theorems are applied to, with the regulariser.

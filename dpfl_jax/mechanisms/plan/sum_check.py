@@ -398,7 +398,11 @@ class _OneDevice:
     def total(
         self, units: list[PyTree], counts: list[np.ndarray]
     ) -> tuple[list[np.ndarray], float, float]:
-        """Returns the sum of ``counts`` of each unit, the size to relate errors to, and all norms.
+        """Returns the sum of all units, the size that errors are relative to, and the sum of norms.
+
+        Args:
+          units: a batch of units for each bucket.
+          counts: int [units of a bucket], how often each unit is added.
 
         The size is at least that of orthogonal summands: if units nearly cancel, rounding errors
         are relative to what was added up, not to the sum.
