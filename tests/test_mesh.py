@@ -36,6 +36,9 @@ LAYOUTS = {
     "mixed": {"data": 2, "fsdp": 2, "tensor": 2},
     "tensor": {"data": 4, "tensor": 2},
 }
+# When the sum over fsdp is taken, in layouts that split it.
+ONCE = {"fsdp": "step", "mixed, once": "step"}
+LAYOUTS["mixed, once"] = LAYOUTS["mixed"]
 LENGTH, VOCAB, CLIP = 16, 64, 0.1
 MODEL = LanguageModel(
     TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, vocab_size=VOCAB, max_seq_len=LENGTH)
@@ -77,9 +80,10 @@ def test_sums_and_sensitivity_are_the_same_on_every_layout(kind, params):
     mechanism = MECHANISMS[kind]
     units, mask, used = buffers(mechanism)
     want = None
-    for name in LAYOUTS if kind == "els" else ("data", "mixed"):
+    for name in LAYOUTS if kind == "els" else ("data", "mixed", "mixed, once"):
         mesh = make_mesh(**LAYOUTS[name])
-        total = jax.jit(clipped_sum_over_microbatches(mechanism, MODEL.loss, mesh))
+        once = {"sum_over_fsdp": ONCE.get(name, "auto")}
+        total = jax.jit(clipped_sum_over_microbatches(mechanism, MODEL.loss, mesh, **once))
         placed = jax.device_put(params, parameter_shardings(params, mesh))
         got, stats = total(placed, units, mask, used)
         want = (got, stats) if want is None else want
@@ -162,6 +166,56 @@ def test_gradients_meet_over_data_once_a_step(sizes, params):
     assert one_inside > 0
     assert two_inside <= 1.05 * one_inside
     assert two_after > one_after + 4 * MODEL.num_params / 4  # the reduction over data
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ghost", "scan"])
+def test_gradients_may_meet_over_fsdp_once_a_step(strategy, params):
+    """Then the loop sends parameters alone; the sum is the same, up to rounding."""
+    mechanism, mesh = MECHANISMS["els"], make_mesh(data=2, fsdp=4)
+    units, mask, used = buffers(mechanism)
+    rows = NamedSharding(mesh, PartitionSpec(None, unit_axes(mesh)))
+    placed = jax.device_put(params, parameter_shardings(params, mesh))
+    arguments = (placed, jax.device_put(units, rows), jax.device_put(mask, rows), used)
+
+    def total(when):
+        options = {"strategy": strategy, "sum_over_fsdp": when}
+        summed = jax.jit(clipped_sum_over_microbatches(mechanism, MODEL.loss, mesh, **options))
+        compiled = summed.lower(*arguments).compile()
+        found = collectives(compiled.as_text())
+        sent = [sum(c.sent for c in found if c.in_loop is inside) for inside in (True, False)]
+        return compiled(*arguments), sent
+
+    (often, stats), (in_loop, after) = total("microbatch")
+    (once, same), (less_in_loop, more_after) = total("step")
+    close(often, once, 3e-6)
+    close(stats, same, 2e-4)
+    for x, place in zip(jax.tree.leaves(once), jax.tree.leaves(parameter_shardings(once, mesh))):
+        assert x.sharding.is_equivalent_to(place, x.ndim)
+    matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
+    assert less_in_loop < in_loop - 2 * matrices
+    assert more_after > after
+
+
+class Chip:
+    """A device of a TPU slice, as far as a mesh asks."""
+
+    platform, device_kind, core_on_chip = "tpu", "TPU v5 lite", 0
+
+    def __init__(self, slice_index, x, y):
+        self.slice_index, self.coords, self.process_index = slice_index, (x, y, 0), slice_index
+        self.id = 100 * slice_index + 4 * y + x
+
+
+def test_copies_of_the_parameters_lie_within_slices():
+    chips = [Chip(s, x, y) for s in range(2) for y in range(4) for x in range(4)]
+    mesh = make_mesh(fsdp=4, tensor=2, devices=chips)
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 4, "tensor": 2}
+    assert [{chip.slice_index for chip in copy.flat} for copy in mesh.devices] == [{0}] * 2 + [
+        {1}
+    ] * 2
+    with pytest.raises(BadInputError, match="lower fsdp x tensor x sequence, 32, to the 16"):
+        make_mesh(fsdp=32, devices=chips)
 
 
 def store():

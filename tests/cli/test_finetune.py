@@ -20,6 +20,7 @@ from dpfl_jax.models.checkpoint import fingerprint, load_model, save_checkpoint
 from dpfl_jax.models.params import flat_paths
 from dpfl_jax.planning.candidates import at_budget
 from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.export import load_trained
 from dpfl_jax.training.start import data_section
 
 WORDS = ["river", "stone", "lamp", "green", "quiet", "seven", "horse", "under"]
@@ -209,6 +210,22 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
     assert set(from_run["text"].split()) <= set(WORDS)
 
     assert loss_in_transformers(tmp_path / "out", store) == pytest.approx(after, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_base_in_int8_is_exported_as_it_was_trained(workspace, tmp_path, capsys):
+    changes = ["model.frozen_dtype=int8", "train.steps=3"]
+    run = tmp_path / "run"
+    dpfl(capsys, "train", workspace / "config.yaml", *changes, "--run-dir", run)
+    trained = load_trained(run)
+    dpfl(capsys, "export", run, tmp_path / "out")
+    exported, base = (
+        flat_paths(load_model(folder)[1]) for folder in (tmp_path / "out", workspace / "base")
+    )
+    for name, leaf in flat_paths(trained.params).items():
+        np.testing.assert_allclose(exported[name], leaf.astype(np.float32), atol=1e-2)
+    # Adapters were trained on rounded kernels, and the embedding was read in bfloat16.
+    assert 0 < np.abs(exported["embedding"] - base["embedding"]).max() < 1e-2
 
 
 @pytest.mark.nightly
