@@ -111,6 +111,8 @@ def build_report(
         "throughput": {
             "examples_per_s": rate(result.examples),
             "tokens_per_s": rate(result.tokens),
+            "mfu": result.mfu,
+            "goodput": result.goodput,
         },
         "clipping": result.clipping,
         "outside_guarantee": {
