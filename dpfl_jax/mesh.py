@@ -116,6 +116,31 @@ def place(tree: PyTree, shardings: PyTree, copy: bool = True) -> PyTree:
     return jax.tree.map(one, tree, jax.tree.broadcast(shardings, tree))
 
 
+def sum_over_devices(tree: PyTree, axis: str = DATA_AXIS) -> PyTree:
+    """Sums over an axis of the mesh, inside ``shard_map``, always in the same order.
+
+    ``psum`` has the order of the backend, which may be another one if the same devices belong to
+    several processes; floats then differ in their last bits. As much is sent: each device sums an
+    equal part of each array, and all get the results.
+
+    Args:
+      tree: pytree of arrays that vary over ``axis``.
+      axis: name of the axis.
+
+    Returns:
+      The sums: a pytree like ``tree``, the same on all devices of the axis.
+    """
+    devices = jax.lax.axis_size(axis)
+
+    def one(x: jax.Array) -> jax.Array:
+        parts = jnp.pad(x.reshape(-1), (0, -x.size % devices)).reshape(devices, -1)
+        part = jax.lax.all_to_all(parts, axis, 0, 0).sum(axis=0, dtype=x.dtype)
+        whole = jax.lax.all_gather(part, axis, tiled=True, to="invarying")
+        return whole[: x.size].reshape(x.shape)
+
+    return jax.tree.map(one, tree)
+
+
 def splits_parameters(mesh: Mesh) -> bool:
     """Whether parameters or positions are split, not only units."""
     return any(mesh.shape.get(axis, 1) > 1 for axis in (FSDP_AXIS, TENSOR_AXIS, SEQUENCE_AXIS))
