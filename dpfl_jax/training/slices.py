@@ -29,7 +29,11 @@ _CALLED = re.compile(
     r"(?:(?:body|condition|calls|to_apply)=%?|branch_computations=\{)((?<=\{)[\w.\-, %]+|[\w.\-]+)"
 )
 _ENDS = 'custom_call_target="AsyncCollectiveDone"'
-_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=)")
+# Groups of devices are written one by one, as a grid, or as axes of a mesh.
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}|\[\d+,(?P<size>\d+)\]<="
+    r"|mesh\[(?P<mesh>.*?)\] \{(?P<axes>.*?)\})"
+)
 # Slices send to each other through their hosts.
 _BETWEEN = re.compile(r"= \((?P<shape>.*?), u32.* send\(.*\"xla_megascale_runtime\"")
 BETWEEN_SLICES = "between slices"
@@ -96,7 +100,7 @@ def _measured(match: re.Match[str], line: str, computation: str) -> tuple[str, i
     """The kind of a collective, the size of its arrays, and the bytes that a device sends."""
     kind, size = match["kind"], _size(match["shape"])
     groups = _GROUPS.search(line)
-    devices = 0 if groups is None else int(groups[2] or groups[1].count(",") + 1)
+    devices = 0 if groups is None else _group_size(groups)
     if match["start"] and kind != "all-reduce":
         size //= 2  # the shape holds operands and results
     if kind == "reduce-scatter":
@@ -108,6 +112,15 @@ def _measured(match: re.Match[str], line: str, computation: str) -> tuple[str, i
         return kind, size, size
     passes = 2 if kind == "all-reduce" else 1  # scattered, and gathered
     return kind, size, round(passes * size * (1 - 1 / devices)) if devices else passes * size
+
+
+def _group_size(groups: re.Match[str]) -> int:
+    """The number of devices that a collective joins."""
+    if groups["axes"] is not None:  # of mesh['data'=4,'fsdp'=4]: {'fsdp'}, or a part, {'fsdp':(1)2}
+        sizes = dict(axis.split("=") for axis in groups["mesh"].split(","))
+        axes = [axis.partition(":") for axis in groups["axes"].split(",")]
+        return math.prod(int(part.rpartition(")")[2] or sizes[name]) for name, _, part in axes)
+    return int(groups["size"] or groups["first"].count(",") + 1)
 
 
 _CONSTANT = re.compile(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")

@@ -133,6 +133,8 @@ ENTRY %main (a: f32[8,2]) -> f32[8,2] {
   %send = (f32[4,2]{1,0:T(8,128)}, u32[]{:S(2)}, token[]) send(%r, %after-all), channel_id=6, \
 is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
   %g = f32[8,2]{1,0} all-gather(%x), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}
+  %m = f32[8,2]{1,0} all-gather(%y), replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}, channel_id=7
+  %n = f32[8,2]{1,0} all-gather(%z), replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}, channel_id=8
 }
 """
 
@@ -141,7 +143,7 @@ def test_reads_what_a_device_sends_within_and_between_slices():
     found = {c.kind: (c.count, c.bytes, c.sent) for c in collectives(TPU_HLO)}
     assert found == {
         "reduce-scatter": (2, 128, 64 * 3 // 4 + 64 // 2),
-        "all-gather": (1, 64, 32),
+        "all-gather": (3, 3 * 64, 32 + 48 + 48),
         "between slices": (1, 32, 32),
     }
 
