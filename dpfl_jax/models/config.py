@@ -191,8 +191,8 @@ class TransformerConfig:
         if isinstance(self.remat, list | tuple):
             object.__setattr__(self, "remat", tuple(self.remat))
             unknown = [name for name in self.remat if name not in PROJECTIONS]
-            known = f"names among {', '.join(PROJECTIONS)}"
-            require(self.remat and not unknown, "model: remat", unknown, known)
+            allowed = f"names among {', '.join(PROJECTIONS)}"
+            require(self.remat and not unknown, "model: remat", unknown, allowed)
         for name, kind in (("rope_scaling", RopeScaling), ("lora", Lora)):
             value = getattr(self, name)
             if isinstance(value, dict):
