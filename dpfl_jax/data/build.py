@@ -20,7 +20,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
@@ -42,7 +41,10 @@ from dpfl_jax.data.shards import INDEX, USERS, FileEntry, Manifest, ShardStore
 from dpfl_jax.data.sources import Row, file_source
 from dpfl_jax.data.store import Store, combine_digests, unit_key_of, user_digest, user_order_key
 from dpfl_jax.data.tokenizers import load_tokenizer
-from dpfl_jax.errors import BadInputError, at_least, one_of
+from dpfl_jax.errors import BadInputError, at_least, extra, one_of
+
+with extra("build", "building a store"):
+    import duckdb
 
 PARTITION_BYTES = 256 * 2**20
 MEMORY = 384  # MiB that DuckDB may take; what does not fit goes to the staging folder
@@ -529,11 +531,9 @@ def build_with_beam(
     Raises:
       BadInputError: Beam is not installed, ``out`` exists, or a row is bad.
     """
-    try:
+    with extra("beam", "--engine beam"):
         import apache_beam as beam
         from apache_beam.options.pipeline_options import PipelineOptions
-    except ImportError as error:
-        raise BadInputError("--engine beam needs Apache Beam: pip install apache-beam") from error
     out, how = pathlib.Path(out).absolute(), how or DocumentFiles()
     paths = [os.fspath(p.absolute()) for p in expand_paths(path)]
     identity = {"engine": "beam", **file_source(paths, how).identity}

@@ -20,7 +20,7 @@ from dpfl_jax.data.rows import BadRows, expand_paths, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.data.sets import data_source, installed_package_files
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, extra
 
 Row = tuple[str, bytes]  # user, and text or packed records
 
@@ -138,12 +138,8 @@ def tfds_source(
 
 
 def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
-    try:
+    with extra("tfds", "reading TFDS data"):
         import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise BadInputError(
-            "reading TFDS data needs its library: pip install tensorflow-datasets"
-        ) from error
     try:
         # Without code for a name, the library reads the prepared files.
         prepared = pathlib.Path(name)

@@ -448,5 +448,5 @@ def test_without_beam_one_sentence(files, tmp_path, monkeypatch):
     from dpfl_jax.data.build import build_with_beam
 
     monkeypatch.setitem(sys.modules, "apache_beam", None)
-    with pytest.raises(BadInputError, match="pip install apache-beam"):
+    with pytest.raises(BadInputError, match=r"apache_beam: pip install 'dpfl_jax\[beam\]'"):
         build_with_beam(str(files / "*.jsonl"), pathlib.Path("x"), BuildPlan.for_text("bytes", 8))
