@@ -17,6 +17,7 @@ import glob, importlib.metadata, sys, time
 import nbclient, nbformat
 
 out, *notebooks = sys.argv[1:]
+failed = []
 wheel = f"file://{glob.glob(out + '/*.whl')[0]}"
 for path in notebooks:
     notebook, began = nbformat.read(path, 4), time.monotonic()
@@ -24,7 +25,12 @@ for path in notebooks:
     changed = first.source.replace('INSTALL = ""', f'INSTALL = "{wheel}"')
     assert changed != first.source
     first.source = changed
-    nbclient.NotebookClient(notebook, timeout=3600, resources={"metadata": {"path": out}}).execute()
-    jax = importlib.metadata.version("jax")
-    print(f"{path}: ran in {time.monotonic() - began:.0f} s with JAX {jax}", flush=True)
+    try:
+        nbclient.NotebookClient(notebook, timeout=3600, resources={"metadata": {"path": out}}).execute()
+    except nbclient.exceptions.CellExecutionError as error:
+        failed.append(path)
+        print(error)
+    how = f"{time.monotonic() - began:.0f} s with JAX {importlib.metadata.version('jax')}"
+    print(f"{path}: {'FAILED' if path in failed else 'ran'}, {how}", flush=True)
+sys.exit(bool(failed))
 END
