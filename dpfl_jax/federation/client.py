@@ -209,6 +209,8 @@ class PrivateClient:
             return dataclasses.replace(given, noise_multiplier=sigma), []
         stated = statement.read(path)
         basis = stated.basis
+        if basis.get("system") != "client":
+            raise BadInputError(f"{path} is the guarantee of something else: choose another folder")
         settled = dataclasses.replace(given, noise_multiplier=basis["noise_multiplier"])
         for name, value in dataclasses.asdict(settled).items():
             if basis.get(name) != value:

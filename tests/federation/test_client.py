@@ -16,6 +16,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import PrivateClient
 from dpfl_jax.randomness import RootKey
+from tests.statements import SOUND
 
 BUDGET = {"epsilon": 8.0, "delta": 1e-5, "rounds": 3, "clip_norm": 0.5}
 UPDATE = {"w": np.full((4, 2), 3.0), "b": np.zeros(2, np.float32)}
@@ -155,6 +156,14 @@ def test_a_budget_does_not_change(tmp_path, changed):
     with pytest.raises(BadInputError, match=f"was begun with {next(iter(changed))}="):
         client(tmp_path, **changed)
     client(tmp_path)
+
+
+def test_a_folder_of_another_run_is_left_alone(tmp_path):
+    (tmp_path / "dp").mkdir()
+    (tmp_path / "dp/guarantee.json").write_text(SOUND["uls"]().dumps())
+    with pytest.raises(BadInputError, match="guarantee of something else"):
+        client(tmp_path)
+    assert [path.name for path in (tmp_path / "dp").iterdir()] == ["guarantee.json"]
 
 
 def test_a_folder_that_misses_a_file_sends_nothing(tmp_path):
