@@ -63,7 +63,7 @@ class _Budget:
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        one_of("unit", self.unit, UNITS)
+        one_of("unit", str(self.unit), UNITS)
         positive("epsilon", self.epsilon)
         probability("delta", self.delta, zero=False, one=False)
         at_least("rounds", self.rounds, 1, whole=True)
@@ -135,7 +135,12 @@ def restate(basis: dict[str, Any]) -> Statement:
     """
     whole_number(basis, "rounds", 1)
     names = [field.name for field in dataclasses.fields(_Budget)]
-    return _Budget(**{name: basis[name] for name in names}).statement()
+    made = _Budget(**{name: basis[name] for name in names}).statement()
+    if not made.privacy.epsilon <= basis["epsilon"] * (1 + 1e-6):
+        raise BadInputError(
+            f"basis.epsilon is {basis['epsilon']:g}, but its rounds cost {made.privacy.epsilon:g}"
+        )
+    return made
 
 
 class PrivateClient:
@@ -183,10 +188,18 @@ class PrivateClient:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         private_folder(self.folder)
         rows, ledger = self.folder / ROUNDS, accounting.Ledger(self.folder / LEDGER)
-        if ledger.runs(budget.account) and not rows.exists():
+        begun = (self.folder / statement.NAME).exists()  # it was written after the others
+        if (begun or ledger.runs(budget.account)) and not rows.exists():
             raise self._missing(ROUNDS)
-        if _lines(rows) and not ledger.runs(budget.account):
+        if (begun or _lines(rows)) and not ledger.runs(budget.account):
             raise self._missing(LEDGER)
+        known = rows.read_text(errors="replace") if rows.exists() else ""
+        if any(path.stem not in known for path in self.folder.glob("sent-*.safetensors")):
+            raise BadInputError(
+                f"{rows} has lost lines, so that it is not known what this {budget.unit} has sent: "
+                "bring them back"
+            )
+        self._reserved: str | None = None
         os.close(os.open(rows, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
         ledger.reserve(budget.account, _RUN, budget.event, budget.delta, budget.epsilon)
         stated = budget.statement().made_by([*dict.fromkeys([*versions, this_version()])])
@@ -241,6 +254,21 @@ class PrivateClient:
                 f"exceed epsilon {b.epsilon:g} at delta {b.delta:g}: nothing was sent"
             )
 
+    def reserve(self, request: str) -> None:
+        """Uses up the round of a request before its update is made.
+
+        Then an update that is never made costs a round, too: that it failed may be seen.
+
+        Args:
+          request: as for ``release``, which does not count it again.
+
+        Raises:
+          BudgetExceededError: the budget is used up.
+        """
+        with self._locked_rounds() as rounds:
+            self._count(rounds, self._place(request).stem)
+        self._reserved = request
+
     def answered(self, request: str) -> bool:
         """Whether this is the last request that was answered, so that its answer is repeated."""
         return self._place(request).exists()
@@ -274,7 +302,9 @@ class PrivateClient:
         with self._locked_rounds() as rounds:
             answer = self._sent(request)
             if answer is None:
-                self._count(rounds, self._place(request).stem)
+                if self._reserved != request:
+                    self._count(rounds, self._place(request).stem)
+                self._reserved = None
                 key = jnp.asarray(RootKey.generate().words("noise"))
                 noised = self._add(key, clipped(leaves, self._budget.clip_norm))
                 answer = [np.asarray(leaf) for leaf in noised]

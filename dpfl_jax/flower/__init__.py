@@ -60,8 +60,8 @@ def mod(
     of the settings.
 
     Args:
-      folder: the client's folder (``PrivateClient``); None: ``dpfl-folder`` of the client's
-        ``flower-supernode --node-config``, as each client of a machine needs its own.
+      folder: the client's folder (``PrivateClient``), an absolute path, if ``dpfl-folder`` of the
+        client's ``flower-supernode --node-config`` names none; each client needs its own.
       epsilon: epsilon of all rounds together, as for ``dpfl_jax.federation.PrivateClient``.
       delta: delta of all rounds together.
       rounds: most updates that the client sends, ever.

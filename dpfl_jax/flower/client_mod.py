@@ -8,6 +8,7 @@ reply is noise. Messages that ask for anything but training are refused, without
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -71,9 +72,11 @@ def _answer(
         raise _RefusedError("the message holds no arrays of floating-point numbers to train")
     # A retry is recognised by its content, which the app may change.
     request = f"{kind} {message.content.object_id}"
-    where = folder if folder is not None else context.node_config.get(FOLDER)
+    where = context.node_config.get(FOLDER, folder)  # the operator's before the app's
     if where is None:
         raise _RefusedError(f"this client has no folder: set {FOLDER} in --node-config")
+    if not os.path.isabs(str(where)):  # in another working directory it would be a new budget
+        raise _RefusedError(f"this client's folder is no absolute path: set {FOLDER} to one")
     # Here, as these take seconds to import, and every message starts a process.
     from dpfl_jax.accounting import BudgetExceededError
     from dpfl_jax.federation.client import PrivateClient
@@ -81,16 +84,17 @@ def _answer(
     client = PrivateClient(str(where), **budget)
     if not client.answered(request):
         try:
-            client.check()  # before hours of training
+            client.reserve(request)  # a crash of the app can be seen, and so costs a round
         except BudgetExceededError as error:
             raise _RefusedError(str(error)) from None
         try:
             update = _update(before, list(update), call_next(message, context))
-        except Exception:
+        except (Exception, SystemExit):
             _log.exception("dpfl_jax: training failed: the update counts as 0, and noise is sent")
     noised = client.release(update, request)
     arrays = {
-        key: (x + noised[key]).astype(x.dtype) if key in noised else x for key, x in before.items()
+        key: np.asarray(x + noised[key], x.dtype) if key in noised else x
+        for key, x in before.items()
     }
     return Message(_reply(name, arrays), reply_to=message)
 

@@ -176,6 +176,18 @@ def test_a_folder_that_misses_a_file_sends_nothing(tmp_path):
         with pytest.raises(BadInputError, match=f"{name} is missing"):
             client(tmp_path)
         path.write_bytes(kept)
+    folder = tmp_path / "dp"
+    kept = {path: path.read_bytes() for path in folder.glob("*.jsonl")}
+    for path in kept:
+        path.unlink()
+    with pytest.raises(BadInputError, match="is missing"):
+        client(tmp_path)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    (folder / "rounds.jsonl").write_text("")  # as some rotate logs
+    with pytest.raises(BadInputError, match="has lost lines"):
+        client(tmp_path)
+    (folder / "rounds.jsonl").write_bytes(kept[folder / "rounds.jsonl"])
     (tmp_path / "dp/guarantee.json").unlink()
     with pytest.raises(BadInputError, match="already reserved a different event"):
         client(tmp_path, epsilon=80.0)
@@ -192,6 +204,7 @@ def test_a_folder_that_misses_a_file_sends_nothing(tmp_path):
         ({"rounds": 2.5}, "rounds is 2.5"),
         ({"clip_norm": 1e-20}, "clip_norm is 1e-20"),
         ({"clip_norm": np.nan}, "clip_norm is nan"),
+        ({"unit": None}, "unit is 'None'"),
         ({"unit": "patient"}, "unit is 'patient', but it must be one of silo, device"),
     ],
     ids=str,
@@ -230,6 +243,9 @@ def test_its_guarantee_is_verified_and_says_who_is_protected(tmp_path, capsys):
         lambda v: v["privacy"].update(epsilon=1.0),
         lambda v: v["basis"].update(rounds=30),
         lambda v: v["basis"].update(unit="silo"),
+        lambda v: v["basis"].update(epsilon=0.5),
+        lambda v: v["privacy"].update(unit_key="one visit of a patient"),
+        lambda v: v["privacy"].update(public_inputs=[]),
     ):
         values = stated.to_json()
         forge(values)

@@ -1,6 +1,7 @@
 """The client mod: what leaves a Flower client, whatever its app returns and its server asks."""
 
 import logging
+import sys
 import time
 
 import numpy as np
@@ -131,8 +132,9 @@ def test_what_the_server_configures_changes_nothing(tmp_path):
         lambda arrays: {"b": arrays["b"]},
         lambda arrays: {**arrays, "w": np.array([["a"] * 3] * 2)},
         lambda arrays: (_ for _ in ()).throw(RuntimeError(SECRET)),
+        lambda arrays: sys.exit(SECRET),
     ],
-    ids=["error", "nan", "shape", "missing", "text", "secret"],
+    ids=["error", "nan", "shape", "missing", "text", "secret", "exit"],
 )
 def test_a_failure_looks_like_an_update_of_zero(tmp_path, train, caplog):
     with caplog.at_level(logging.WARNING):
@@ -199,10 +201,30 @@ def test_a_pickle_is_not_loaded(tmp_path):
 def test_a_client_without_a_folder_is_told_so(tmp_path):
     reply = app_of()(asked(), context())
     assert reply.error.reason == "this client has no folder: set dpfl-folder in --node-config"
+    for relative in ("dp", ""):
+        reply = app_of()(asked(), context(relative))
+        assert "no absolute path" in reply.error.reason
     given = app_of(folder=str(tmp_path / "dp"))
     assert not given(asked(), context()).has_error()
     # A reason that its operator should see alone is not sent.
     assert "operator knows" in app_of(rounds=0)(asked(), context(tmp_path / "x")).error.reason
+
+
+def test_a_round_is_used_up_before_its_training(tmp_path):
+    """So a server can make the app crash, which it sees, at most as often as there are rounds."""
+    where = tmp_path / "dp"
+
+    def crashed(arrays):
+        assert len((where / "rounds.jsonl").read_text().splitlines()) == 1
+        return arrays
+
+    assert not app_of(crashed)(asked(), context(where)).has_error()
+    assert len((where / "rounds.jsonl").read_text().splitlines()) == 1
+
+
+def test_an_array_without_axes_is_answered(tmp_path):
+    reply = app_of()(asked({"scale": np.zeros((), np.float32)}), context(tmp_path / "dp"))
+    assert reply.content["arrays"]["scale"].numpy().shape == ()
 
 
 class Legacy(NumPyClient):
