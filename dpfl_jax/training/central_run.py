@@ -29,6 +29,7 @@ from dpfl_jax.config.schema import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import Bounding, bounding_of, grouped_by_owner_set, shared_store
+from dpfl_jax.data.packing import lengths_warning
 from dpfl_jax.data.store import scale_warning, unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Calibrated, Mechanism, Population
@@ -351,7 +352,8 @@ class CentralRun(Run):
         """Warns if users do not look like people, or columns are far from order 1."""
         if not self.private or self.data is None:
             return []
-        result = [scale_warning(self.train)]
+        packed = self.config.execution.packing
+        result = [scale_warning(self.train), lengths_warning(self.train) if packed else None]
         if self.config.data.max_examples_per_user != 1:
             result.insert(0, not_people(self.train, "user"))
         return [f"warning: {text}" for text in result if text is not None]
