@@ -339,6 +339,8 @@ class CentralRun(Run):
         ]
         if bounding is not None:
             lines.append(str(bounding))
+        if self._evaluated:
+            lines.append(f"evaluated: {self._evaluated}")
         if self.private:
             lines.append(
                 f"{self.mechanism.kind.upper()} with noise multiplier "
@@ -347,6 +349,21 @@ class CentralRun(Run):
                 f"{self.steps} steps"
             )
         return lines
+
+    @functools.cached_property
+    def _evaluated(self) -> str:
+        """How much of the held-out part is evaluated, if not all of it; else ""."""
+        limits = self.config.eval
+        if self.held_out is None or (limits.max_users, limits.max_examples_per_user) == (
+            None,
+            None,
+        ):
+            return ""
+        counts = f"{self.held_out.num_users:,} users, {self.held_out.num_examples:,} examples"
+        whole = grouped_by_owner_set(getattr(self.data, limits.split))
+        if whole.num_examples == self.held_out.num_examples:
+            return ""
+        return f"{counts}, of {whole.num_users:,} users, {whole.num_examples:,} examples"
 
     def warnings(self) -> list[str]:
         """Warns if users do not look like people, or columns are far from order 1."""
@@ -414,7 +431,9 @@ class CentralRun(Run):
             written["samples"] = samples(self.model, data.tokenizer, config.eval.prompt, named)
         if self.held_out is not None:
             rule = data.rules[config.eval.split]
-            held_out["held_out"] = f"{config.eval.split} part: {rule}"
+            held_out["held_out"] = "; evaluated: ".join(
+                filter(None, [f"{config.eval.split} part: {rule}", self._evaluated])
+            )
         outside = {}
         if self.bounding is not None:
             outside["contribution_bounding"] = self.bounding.to_json()
