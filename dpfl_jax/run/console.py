@@ -180,16 +180,22 @@ class StopRequest:
     A second signal of the same kind acts as it would without this context.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    def __init__(self, elsewhere: bool = False) -> None:
+        """Listens for SIGTERM and SIGINT.
 
-    def __init__(self) -> None:
+        Args:
+          elsewhere: whether JAX's preemption service listens for SIGTERM. It gets one in place of
+            SIGINT, too.
+        """
+        self.signals = (signal.SIGINT,) if elsewhere else (signal.SIGTERM, signal.SIGINT)
+        self._elsewhere = elsewhere
         self.requested: str | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         """Installs the handlers (only possible in the main thread; elsewhere does nothing)."""
         if threading.current_thread() is threading.main_thread() and not _DEFAULT.get():
-            for number in self.SIGNALS:
+            for number in self.signals:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -200,3 +206,5 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number).name
         signal.signal(number, self._previous[number])
+        if self._elsewhere:
+            signal.raise_signal(signal.SIGTERM)

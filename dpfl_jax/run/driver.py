@@ -204,7 +204,7 @@ class _Driven:
     """A run of ``drive``, phase by phase.
 
     Attributes:
-      state: after ``done`` steps.
+      state: after ``done`` steps, ``turns`` of the loop.
       ended: whether no step is left, or a rule has stopped the run.
       stopping: name of the signal that stops it.
     """
@@ -236,7 +236,7 @@ class _Driven:
             self.checkpoints = Checkpoints(run_dir.path / "checkpoints", loop.keep_checkpoints)
             self.resumed = self.checkpoints.resumed_step()
         self.released = _ReleasedSteps(run_dir, algorithm.steps, self.resumed or 0)
-        self.done, self.ended, self.has_checked_losses = 0, False, False
+        self.done, self.turns, self.ended, self.has_checked_losses = 0, 0, False, False
 
     # ---- before the first step -------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class _Driven:
         """Takes the remaining steps, until the last one, a signal, or a rule stops the run."""
         algorithm, log = self.algorithm, self.log
         with (
-            StopRequest() as stop,
+            StopRequest(elsewhere=processes.hear_sigterm()) as stop,
             StepProgress(
                 self.console or Console(quiet=True), algorithm.word, algorithm.steps, self.done
             ) as bar,
@@ -385,8 +385,11 @@ class _Driven:
         last = done == self.algorithm.steps
         logs = last or _due(loop.log_every, before, done)
         saves = last or _due(loop.checkpoint_every, before, done)
-        if logs or saves or not processes.many():  # many processes wait for each other here
-            self.stopping = self.meter.exchange(stop.requested)
+        self.turns += 1
+        agreed = processes.stops_after(self.turns)
+        # Many processes wait for each other here.
+        if logs or saves or agreed or not processes.many():
+            self.stopping = self.meter.exchange(stop.requested) or ("SIGTERM" if agreed else None)
         if logs:
             row = {"step": done, "epsilon_spent": self._epsilon()}
             row |= self.algorithm.row(output.stats)

@@ -353,14 +353,10 @@ class CentralRun(Run):
     @functools.cached_property
     def _evaluated(self) -> str:
         """How much of the held-out part is evaluated, if not all of it; else ""."""
-        limits = self.config.eval
-        if self.held_out is None or (limits.max_users, limits.max_examples_per_user) == (
-            None,
-            None,
-        ):
+        if self.held_out is None:
             return ""
         counts = f"{self.held_out.num_users:,} users, {self.held_out.num_examples:,} examples"
-        whole = grouped_by_owner_set(getattr(self.data, limits.split))
+        whole = grouped_by_owner_set(getattr(self.data, self.config.eval.split))
         if whole.num_examples == self.held_out.num_examples:
             return ""
         return f"{counts}, of {whole.num_users:,} users, {whole.num_examples:,} examples"
