@@ -110,6 +110,12 @@ class RunConsole(Console):
             thread.join()
 
 
+def phase(console: rich.console.Console | None, doing: str) -> None:
+    """Names what is being done, for the lines that ``alive`` prints, and prints nothing."""
+    if isinstance(console, RunConsole):
+        console.begin(doing)
+
+
 class StepProgress:
     """Context manager around a bar with step, loss, fraction clipped, tokens/s and epsilon."""
 
@@ -118,8 +124,7 @@ class StepProgress:
     ) -> None:
         self._console, self._label, self._total = console, label, total
         self._line = time.monotonic()
-        if isinstance(console, RunConsole):
-            console.begin(f"at {label} (compiling, or a long one)")
+        self.begin(completed)
         self._progress = None
         if draws(console):
             self._progress = Progress(
@@ -143,8 +148,14 @@ class StepProgress:
         if self._progress is not None:
             self._progress.stop()
 
+    def begin(self, completed: int) -> None:
+        """Names the step that comes after ``completed`` ones as what is being done."""
+        doing = f"at {self._label} {min(completed + 1, self._total)} of {self._total}"
+        phase(self._console, f"{doing} (compiling, or a long one)")
+
     def update(self, completed: int, status: str) -> None:
         """Moves the bar; off a terminal prints a line every ``LINE_EVERY`` s, and the last."""
+        self.begin(completed)
         if self._progress is not None:
             self._progress.update(self._task, completed=completed, status=status)
             return

@@ -32,7 +32,7 @@ from dpfl_jax.run.checkpoint import (
     shapes_of,
     stopped_caveat,
 )
-from dpfl_jax.run.console import RunConsole, StepProgress, StopRequest
+from dpfl_jax.run.console import StepProgress, StopRequest, phase
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import TrainState, content_digest
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
@@ -243,6 +243,7 @@ class _Driven:
     def begin(self, key: RootKey | None) -> None:
         """Compares the run with what it began with, and derives the key of its draws."""
         algorithm, run_dir = self.algorithm, self.run_dir
+        phase(self.console, "placing the parameters and taking their digest")
         self.root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
         if self.root.public and algorithm.private:
             self.caveats.append(PUBLIC_KEY_CAVEAT)
@@ -274,6 +275,7 @@ class _Driven:
         if run_dir.computed_with(algorithm.hardware, algorithm.layout_fingerprint):
             self.caveats.append(MOVED_CAVEAT)
         if self.resumed is not None:
+            phase(self.console, f"restoring the checkpoint of {algorithm.word} {self.resumed}")
             self.state = self.checkpoints.restore(self.state, self.root, self.terms, self.resumed)
         self.done = int(self.state.step)
         self.has_checked_losses = self.done > 0
@@ -284,6 +286,7 @@ class _Driven:
     def evaluate(self) -> None:
         if self._evaluate is None or evaluation_after(self.log.rows, self.done) is not None:
             return
+        phase(self.console, f"evaluating held-out data after {self.algorithm.word} {self.done}")
         evaluation = self._evaluate(self.model(self.state))
         if self.done == 0 and not math.isfinite(evaluation["loss"]):
             before = "before the first step the mean loss of held-out examples is"
@@ -325,10 +328,12 @@ class _Driven:
                     self.work.check(
                         self.state, functools.partial(_show_progress, self.console, line)
                     )
+            phase(self.console, "finding out how gradients are clipped")
             self.clipping = self.work.clipping()
             if self.clipping is not None:
                 _warn_of(self.clipping, self.console)
         self.ended = exhausted(self.log.rows, self.loop.patience)
+        phase(self.console, "bounding epsilon after each part of the run")
         self.spent = Spent(algorithm)
 
     # ---- the steps -------------------------------------------------------------------------
@@ -398,6 +403,7 @@ class _Driven:
             bar.update(done, _status(row))
         if _due(loop.eval_every, before, done) and not last:
             self.evaluate()
+            bar.begin(done)
             self.meter.restart()
             self.ended = exhausted(self.log.rows, loop.patience)
             if self.choosing is not None:
@@ -546,8 +552,7 @@ def _warn_of(clipping: dict[str, Any], console: Console | None) -> None:
 def _show_progress(console: Console | None, line: Any, part: str) -> None:
     if line is not None:
         line.update(f"{_CHECKING}: {part}")
-    elif isinstance(console, RunConsole):
-        console.begin(f"{_CHECKING}: {part}")
+    phase(console, f"{_CHECKING}: {part}")
 
 
 def _check_losses(raw: dict[str, Any]) -> bool:

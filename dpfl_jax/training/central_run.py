@@ -39,6 +39,7 @@ from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.algorithm import RunResult
+from dpfl_jax.run.console import phase
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate
 from dpfl_jax.run.pipeline import Balance, Charge, Knob, Run, doubled, knob
@@ -154,12 +155,14 @@ class CentralRun(Run):
         """Pre-trains if asked to; canaries take part if they are configured."""
         config, model = self.config, self.model
         assert self.data is not None
+        phase(console, "making the first parameters")
         self.params, self.pretrained = starting_params(config, self.data, model, self.mesh, console)
         if self.pretrained is not None:
             needed = self.trained_parameters < model.num_params
             check_pretrained(self.pretrained, directory, needed=needed)
         plan = Plan(self.calibrated, self.train, config.execution, self.mesh)
         trainable = trained_by_name(config.model, model)
+        phase(console, "tracing the loss of one example")
         made = algorithm_of(model.loss, self.params, plan, self.optimizer, trainable)
         if config.model.module is not None and jax.tree.leaves(made.frozen):
             # An export builds it again, and compares it with this digest.
