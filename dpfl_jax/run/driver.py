@@ -277,6 +277,7 @@ class _Driven:
         if self.resumed is not None:
             phase(self.console, f"restoring the checkpoint of {algorithm.word} {self.resumed}")
             self.state = self.checkpoints.restore(self.state, self.root, self.terms, self.resumed)
+        run_dir.begin_steps()
         self.done = int(self.state.step)
         self.has_checked_losses = self.done > 0
         self.log.start_at(self.done)
