@@ -43,6 +43,7 @@ def traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, tuple[Callable[..., Any], Any]] = {}
 
     def evaluated(*args: Any) -> Any:
+        tree: Any
         flat, tree = jax.tree.flatten(args)
         kind = tree, tuple(map(jax.typeof, flat))
         if kind not in known:
