@@ -124,7 +124,7 @@ class StepProgress:
     ) -> None:
         self._console, self._label, self._total = console, label, total
         self._line = time.monotonic()
-        self.begin(completed)
+        self.begin(completed, " (compiling, or a long one)")
         self._progress = None
         if draws(console):
             self._progress = Progress(
@@ -148,10 +148,10 @@ class StepProgress:
         if self._progress is not None:
             self._progress.stop()
 
-    def begin(self, completed: int) -> None:
+    def begin(self, completed: int, more: str = "") -> None:
         """Names the step that comes after ``completed`` ones as what is being done."""
-        doing = f"at {self._label} {min(completed + 1, self._total)} of {self._total}"
-        phase(self._console, f"{doing} (compiling, or a long one)")
+        step = min(completed + 1, self._total)
+        phase(self._console, f"at {self._label} {step} of {self._total}{more}")
 
     def update(self, completed: int, status: str) -> None:
         """Moves the bar; off a terminal prints a line every ``LINE_EVERY`` s, and the last."""
