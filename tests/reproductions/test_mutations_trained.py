@@ -341,17 +341,18 @@ def loss_by_noise(monkeypatch):
     monkeypatch.setattr(small, "sensitivities", lambda quick: norms)
     monkeypatch.setattr(small, "median", lambda quick: 8)
     monkeypatch.setattr(small, "initial_loss", lambda quick: 5.0)
+    monkeypatch.setattr(small, "fingerprint", lambda quick: {})
 
 
 def trained(told=lambda option: option.noise):
-    """What stands in for ``small.losses``: of each option and seed."""
+    """What stands in for ``small._train``: of each option, at its rate, and seed."""
 
-    def loss(option, seed):
+    def loss(option, rate, seed):
         own = jitter(seed, option.group_size, option.size, option.kind)
-        return 3 + 40 * told(option) + jitter(seed) + own
+        return 3 + 40 * told(option) + jitter(seed) + own + 0.01 * abs(np.log2(rate))
 
-    return lambda settings, options: [
-        np.array([loss(o, k) for k in range(small.seeds(settings))]) for o in options
+    return lambda settings, options, rates, seeds: [
+        np.array([loss(o, r, k) for k in seeds]) for o, r in zip(options, rates, strict=True)
     ]
 
 
@@ -359,16 +360,16 @@ def test_noise_that_grows_with_the_group_favours_small_groups(loss_by_noise, tmp
     """ELS by black-box group privacy: G times the noise."""
     monkeypatch.setattr(small, "median", lambda quick: 16)
     name = "B = 256, epsilon 4: the median group size (16) is near-best"
-    monkeypatch.setattr(small, "losses", trained())
+    monkeypatch.setattr(small, "_train", trained())
     assert verdicts(figure_4, tmp_path)[name]
-    monkeypatch.setattr(small, "losses", trained(lambda o: o.noise * o.group_size))
+    monkeypatch.setattr(small, "_train", trained(lambda o: o.noise * o.group_size))
     assert not verdicts(figure_4, tmp_path)[name]
 
 
 def test_estimate_and_double_as_it_is_printed(loss_by_noise, tmp_path, monkeypatch):
     """Without 1/M it doubles the group for ever."""
     name = "Estimate-and-Double (with sigma(2M) / (2 sigma(M))) is better on average than max group"
-    monkeypatch.setattr(small, "losses", trained())
+    monkeypatch.setattr(small, "_train", trained())
     assert verdicts(figure_5, tmp_path)[name]
     made = figure_5._doubling
     monkeypatch.setattr(figure_5, "_doubling", lambda *a, literal: made(*a, literal=True))
@@ -377,19 +378,19 @@ def test_estimate_and_double_as_it_is_printed(loss_by_noise, tmp_path, monkeypat
 
 def test_uls_noise_for_g_times_the_sensitivity(loss_by_noise, tmp_path, monkeypatch):
     name = "ULS is at least as good as ELS: B = 512, epsilon 4"
-    monkeypatch.setattr(small, "losses", trained())
+    monkeypatch.setattr(small, "_train", trained())
     assert verdicts(figure_6, tmp_path)[name]
 
     def more(option):
         return option.noise * (option.group_size if option.kind == "uls" else 1)
 
-    monkeypatch.setattr(small, "losses", trained(more))
+    monkeypatch.setattr(small, "_train", trained(more))
     assert not verdicts(figure_6, tmp_path)[name]
 
 
 def test_users_that_the_accounting_forgets(loss_by_noise, tmp_path, monkeypatch):
     name = "ELS gains more from more users than ULS"
-    monkeypatch.setattr(small, "losses", trained())
+    monkeypatch.setattr(small, "_train", trained())
     assert verdicts(figure_8, tmp_path)[name]
     made = figure_8.UserStatistics
 
