@@ -429,7 +429,8 @@ TABLES: dict[str, tuple[str, Any]] = {
     "isrl noise": (
         "isrl/closed-forms",
         lambda rows: _plain(
-            rows, "epsilon", "theorem", "experiments", "experiments_local", "sound"
+            rows, "epsilon", "theorem", "experiments_at_least", "experiments_at_most",
+            "logistic_at_most", "experiments_local", "sound",
         ),
     ),
     "isrl audit": (

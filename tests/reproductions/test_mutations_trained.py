@@ -401,6 +401,78 @@ def test_users_that_the_accounting_forgets(loss_by_noise, tmp_path, monkeypatch)
     assert not verdicts(figure_8, tmp_path)[name]
 
 
+# ---- faults that favour a claim -----------------------------------------------------------------
+
+
+def favoured(module, tmp_path, claim, said):
+    """Whether a claim is left undecided because of how the arms were tuned."""
+    outcome = module.run(Settings(True, tmp_path, Console(quiet=True)))
+    (found,) = (c for c in outcome.claims if c.claim == claim)
+    return found.holds is None and said in found.note and said in outcome.tried.unfair
+
+
+ULS_AHEAD = "ULS is at least as good as ELS: B = 512, epsilon 4"
+
+
+def test_uls_that_is_tuned_and_els_that_is_not(loss_by_noise, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "_train", trained())
+    assert not favoured(figure_6, tmp_path, ULS_AHEAD, "")
+    made = small._tune
+
+    def tune(settings, options):
+        one = {"learning rate": [small.RATE]}
+        return [
+            dataclasses.replace(tuned, grid=one) if option.kind == "els" else tuned
+            for option, tuned in zip(options, made(settings, options), strict=True)
+        ]
+
+    monkeypatch.setattr(small, "_tune", tune)
+    assert favoured(figure_6, tmp_path, ULS_AHEAD, "nothing of ELS")
+
+
+def test_rates_that_are_chosen_on_the_seeds_that_are_reported(loss_by_noise, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "_train", trained())
+    monkeypatch.setattr(small, "TUNING_SEEDS", (0, 1))
+    assert favoured(figure_6, tmp_path, ULS_AHEAD, "is tuned on seeds that are reported")
+
+
+def test_a_rate_at_which_less_noise_loses(loss_by_noise, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "_train", trained(lambda option: -option.noise))
+    assert favoured(figure_8, tmp_path, "ULS gains more from compute than ELS", "less noise loses")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("module", "claim"),
+    [
+        (mnist, "as_published, epsilon 12: MB-SGD is ahead of local SGD"),
+        (insurance, "N=10, epsilon 0.25: MB-SGD is ahead of local SGD, as published"),
+    ],
+)
+def test_mb_sgd_that_is_tuned_and_local_sgd_that_is_not(
+    silos_by_noise, tmp_path, monkeypatch, module, claim
+):
+    pytest.importorskip("sklearn")
+    assert verdicts(module, tmp_path)[claim]
+    made = module.step_sizes
+    monkeypatch.setattr(
+        module,
+        "step_sizes",
+        lambda *a: {k: v[: 1 if k == "local" else 99] for k, v in made(*a).items()},
+    )
+    assert favoured(module, tmp_path, claim, "of local")
+
+
+def test_steps_as_coded_that_are_tuned_and_local_ones_that_are_not(
+    silos_by_noise, tmp_path, monkeypatch
+):
+    pytest.importorskip("sklearn")
+    settings = Settings(True, tmp_path, Console(quiet=True))
+    assert not obesity.run(settings).tried.unfair
+    monkeypatch.setitem(obesity.STEPS, "local", obesity.STEPS["local"][:1])
+    assert "nothing of local" in obesity.run(settings).tried.unfair
+
+
 def test_users_that_are_all_alike(tmp_path, monkeypatch):
     """Mean estimation in closed form: the error of a group's mean, and the noise on it."""
     name = "large spread within users (sigma_2 = 4): larger groups improve ULS"
