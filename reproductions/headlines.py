@@ -169,7 +169,7 @@ HEADLINES: dict[str, list[Headline]] = {
         Headline(
             "excess risk grows with the square of the group size",
             "A: section 4; B: Appendix C",
-            instead="not run: theory of convex losses, which no figure of theirs shows either",
+            instead="not run: theory, for convex losses",
         ),
         Headline(
             "accuracy on FEMNIST at the papers' size",

@@ -129,7 +129,7 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
     ],
     "subject/empirical-audit": [
         ("paper_b ", "locally enforces subject level", "B: Theorem 3.2"),
-        ("paper_batch_z", "enforces subject level privacy locally at each user", "A: section 3.2"),
+        ("paper_batch_z", "enforces subject level privacy locally at each user", "A: section 3.1"),
     ],
     "subject/batch-statistics": [
         ("475", "per mini-batch of 512 for FEMNIST averages to 475", "B: section 5"),

@@ -156,7 +156,7 @@ def _order() -> list[Claim]:
         for q in POINTS
     )
     return [
-        Claim("the bound for the server (Type I) is at least that for clients (Type II)",
+        Claim("Theorem 3's Type I bound, for the server, is no smaller than Type II's, for clients",
               round(server, 3), f">= {clients:.3f}", server >= clients,
               "the server sees all that clients see: a smaller bound for it cannot be one",
               source="paper"),

@@ -6,7 +6,7 @@ and "B" ("Subject Level Differential Privacy with Hierarchical Gradient Averagin
 sound         the federation's real events, composed over at most H silos.
 paper_batch_z LocalGroupDP: sigma for Z records of a subject *in the batch*, with the amplification
               of one record; chosen anew for each batch (A, Algorithm 1).
-paper_a       HiGradAvgDP: a subject is sampled with probability K q (A, section 3.3), and sums are
+paper_a       HiGradAvgDP: a subject is sampled with probability K q (A, section 3.2), and sums are
               divided by the number of subjects in the batch (A, Algorithm 2).
 paper_b       HiGradAvgDP: a subject is sampled with probability q (B, section 3.1).
               UserLDP under either: sensitivity C instead of 2C. LocalGroupDP: paper_batch_z.

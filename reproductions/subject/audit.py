@@ -13,7 +13,7 @@ from reproductions.registry import Claim, Outcome, Settings
 from reproductions.subject import _closed_forms
 
 TITLE = "what the papers' calibrations really cost"
-SOURCE = "Marathe et al., text A sections 3.2 to 3.5, text B section 3; target (4, 1e-5)"
+SOURCE = "Marathe et al., text A sections 3.1 to 3.5, text B section 3; target (4, 1e-5)"
 
 EPSILON, DELTA = 4.0, 1e-5
 # FEMNIST: 3,500 writers of 145 images over 16 silos, batches of 512. The number of local steps is

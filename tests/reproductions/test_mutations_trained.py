@@ -213,7 +213,7 @@ def test_a_filter_that_forgets_to_charge(accuracy_by_batch, tmp_path, monkeypatc
     name = "patients: the filter's records are used up one level after the other"
 
     def descent(model_loss, params, records, left, **settings):
-        return params, jnp.minimum(left, 1e9) * charged
+        return params, jnp.minimum(left, settings["steps"]) * charged
 
     monkeypatch.setattr(centralised, "filtered_descent", descent)
     charged = 1.0
