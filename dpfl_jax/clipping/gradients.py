@@ -574,6 +574,7 @@ def unclipped_sum(
             losses=losses,
             nonfinite=jnp.logical_and(mask, ~jnp.isfinite(losses)),
             aux=None,
+            leaf_norms=jax.tree.map(lambda _: jnp.zeros_like(weights), grad),
         )
 
     return summed
