@@ -52,6 +52,7 @@ in a sentence; 2 unreadable: no such file, no JSON, a version not known here; 1 
 _SYSTEMS = {
     "central": "dpfl_jax.training.central_statement",
     "selection": "dpfl_jax.planning.selection",
+    "synthesis": "dpfl_jax.synthesis.histogram",
     "federated": "dpfl_jax.federation.guarantee",
     "personal": "dpfl_jax.federation.personal",
     "isrl": "dpfl_jax.federation.isrl.privacy",
