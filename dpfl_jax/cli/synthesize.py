@@ -25,6 +25,9 @@ FILE lies in a folder of its own, beside README.md (a dataset card) and guarante
 --label-epsilon counts the people of each label with noise, which costs more epsilon: the guarantee
 has both. Decide on it before you look at the model. A run releases one such histogram.
 
+--report says how useful the rows are (train on them, test on people held out), and whether they are
+copies of what was trained on. It looks at private data without noise: keep it.
+
 examples:
   dpfl synthesize runs/mine --rows 5000 --out synthetic/rows.jsonl
   dpfl synthesize runs/mine --label comedy=2000 --label tragedy=3000 --out synthetic/rows.parquet
@@ -49,6 +52,7 @@ class Options(options.Options):
       max_tokens: most tokens of a row (default: as many as in training).
       seed: seed of the draws; it may be public.
       batch_size: rows that are drawn at once.
+      report: folder for a report that compares the rows with real people's: not to be published.
     """
 
     run: Annotated[str, Flag("RUN", is_positional=True)]
@@ -63,6 +67,7 @@ class Options(options.Options):
     max_tokens: int | None = None
     seed: int = 0
     batch_size: int = 64
+    report: Annotated[str | None, Flag("DIR")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,6 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         label_epsilon=args.label_epsilon,
         prompts=args.prompts,
         batch_size=args.batch_size,
+        report=args.report,
         console=console,
     )
     speed = "" if made["tokens_per_s"] is None else f", {made['tokens_per_s']:,.0f} tokens/s"
@@ -87,6 +93,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"{made['given_up']} rows left out{speed})",
         highlight=False,
     )
+    if args.report is not None:
+        console.print(f"warning: {made['report']} looks at private data: do not publish it")
     console.print(made["guarantee"], highlight=False)
     return made
 

@@ -23,12 +23,11 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting.statement import Statement, cost, whole_number
 from dpfl_jax.data import load_dataset
 from dpfl_jax.data.load import template_of
-from dpfl_jax.data.rows import expand_paths, read_file_rows
-from dpfl_jax.data.table import user_key
 from dpfl_jax.errors import BadInputError, positive, require
 from dpfl_jax.noise.exact import STDDEV, draw_integer
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import read_root_key, write_atomically
+from dpfl_jax.synthesis.writer import real_rows
 from dpfl_jax.training.central_statement import restate as restate_training
 from dpfl_jax.training.export import FinishedRun
 from dpfl_jax.training.start import data_section
@@ -164,22 +163,13 @@ def _labels(kept: FinishedRun) -> tuple[str, ...]:
 
 def _counts(config: Any, users: set[str], words: tuple[str, ...]) -> list[list[int]]:
     """How many rows of each of the users have each label, [users][labels]."""
-    section = data_section(config)
-    template = template_of(section)
+    template = template_of(config.data)
     assert template is not None
-    column, owner = template.columns[0], user_key(section.user_column)
+    label = template.columns[0].name
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    rows = read_file_rows(expand_paths(section.path), section.source, csv=section.csv)
-    for where, row in rows:
-        try:
-            user = owner(row, where)
-            template.write([row], where, section.decimal)
-        except BadInputError:
-            if section.on_bad_row == "drop":
-                continue
-            raise
-        if user in users:
-            counts[user][column.write(row, where, section.decimal)] += 1
+    for user, row in real_rows(config):
+        if user in users and row[label] is not None:
+            counts[user][row[label]] += 1
     return [[count[word] for word in words] for count in counts.values()]
 
 

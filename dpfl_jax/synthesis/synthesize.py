@@ -9,30 +9,43 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import pyarrow as pa
 import pyarrow.parquet
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.statement import NAME, Statement
+from dpfl_jax.data import load_dataset
 from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.errors import BadInputError, StoppedError, at_least, nearest
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place, unit_axes, unit_parts
+from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import Sampled, Sampling, generate_texts
+from dpfl_jax.models.params import merge
 from dpfl_jax.run.console import Console, StepProgress, StopRequest
 from dpfl_jax.run.directory import open_plain, write_atomically
 from dpfl_jax.synthesis.card import CARD, Made, card
 from dpfl_jax.synthesis.histogram import allotted, released_histogram
-from dpfl_jax.synthesis.writer import Writer, writer_of
-from dpfl_jax.training.export import FinishedRun, TrainedModel, language_model, read_run
+from dpfl_jax.synthesis.report import NAME as REPORT
+from dpfl_jax.synthesis.report import RealRows, write_report
+from dpfl_jax.synthesis.writer import Writer, real_rows, writer_of
+from dpfl_jax.training.export import (
+    FinishedRun,
+    TrainedModel,
+    base_params,
+    language_model,
+    read_run,
+)
+from dpfl_jax.training.start import build_transformer, data_section
 
 LABELS_CAVEAT = (
     "how many synthetic rows each label has was given by whoever wrote them: it is taken as known "
@@ -46,6 +59,8 @@ CHOICE_CAVEAT = (
     "synthetic rows that were left out, or settings of sampling that were chosen, by looking at "
     "private data (by their likeness to training texts, say) are outside the guarantee"
 )
+# Rows of the model before training, for the report.
+_BASELINE_ROWS = 1000
 # As many rows are tried before a model that writes none of the template is given up.
 _TRIED = 20
 
@@ -70,6 +85,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         at_least("the seed", self.seed, 0, most=2**63 - 1, whole=True)
+        at_least("the number of tokens of a row (--max-tokens)", self.max_tokens, 1, whole=True)
+        self.sampling()
+
+    def sampling(self, stop_ids: Collection[int] = ()) -> Sampling:
+        """How tokens are drawn by a model whose texts end with one of ``stop_ids``."""
+        return Sampling(self.temperature, self.top_k, self.top_p, frozenset(stop_ids))
 
 
 def synthesize(
@@ -82,6 +103,7 @@ def synthesize(
     label_epsilon: float | None = None,
     prompts: str | os.PathLike[str] | None = None,
     batch_size: int = 64,
+    report: str | os.PathLike[str] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Writes synthetic rows, or resumes a call that was stopped.
@@ -96,6 +118,7 @@ def synthesize(
         ``rows`` like it (``histogram``).
       prompts: file of public prompts, for a model of answers, which takes each in turn.
       batch_size: rows that are drawn at once; it does not change them, up to rounding.
+      report: folder of a private report (``report``), which compares the rows with people's.
       console: prints for people.
 
     Returns:
@@ -117,20 +140,14 @@ def synthesize(
     at_least("the number of rows (--rows)", total, 1, whole=True)
     assert total is not None
     texts = writer.prompts(total, counts, settings.seed)
-    sampling = Sampling(
-        settings.temperature,
-        settings.top_k,
-        settings.top_p,
-        frozenset(trained.tokenizer.stop_ids),
-    )
     longest = max(map(len, texts))
     room = trained.model.config.max_seq_len + 1 - longest
-    if room < 1:
-        raise BadInputError(
-            f"the longest prompt has {longest} tokens, but the model takes at most "
-            f"{longest + room - 1}: shorten it"
-        )
     most = settings.max_tokens or min(trained.config.data.seq_len, room)
+    if not 1 <= most <= room:
+        raise BadInputError(
+            f"after a prompt of {longest} tokens there is room for {room}, but a row may have "
+            f"{most} (--max-tokens): shorten one of them"
+        )
     known: dict[str, Any] = {
         "model": _digest(kept),
         "rows": total,
@@ -138,25 +155,13 @@ def synthesize(
         "settings": dataclasses.asdict(dataclasses.replace(settings, max_tokens=most)),
         "prompts": writer.digest,
     }
+    real = None if report is None else _real(trained, writer, pathlib.Path(report), target)
+    draw = functools.partial(
+        _generated, trained.model, writer, settings=settings, most=most, mesh=_mesh(trained)
+    )
     with _partial(target, known) as part:
-        mesh = _mesh(trained)
-        params = place(trained.params, parameter_shardings(trained.params, mesh))
-        split = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
-        parts = unit_parts(mesh)
-        drawn = generate_texts(
-            trained.model,
-            params,
-            texts,
-            max_tokens=most,
-            key=jax.random.key(settings.seed),
-            sampling=sampling,
-            batch_size=-(-min(batch_size, total) // parts) * parts,
-            skip=part.numbers,
-            validator=lambda text, over: writer.validate(texts[text.number], text, over),
-            sharding=split if parts > 1 else None,
-        )
-        read = ((text, writer.read(texts[text.number], text)) for text in drawn)
-        rate = _draw(read, part, total, console)
+        drawn = draw(trained.params, texts, min(batch_size, total), part.numbers)
+        rate = _draw(drawn, part, total, console)
         found = part.read()
         whole = [row for number in sorted(found) for row in found[number]["rows"]]
         _write_rows(target, whole, writer.template)
@@ -179,7 +184,7 @@ def synthesize(
         stated = stated.tied(exported={target.name: digests.digest(target)})
         write_atomically(target.parent / CARD, card(target.name, stated, facts))
         write_atomically(target.parent / NAME, stated.dumps())  # last: now the folder is whole
-    return {
+    made = {
         "out": str(target),
         "rows": len(whole),
         "tokens": sum(one["tokens"] for one in found.values()),
@@ -189,6 +194,90 @@ def synthesize(
         "guarantee": stated.text,
         "privacy": stated.privacy.to_json(),
     }
+    if report is not None:
+        with console.status("comparing with real people's rows"):
+            before = _before(kept, trained, texts, draw, batch_size)
+            write_report(pathlib.Path(report), whole, real, before, writer.template)
+        made["report"] = str(pathlib.Path(report) / REPORT)
+    return made
+
+
+def _generated(
+    model: LanguageModel,
+    writer: Writer,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    batch_size: int,
+    skip: Collection[int] = (),
+    *,
+    settings: Settings,
+    most: int,
+    mesh: Mesh,
+) -> Iterator[tuple[Sampled, list[dict[str, Any]]]]:
+    """Yields texts, as they end, with their rows."""
+    split, parts = NamedSharding(mesh, PartitionSpec(unit_axes(mesh))), unit_parts(mesh)
+    texts = generate_texts(
+        model,
+        place(params, parameter_shardings(params, mesh)),
+        prompts,
+        max_tokens=most,
+        key=jax.random.key(settings.seed),
+        sampling=settings.sampling(writer.tokenizer.stop_ids),
+        batch_size=-(-batch_size // parts) * parts,
+        skip=skip,
+        validator=lambda text, over: writer.validate(prompts[text.number], text, over),
+        sharding=split if parts > 1 else None,
+    )
+    for text in texts:
+        yield text, writer.read(prompts[text.number], text)
+
+
+def _real(trained: TrainedModel, writer: Writer, report: pathlib.Path, out: pathlib.Path) -> Any:
+    """The rows of real people for the report."""
+    if report.resolve() == out.parent.resolve() or (report / NAME).exists():
+        raise BadInputError(
+            f"--report is {report}, a folder that is to be published, but the report must not be: "
+            "give another one"
+        )
+    section = data_section(trained.config)
+    if section.split != "by_user":
+        raise BadInputError(
+            "a report tests on people who are held out with all their rows: leave out --report, or "
+            "train with data.split=by_user"
+        )
+    rows = list(real_rows(trained.config))
+    data = load_dataset(section)
+    train, *held_out = (
+        set() if store is None else set(store.user_ids(range(store.num_users)))
+        for store in (data.train, data.validation, data.test)
+    )
+    others = set().union(*held_out)
+    return RealRows(
+        [row for user, row in rows if user in train],
+        [(user, row) for user, row in rows if user in others],
+    )
+
+
+def _before(
+    kept: FinishedRun,
+    trained: TrainedModel,
+    texts: Sequence[Sequence[int]],
+    draw: Any,
+    batch_size: int,
+) -> list[dict[str, Any]]:
+    """Rows that the model wrote before private training; none of one that was not trained then."""
+    config = kept.config
+    if config.model.checkpoint is None and config.pretrain is None:
+        return []
+    model = build_transformer(config, trained.tokenizer.vocab_size, trained.tokenizer.bos_id)
+    base = merge(base_params(config, kept.report, model), model.config.lora)
+    found: list[dict[str, Any]] = []
+    some = texts[:_BASELINE_ROWS]
+    for tried, (_, rows) in enumerate(draw(base, some, min(batch_size, len(some))), 1):
+        found += rows
+        if tried == _TRIED and not found:
+            break
+    return found
 
 
 def _digest(kept: FinishedRun) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from dpfl_jax.accounting import digests
 from dpfl_jax.data import prompt_ids
 from dpfl_jax.data.chats import Conversations, conversations_in
 from dpfl_jax.data.load import template_of
-from dpfl_jax.data.rows import expand_paths, guess_format, read_file_rows
+from dpfl_jax.data.rows import FORMATS, expand_paths, guess_format, read_file_rows, text_of
 from dpfl_jax.data.sections import CONVERSATION
+from dpfl_jax.data.table import user_key
 from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.generate import Sampled
@@ -97,6 +98,35 @@ class Writer:
             return [{self.column: words}]
         rows = self.template.read(words)
         return [{"person": text.number, **row} for row in rows] if self.template.rows > 1 else rows
+
+
+def real_rows(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields whose it is, and what it holds, of each row of a run's files, as synthetic ones are.
+
+    Raises:
+      BadInputError: the run is not on files of texts.
+    """
+    section = data_section(config)
+    if section.source not in FORMATS or section.source == "folder" or section.conversations:
+        raise BadInputError(
+            "rows are compared with those of files of texts (data.source jsonl, csv, parquet), and "
+            f"this run has data.source={section.source}: leave it out"
+        )
+    template = template_of(section)
+    whose = user_key(section.user_column)
+    paths = expand_paths(section.path)
+    for where, row in read_file_rows(paths, section.source, csv=section.csv):
+        try:
+            user = whose(row, where)
+            if template is None:
+                values = {section.text_column: text_of(row, section.text_column, where)}
+            else:
+                (values,) = template.read(template.write([row], where, section.decimal))
+        except BadInputError:
+            if section.on_bad_row == "drop":
+                continue
+            raise
+        yield user, values
 
 
 def writer_of(trained: TrainedModel, prompts: str | os.PathLike[str] | None) -> Writer:

@@ -70,8 +70,9 @@ pytestmark = pytest.mark.slow
 
 def test_rows_of_a_template_fit_its_columns_and_are_what_was_asked_for(run, tmp_path):
     out = tmp_path / "new" / "rows.jsonl"
-    made = synthesize(run, out, labels=LABELS)
+    made = synthesize(run, out, labels=LABELS, report=tmp_path / "private")
     rows = read(out)
+    assert "NOT TO BE PUBLISHED" in pathlib.Path(made["report"]).read_text()
     assert made["rows"] == len(rows) == 25
     assert made["given_up"] == 0
     assert [row["kind"] for row in rows].count("ode") == 5
@@ -176,9 +177,13 @@ def test_a_histogram_is_charged_and_is_the_same_ever_after(run, tmp_path, capsys
         (["--rows", "4", "--top-p", "2"], "top_p is 2.0, but it must be"),
         (["--rows", "4", "--batch-size", "0"], "the batch size is 0"),
         (["--rows", "4", "--seed", "-1"], "the seed is -1"),
-        (["--rows", "4", "--max-tokens", "99"], "but the model takes at most 32"),
+        (
+            ["--rows", "4", "--max-tokens", "99"],
+            "room for 32, but a row may have 99",
+        ),
         (["--rows", "4", "--out", "new/rows.csv"], "give a new file, NAME.jsonl or NAME.parquet"),
         (["--rows", "4", "--out", "full/rows.jsonl"], "already holds 'notes.txt'"),
+        (["--rows", "4", "--report", "new"], "--report is new, a folder that is to be published"),
     ],
 )
 def test_bad_options_are_one_sentence(options, message, run, tmp_path, capsys, monkeypatch):
