@@ -52,7 +52,6 @@ in a sentence; 2 unreadable: no such file, no JSON, a version not known here; 1 
 _SYSTEMS = {
     "central": "dpfl_jax.training.central_statement",
     "selection": "dpfl_jax.planning.selection",
-    "synthesis": "dpfl_jax.synthesis.histogram",
     "federated": "dpfl_jax.federation.guarantee",
     "personal": "dpfl_jax.federation.personal",
     "isrl": "dpfl_jax.federation.isrl.privacy",
@@ -121,6 +120,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _restate(basis: dict[str, Any]) -> Any:
+    if "histogram" in basis:  # of labels, beside a run
+        name = "dpfl_jax.synthesis.histogram"
+        return importlib.import_module(name).restate(basis)
     name = basis["system"]
     if name not in _SYSTEMS:
         raise BadInputError(f"basis.system is {name!r}, and should be one of {', '.join(_SYSTEMS)}")

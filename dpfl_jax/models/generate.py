@@ -176,12 +176,12 @@ def _texts(batch: _Batch, waiting: Iterator[int], validator: Validator | None) -
             elif not over:
                 continue
             yield text
-            number = next(waiting, None)
-            if number is None:
+            following = next(waiting, None)
+            if following is None:
                 slots["active"][slot] = False
                 busy.remove(slot)
             else:
-                batch.begin(slot, number)
+                batch.begin(slot, following)
 
 
 class _Batch:

@@ -20,7 +20,7 @@ import dp_accounting
 import numpy as np
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting.statement import Statement, cost, whole_number
+from dpfl_jax.accounting.statement import Statement, cost, read_values, whole_number
 from dpfl_jax.data import load_dataset
 from dpfl_jax.data.load import template_of
 from dpfl_jax.errors import BadInputError, positive, require
@@ -51,9 +51,10 @@ def with_histogram(stated: Statement, noise_multiplier: float, labels: int) -> S
     """
     privacy = stated.privacy
     # proof: histogram-event-1
-    histogram = dp_accounting.GaussianDpEvent(noise_multiplier)
+    event_of_histogram = dp_accounting.GaussianDpEvent(noise_multiplier)
     cases = [
-        [accounting.events.composed(event, histogram) for event in case] for case in stated.cases
+        [accounting.events.composed(event, event_of_histogram) for event in case]
+        for case in stated.cases
     ]
     made = dataclasses.replace(
         privacy,
@@ -64,12 +65,10 @@ def with_histogram(stated: Statement, noise_multiplier: float, labels: int) -> S
         assumptions=(*privacy.assumptions, *_ASSUMPTIONS),
         released=f"{privacy.released}, and the noisy histogram of labels",
     )
-    basis = {
-        "system": "synthesis",
-        "training": stated.basis,
-        "histogram": {"noise_multiplier": noise_multiplier, "labels": labels},
-    }
-    return Statement.of(made, basis, cases)
+    # Advisories on runs like this one find its settings where they look for them.
+    histogram = {"noise_multiplier": noise_multiplier, "labels": labels}
+    basis = {**stated.basis, "histogram": histogram}
+    return Statement.of(made, basis, cases).model_copy(update={"library": stated.library})
 
 
 def restate(basis: dict[str, Any]) -> Statement:
@@ -81,7 +80,8 @@ def restate(basis: dict[str, Any]) -> Statement:
     histogram = basis["histogram"]
     sigma, labels = histogram["noise_multiplier"], whole_number(histogram, "labels", 2)
     positive("noise_multiplier of the histogram", sigma)
-    return with_histogram(restate_training(basis["training"]), sigma, labels)
+    training = {name: value for name, value in basis.items() if name != "histogram"}
+    return with_histogram(restate_training(training), sigma, labels)
 
 
 def released_histogram(
@@ -120,21 +120,23 @@ def released_histogram(
     sigma = accounting.calibrate_noise_multiplier(
         dp_accounting.GaussianDpEvent, epsilon, privacy.delta
     )
+    key = read_root_key(kept.path / "private")
     if file.exists():
-        known = json.loads(file.read_text(encoding="utf-8"))
-        if known["epsilon"] != epsilon or list(known["people"]) != list(words):
+        known = read_values(file, FILE)
+        seal = known.pop("seal", None) if isinstance(known, dict) else None
+        if seal != key.keyed_digest("histogram", json.dumps(known)):
+            raise BadInputError(f"{file} was changed after it was written: bring it back")
+        if known["epsilon"] != epsilon:
             raise BadInputError(
                 f"the run in {kept.path} has released a histogram at epsilon {known['epsilon']:g}, "
                 f"and a second one would cost more: take that one, --label-epsilon "
                 f"{known['epsilon']:g}"
             )
-        sigma = known["noise_multiplier"]
-        return known["people"], with_histogram(stated, sigma, len(words))
+        return known["people"], with_histogram(stated, known["noise_multiplier"], len(words))
     made = with_histogram(stated, sigma, len(words))
     console.print(f"with a histogram of labels: {made.privacy.summary()}", highlight=False)
     with console.status("reading the training data, for a histogram of labels"):
         train = config.mechanism.bounded(load_dataset(data_section(config)).train)
-        key = read_root_key(kept.path / "private")
         if key.keyed_digest("data", str(train.fingerprint)) != kept.facts.get("data"):
             raise BadInputError(
                 f"the data that {kept.path} names are not those that it was trained on: bring them "
@@ -144,7 +146,8 @@ def released_histogram(
         counts = _counts(config, users, words)
     _charge(kept, sigma)
     people = dict(zip(words, noisy_sums(counts, sigma, key.child("histogram"))))
-    content = {"epsilon": epsilon, "noise_multiplier": sigma, "people": people}
+    content: dict[str, Any] = {"epsilon": epsilon, "noise_multiplier": sigma, "people": people}
+    content["seal"] = key.keyed_digest("histogram", json.dumps(content))
     write_atomically(file, json.dumps(content, indent=2) + "\n")
     return people, made
 

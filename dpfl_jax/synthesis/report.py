@@ -313,8 +313,8 @@ def _draw(path: pathlib.Path, numbers: Mapping[str, Any]) -> None:
             axes.legend()
         else:
             _, *compared, _ = zip(*(values.values() for values in found.values()))
-            for values, side in zip(compared, ("trained on", "held out")):
-                axes.plot([*found], values, "o-", label=side)
+            for shares, side in zip(compared, ("trained on", "held out")):
+                axes.plot([*found], shares, "o-", label=side)
             axes.set(title="rows with a run of words of", xlabel="words in a row", ylim=(0, None))
             axes.legend()
         axes.spines[["top", "right"]].set_visible(False)

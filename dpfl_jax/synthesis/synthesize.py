@@ -155,7 +155,7 @@ def synthesize(
         "settings": dataclasses.asdict(dataclasses.replace(settings, max_tokens=most)),
         "prompts": writer.digest,
     }
-    real = None if report is None else _real(trained, writer, pathlib.Path(report), target)
+    real = None if report is None else _real(trained, pathlib.Path(report), target)
     draw = functools.partial(
         _generated, trained.model, writer, settings=settings, most=most, mesh=_mesh(trained)
     )
@@ -194,7 +194,7 @@ def synthesize(
         "guarantee": stated.text,
         "privacy": stated.privacy.to_json(),
     }
-    if report is not None:
+    if report is not None and real is not None:
         with console.status("comparing with real people's rows"):
             before = _before(kept, trained, texts, draw, batch_size)
             write_report(pathlib.Path(report), whole, real, before, writer.template)
@@ -232,7 +232,7 @@ def _generated(
         yield text, writer.read(prompts[text.number], text)
 
 
-def _real(trained: TrainedModel, writer: Writer, report: pathlib.Path, out: pathlib.Path) -> Any:
+def _real(trained: TrainedModel, report: pathlib.Path, out: pathlib.Path) -> RealRows:
     """The rows of real people for the report."""
     if report.resolve() == out.parent.resolve() or (report / NAME).exists():
         raise BadInputError(
@@ -388,13 +388,11 @@ class _Partial:
         os.truncate(path, content.rfind(b"\n") + 1)  # a line that was cut by a kill
         if not path.stat().st_size:
             self._file.write(json.dumps(known) + "\n")
-        began = json.loads(path.read_text(encoding="utf-8").split("\n", 1)[0])
-        if began != (now := json.loads(json.dumps(known))):
-            differs = next(name for name in now if began.get(name) != now[name])
+        if path.read_text(encoding="utf-8").split("\n", 1)[0] != json.dumps(known):
             self._file.close()
             raise BadInputError(
-                f"{path.parent} holds the beginning of other rows ({differs} differs): give the "
-                "command that began them, or another folder"
+                f"{path.parent} holds the beginning of other rows, of another model or with other "
+                "settings: give the command that began them, or another folder"
             )
         self.numbers = set(self.read())
 

@@ -84,7 +84,7 @@ def test_verify_tells_a_lie_about_the_histogram(lie, tmp_path):
                                        {"noise_multiplier": 1.0, "labels": 1}])  # fmt: skip
 def test_a_damaged_basis_is_refused(histogram):
     with pytest.raises((BadInputError, KeyError)):
-        restate({"training": trained().basis, "histogram": histogram})
+        restate(trained().basis | {"histogram": histogram})
 
 
 def test_rows_are_split_like_people():
