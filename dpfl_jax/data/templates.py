@@ -184,17 +184,11 @@ class RowTemplate:
             raise BadInputError(
                 f"both data.categories and data.ranges name {both[0]!r}: keep the one that fits"
             )
-        ends = (*between[1:-1], between[-1] or (_NEXT_ROW if rows > 1 else ""))
         columns = tuple(
             _column(name, end, categories.get(name), ranges.get(name), name in missing)
-            for name, end in zip(names, ends, strict=True)
+            for name, end in zip(names, _ends(between, rows), strict=True)
         )
         return cls(columns, between, rows)
-
-    @property
-    def _ends(self) -> tuple[str, ...]:
-        """What ends each column; "": the end of the text."""
-        return (*self.between[1:-1], self.between[-1] or (_NEXT_ROW if self.rows > 1 else ""))
 
     @property
     def ends_in_text(self) -> bool:
@@ -210,7 +204,9 @@ class RowTemplate:
         lines = []
         for row in rows:
             parts = [self.between[0]]
-            for column, end, text in zip(self.columns, self._ends, self.between[1:], strict=True):
+            for column, end, text in zip(
+                self.columns, _ends(self.between, self.rows), self.between[1:], strict=True
+            ):
                 cell = column.write(row, where, decimal)
                 if end and end in cell + end[:-1]:
                     raise BadInputError(
@@ -247,7 +243,9 @@ class RowTemplate:
         place, rows = 0, list[dict[str, Any]]()
         while True:
             row: dict[str, Any] = {}
-            for column, before, end in zip(self.columns, self.between, self._ends):
+            for column, before, end in zip(
+                self.columns, self.between, _ends(self.between, self.rows)
+            ):
                 if (reached := self._past(text, place, before, ended)) is None or reached < 0:
                     return (None if reached is None else place), rows
                 place = reached
@@ -283,6 +281,11 @@ class RowTemplate:
     def prompt(self, label: str | None = None) -> str:
         """How texts begin; with ``label`` those whose first column holds it."""
         return self.between[0] + ("" if label is None else label + self.between[1])
+
+
+def _ends(between: Sequence[str], rows: int) -> tuple[str, ...]:
+    """What ends each column; "": the end of the text."""
+    return (*between[1:-1], between[-1] or (_NEXT_ROW if rows > 1 else ""))
 
 
 def _column(

@@ -130,15 +130,16 @@ def synthesize(
     """
     settings, console = settings or Settings(), console or Console(quiet=True)
     at_least("the batch size", batch_size, 1, whole=True)
+    at_least("the number of rows (--rows)", rows, 1, whole=True)
     target = pathlib.Path(out)
+    _check_folder(target)
     kept = read_run(pathlib.Path(run))
     with console.status("reading the model"):
         trained = language_model(kept)
     writer = writer_of(trained, prompts)
     counts, stated = _labelled(kept, writer, rows, labels, label_epsilon, console)
-    total = sum(counts.values()) if counts else rows
-    at_least("the number of rows (--rows)", total, 1, whole=True)
-    assert total is not None
+    total = sum(counts.values()) if counts else (rows or 0)
+    at_least("the number of rows (--label)", total, 1, whole=True)
     texts = writer.prompts(total, counts, settings.seed)
     longest = max(map(len, texts))
     room = trained.model.config.max_seq_len + 1 - longest
@@ -413,21 +414,31 @@ class _Partial:
         self._file.close()
 
 
-@contextlib.contextmanager
-def _partial(target: pathlib.Path, known: Mapping[str, Any]) -> Iterator[_Partial]:
-    """The texts so far of a file that is to be written, in a folder of its own."""
-    folder, name = target.parent, f".{target.name}.part"
+def _part_of(target: pathlib.Path) -> pathlib.Path:
+    return target.with_name(f".{target.name}.part")
+
+
+def _check_folder(target: pathlib.Path) -> None:
+    """Refuses a file of rows whose folder holds anything else."""
     if target.suffix not in (".jsonl", ".parquet") or target.name.startswith("."):
         raise BadInputError(f"--out is {target}: give a new file, NAME.jsonl or NAME.parquet")
-    folder.mkdir(parents=True, exist_ok=True)
-    begun = (folder / name).exists() and not (folder / NAME).exists()
-    mine = {name, target.name, CARD} if begun else {name}
-    if others := sorted(path.name for path in folder.iterdir() if path.name not in mine):
+    folder, part = target.parent, _part_of(target)
+    begun = part.exists() and not (folder / NAME).exists()
+    mine = {part.name, target.name, CARD} if begun else {part.name}
+    there = folder.iterdir() if folder.is_dir() else ()
+    if others := sorted(path.name for path in there if path.name not in mine):
         raise BadInputError(
             f"{folder} already holds {others[0]!r}, but synthetic rows get a folder of their own, "
             "all of which their guarantee is about: give a file in a new one"
         )
-    part = _Partial(folder / name, known)
+
+
+@contextlib.contextmanager
+def _partial(target: pathlib.Path, known: Mapping[str, Any]) -> Iterator[_Partial]:
+    """The texts so far of a file that is to be written, in a folder of its own."""
+    _check_folder(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = _Partial(_part_of(target), known)
     try:
         yield part
     except BaseException:
