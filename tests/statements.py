@@ -39,6 +39,7 @@ from dpfl_jax.mechanisms import (
 )
 from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.run.report import render_markdown
+from dpfl_jax.synthesis.histogram import with_histogram
 
 EXTRA = ("a caveat of the run alone",)
 
@@ -97,6 +98,7 @@ def client():
 
 
 SOUND = {
+    "histogram": lambda: with_histogram(SOUND["uls"](), 8.0, 3),
     "els": lambda: central(els(group_size=4, batch_size=30), 2.0),
     "uls": lambda: central(uls(group_size=3, cohort_size=20), 1.0),
     "adaptive": lambda: central(uls(group_size=3, cohort_size=20, clip=Adaptive()), 1.0),

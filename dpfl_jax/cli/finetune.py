@@ -19,6 +19,7 @@ configuration with the usual choices, prints it, trains, and exports:
   OUT/config.yaml   the configuration, for `dpfl train` once you want to change more
   OUT/run/          the run, as `dpfl train` leaves it; the same command resumes it
   OUT/model/        the model, for `transformers`, with guarantee.json
+  OUT/synthetic/    with --synthesize: rows that the model wrote (`dpfl synthesize`)
 
 CHECKPOINT is a folder in the Hugging Face layout, hf:org/name of the local cache, or
 bundled:quickstart. DATA is a JSONL, CSV, TSV or Parquet file (or a pattern), hf:org/name/FILES, or
@@ -51,6 +52,7 @@ class Options(options.MayRunCode):
       full: train all parameters instead of adapters.
       out: folder of configuration, run and model.
       dry_run: print and price the configuration; train nothing.
+      synthesize: number of synthetic rows to write once it is trained.
     """
 
     keys: ClassVar[dict[str, Any]] = {
@@ -67,6 +69,7 @@ class Options(options.MayRunCode):
     full: bool = False
     out: Annotated[str, Flag("OUT")] = "finetuned"
     dry_run: bool = False
+    synthesize: Annotated[int | None, Flag("ROWS")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from dpfl_jax.config.load import make_config, write_yaml
     from dpfl_jax.run import processes
     from dpfl_jax.run.console import RunConsole
+    from dpfl_jax.synthesis import synthesize
     from dpfl_jax.training.export import export
 
     out = pathlib.Path(args.out)
@@ -92,7 +96,13 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         return report
     made = export(out / "run", out / "model")
     console.print(f"the model is in {out / 'model'}, and its guarantee in guarantee.json there")
-    return report | {"model": str(made["out"])}
+    if args.synthesize is None:
+        return report | {"model": str(made["out"])}
+    written = synthesize(
+        out / "run", out / "synthetic" / "rows.jsonl", args.synthesize, console=console
+    )
+    console.print(f"{written['rows']:,} synthetic rows are in {written['out']}", highlight=False)
+    return report | {"model": str(made["out"]), "synthetic": written["out"]}
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:

@@ -66,6 +66,10 @@ class ChatTemplate:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise BadInputError(f"{where}: {self.name} does not take it: {reason}") from error
 
+    def render_prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+        """Renders messages, and the beginning of the answer that follows them."""
+        return _unmarked(self._render(messages, where, True))[0]
+
     def render(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, Spans]:
         """Renders a conversation.
 
@@ -242,6 +246,31 @@ class Conversations:
         except (TypeError, ValueError, RecursionError) as error:
             raise BadInputError(f"{where}: it cannot be written as text ({error})") from error
         return json.dumps(sequences)
+
+    def prompt_of(self, row: Mapping[str, Any], where: str) -> tuple[str, bool, Any]:
+        """Returns a row's prompt: what comes before the last answer of a whole conversation.
+
+        Returns:
+          Its text, whether the tokeniser puts its beginning before, and the prompt as it is given.
+
+        Raises:
+          BadInputError: naming ``where``, if the row has no prompt.
+        """
+        column = self.prompt or self.messages
+        if column is None:
+            raise BadInputError(
+                "these conversations have no prompts: data.prompt_column is not set"
+            )
+        if column not in row:
+            raise no_column(where, column, sorted(row))
+        if column == self.prompt and isinstance(row[column], str | bytes):
+            return text_of(row, column, where), True, row[column]
+        messages = _messages(row, column, where)
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if self.template is None or not messages:
+            raise BadInputError(f"{where}: {column!r} holds no message that an answer could follow")
+        return self.template.render_prompt(messages, where), False, messages
 
     def _rendered(self, messages: Messages, where: str) -> tuple[str, Spans]:
         if self.template is None:

@@ -29,6 +29,7 @@ from dpfl_jax.data.store import (
     with_unit_key,
 )
 from dpfl_jax.data.table import read_table
+from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, at_least, expect, probability
 from dpfl_jax.task import EACH_ROW, Task
@@ -36,6 +37,8 @@ from dpfl_jax.task import EACH_ROW, Task
 # Settings for tables and stores of arrays, and for tables only.
 _ARRAY_SETTINGS = ("target_column", "input_columns", "classes", "silo_column")
 _TABLE_SETTINGS = ("scale", "categories", "missing", "dates")
+# Those of them that templates take, too.
+_TEMPLATE_SETTINGS = ("categories", "missing")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +127,9 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> LoadedExamp
     is_table = is_file and config.target_column is not None
     if not is_table:
         of_arrays = () if config.source == "store" else _ARRAY_SETTINGS
+        of_template = () if config.template is None else _TEMPLATE_SETTINGS
         for name in (*of_arrays, *_TABLE_SETTINGS):
-            if getattr(config, name):
+            if getattr(config, name) and name not in of_template:
                 more = ", whose data.target_column is set" if is_file else ""
                 if name in _ARRAY_SETTINGS and not is_file:
                     more = " and stores of arrays"
@@ -134,6 +138,16 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> LoadedExamp
         raise BadInputError(
             f"data.{config.conversations[0]} is for files of conversations (of a store: dpfl data "
             "build), not for tables and other sources"
+        )
+    if config.template is None:
+        if config.ranges or config.rows_per_text > 1:
+            name = "ranges" if config.ranges else "rows_per_text"
+            raise BadInputError(f"data.{name} is for texts that data.template makes: set that")
+    elif is_table or config.conversations or not is_file:
+        other = config.conversations[:1] or (("target_column",) if is_table else ("source",))
+        raise BadInputError(
+            f"data.template makes texts of the columns of a file, which data.{other[0]} does not "
+            "go with: leave one out"
         )
     if is_table:
         users, task = read_table(config, keep, bad=bad)
@@ -301,13 +315,32 @@ def _texts(config: SourceConfig, bad: BadRows) -> LoadedExamples:
     columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
     conversations = conversations_in(columns, config.tokenizer, config.chat_template)
     how = DocumentFiles(
-        config.source, config.user_column or "", config.text_column, config.csv, conversations
+        config.source,
+        config.user_column,
+        config.text_column,
+        config.csv,
+        conversations,
+        template_of(config),
+        config.decimal,
     )
     documents = read_documents(expand_paths(config.path), how, bad)
     store = store_from_documents(
-        documents, tokenizer, config.seq_len, limit, conversations=conversations, bad=bad
+        documents, tokenizer, config.seq_len, limit, conversations, bad, how.template
     )
     return _tokens(store, tokenizer, config.user_column or "a document")
+
+
+def template_of(config: SourceConfig) -> RowTemplate | None:
+    """The template of a data section; None without one.
+
+    Raises:
+      BadInputError: it is malformed, or does not fit the settings of its columns.
+    """
+    if config.template is None:
+        return None
+    return RowTemplate.parse(
+        config.template, config.categories, config.ranges, config.missing, config.rows_per_text
+    )
 
 
 def _tokens(

@@ -56,7 +56,7 @@ def file_source(
 ) -> Source:
     """Returns the documents of JSONL, Parquet, CSV, Hugging Face files or folders of text."""
     how = how or DocumentFiles()
-    UserKey(how.user_column)
+    UserKey(how.user_column or "")
     paths, bad = expand_paths(path), BadRows(drop)
     files = [entry for p in paths for entry in file_identity(p)]
 

@@ -174,7 +174,7 @@ class RunDirectory:
     def _resume(
         self, private: pathlib.Path, config: Mapping[str, Any], key: RootKey | None, facts: Any
     ) -> None:
-        self.root_key = self._read_key(private)
+        self.root_key = read_root_key(private)
         if key is not None and key.fingerprint != self.root_key.fingerprint:
             raise BadInputError(
                 f"the run in {self.path} has its own root key, and another was given: leave key "
@@ -310,7 +310,7 @@ class RunDirectory:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                self.root_key = self._read_key(self.path / "private")
+                self.root_key = read_root_key(self.path / "private")
                 if self.root_key.fingerprint == introduction["root_key"]:
                     break
             except BadInputError:
@@ -401,16 +401,6 @@ class RunDirectory:
             ) from None
         return lock
 
-    def _read_key(self, private: pathlib.Path) -> RootKey:
-        try:
-            content = json.loads((private / _KEY).read_text())
-            return RootKey(bytes.fromhex(content["secret"]), public=content["public"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadInputError(
-                f"the root key in {private} cannot be read ({error}), so this run cannot go on "
-                "with the noise it began with: start a new one in another --run-dir"
-            ) from None
-
     def _write_key(self, private: pathlib.Path) -> None:
         content = {"secret": self.root_key.secret.hex(), "public": self.root_key.public}
         write_atomically(private / _KEY, json.dumps(content), mode=0o600)
@@ -454,6 +444,22 @@ class RunDirectory:
             return
         kept = [row for row in self.read_metrics() if row["step"] <= step]
         write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def read_root_key(private: pathlib.Path) -> RootKey:
+    """Reads the root key in the folder ``private`` of a run.
+
+    Raises:
+      BadInputError: it cannot be read.
+    """
+    try:
+        content = json.loads((private / _KEY).read_text())
+        return RootKey(bytes.fromhex(content["secret"]), public=content["public"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadInputError(
+            f"the root key in {private} cannot be read ({error}), so this run cannot go on "
+            "with the noise it began with: start a new one in another --run-dir"
+        ) from None
 
 
 def finished_report(path: pathlib.Path) -> dict[str, Any] | None:

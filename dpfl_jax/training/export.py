@@ -296,7 +296,7 @@ def language_model(
     model = build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)
     chosen = flat_paths(kept.released)
     if set(chosen) < set(flat_paths(jax.eval_shape(model.init, jax.random.key(0)))):
-        chosen = {**flat_paths(_base(config, kept.report, model)), **chosen}
+        chosen = {**flat_paths(base_params(config, kept.report, model)), **chosen}
     chosen = {name: jnp.asarray(x) for name, x in chosen.items() if not_reference(name)}
     if not merged:
         return TrainedModel(config, model, nested(chosen), tokenizer, kept.step)
@@ -366,8 +366,12 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
     return FinishedRun(directory, config, known["facts"], report, step, stated, params)
 
 
-def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:
-    """All parameters before the private phase, adapters included."""
+def base_params(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:
+    """Returns all parameters before the private phase of a run, adapters included.
+
+    Raises:
+      BadInputError: what the run began with is gone, or was changed.
+    """
     key, mesh = jax.random.key(config.init_seed), make_mesh(devices=jax.devices()[:1])
     if config.model.checkpoint is not None:
         return with_adapters(base_from_checkpoint(config, model, mesh), model, key, mesh)

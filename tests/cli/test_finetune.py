@@ -423,6 +423,7 @@ def test_the_usual_choices_of_other_data_and_of_all_parameters(workspace, tmp_pa
 @pytest.mark.slow
 def test_one_command_trains_and_exports_and_never_over_another_run(workspace, capsys, tmp_path):
     arguments = ["finetune", workspace / "base", workspace / "posts.jsonl", "--steps", "1"]
+    arguments += ["--synthesize", "3"]
     arguments += ["--out", tmp_path / "out", "mechanism.cohort_size=16", "execution.packing=0"]
     report, _ = dpfl(capsys, *arguments)
     assert report["status"] == "finished"
@@ -432,4 +433,7 @@ def test_one_command_trains_and_exports_and_never_over_another_run(workspace, ca
     of_run = json.loads((tmp_path / "out" / "run" / "guarantee.json").read_text())
     assert guarantee.pop("digests")["run"] == of_run.pop("digests")["run"]
     assert guarantee == of_run
+    rows = (tmp_path / "out" / "synthetic" / "rows.jsonl").read_text().splitlines()
+    assert [[*json.loads(row)] for row in rows] == [["text"]] * 3
+    assert main(["verify", str(tmp_path / "out" / "synthetic")]) == 0
     assert "is of another run" in refused(capsys, *arguments, "mechanism.group_size=2")
