@@ -313,7 +313,10 @@ class Rows:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.file = folder, folder / "rows.jsonl"
         self.rows: dict[str, dict[str, Any]] = {}
-        for line in self.file.read_text().splitlines() if self.file.exists() else ():
+        text = self.file.read_text() if self.file.exists() else ""
+        if text and not text.endswith("\n"):
+            self.file.write_text(f"{text}\n")  # the next row begins a line
+        for line in text.splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
@@ -423,15 +426,14 @@ def _half_width(values: list[float]) -> float | None:
 
 def verdict(row: dict[str, Any]) -> str:
     """Whether an arm is better than the task's first one."""
-    half = row["difference_half_width"]
-    if row["difference"] == 0.0 and half == 0.0:
+    task, half = TASKS[row["task"]], row["difference_half_width"]
+    if row["arm"] == task.arms[0].name:
         return ""
-    if half is None:
-        return "one seed"
-    if abs(row["difference"]) <= half:
+    if half is not None and abs(row["difference"]) <= half:
         return "no difference seen"
-    better = (row["difference"] < 0) == (TASKS[row["task"]].metric == "loss")
-    return "better" if better else "worse"
+    gain = row["difference"] * (-1 if task.metric == "loss" else 1)
+    better = "better" if gain > 0 else "worse" if half is not None else "not better"
+    return better if half is not None else f"{better}, one seed"
 
 
 def _number(mean: float, half: float | None, metric: str) -> str:
@@ -518,7 +520,7 @@ def draw(table: list[dict[str, Any]], file: pathlib.Path) -> None:
             axes.plot(epsilon, value, "k*")
             axes.annotate(source, (epsilon, value), fontsize=6)
         axes.set(xscale="log", xlabel="epsilon", ylabel=TASKS[name].metric, title=name)
-        axes.set_xticks(TASKS[name].epsilons, [f"{e:g}" for e in TASKS[name].epsilons])
+        axes.set_xticks(list(TASKS[name].epsilons), [f"{e:g}" for e in TASKS[name].epsilons])
         axes.minorticks_off()
         axes.legend(fontsize=7)
     figure.savefig(file, dpi=120)
