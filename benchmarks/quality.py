@@ -228,8 +228,10 @@ TASKS = {
         "loss",
         {2.0: (), 8.0: ()},
         (
-            Arm("rank 4 on all linear layers, DP-AdamBC", (_lora(4, _LINEAR),), (1e-2, 3e-2)),
-            Arm("linear schedule", (_lora(4, _LINEAR), "optimizer.schedule=linear"), (3e-2,)),
+            Arm("rank 4 on all linear layers, DP-AdamBC", (_lora(4, _LINEAR),), (1e-2, 2e-2, 3e-2)),
+            Arm("defaults of before: rank 16 on attention, Adam, 1e-3 falling to 0",
+                (_lora(16, _ATTENTION),
+                 "optimizer={name: adam, schedule: linear, warmup_steps: 1}"), (1e-3,)),
             Arm("rank 16 on all linear layers", (_lora(16, _LINEAR),), (1e-2, 3e-2)),
             Arm("rank 16 on attention", (_lora(16, _ATTENTION),), (1e-2, 3e-2)),
             Arm("rank 4 on all linear layers, FFA-LoRA",

@@ -207,8 +207,8 @@ def _choose_cohort(raw: dict[str, Any], config: Any) -> str:
     )  # fmt: skip
     raw["mechanism"]["cohort_size"] = cohort
     why = "more would lower the noise by less than a tenth"
-    if 2 * cohort > most:
-        why = f"more would lower the noise, and take longer than {most} do"
+    if 2 * cohort > min(most, trained // 2):
+        why = "more would lower the noise further, and take longer"
     return f"a step draws {cohort} of about {trained:,} people: {why} (mechanism.cohort_size)"
 
 

@@ -122,6 +122,8 @@ def sufficient_cohort(
 ) -> int:
     """Returns the smallest cohort whose noise is within a tenth of the least, or the largest.
 
+    The largest is ``most``, or half of the users if they are fewer.
+
     The noise on the mean gradient falls with the cohort: at first almost in proportion, and hardly
     any more once the noise multiplier grows as fast as the cohort. Where that is depends on the
     number of users, the steps and the guarantee.
@@ -134,7 +136,7 @@ def sufficient_cohort(
       **target: epsilon and delta, or noise_multiplier, as in ``Mechanism.calibrate``.
 
     Returns:
-      A power of two, at most the number of users.
+      A power of two.
     """
 
     def noise(cohort: int) -> float:
@@ -142,7 +144,7 @@ def sufficient_cohort(
         sized = dataclasses.replace(mechanism, participation=drawn)
         return float(sized.calibrate(users, steps, **target).noise_on_gradients[0])
 
-    cohort = 2 ** int(math.log2(min(most, users.num_users)))
+    cohort = 2 ** int(math.log2(max(1, min(most, users.num_users // 2))))
     enough = _ENOUGH * noise(users.num_users)
     while cohort > 1 and noise(cohort // 2) <= enough:
         cohort //= 2
