@@ -47,9 +47,8 @@ SHAPES = 8  # shapes of packed rows
 # Compute budget: people in a step, and in all steps if that is more.
 COHORT, VISITS = 256, 300 * 256
 # Adam's learning rate times the square root of the number of steps: how far noise moves a parameter
-# in all. Found at 12 steps of a small model (docs/results/quality.md); all parameters of GPT-2 took
-# 0.04 (Li et al. 2022, arXiv 2110.05679: 2e-3 in 410 steps).
-REACH, REACH_OF_ADAPTERS = 0.026, 0.1
+# in all. Found at 12 steps of a small model (docs/results/quality.md).
+REACH, REACH_OF_ADAPTERS = 0.026, 0.07
 ADAMS = ("adam", "adamw", "dp_adam_bc")
 COLUMNS = ("text", *CONVERSATION)
 
