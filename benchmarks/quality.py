@@ -67,6 +67,7 @@ class Task:
       tuning: of the runs that choose a rate: other held-out people than those of the table.
       published: (epsilon, value, source) of others.
       is_screened: whether an arm whose first seed is not better than the first arm's runs no more.
+      digits: of a loss.
     """
 
     title: str
@@ -78,6 +79,7 @@ class Task:
     tuning: tuple[str, ...]
     published: tuple[tuple[float, float, str], ...] = ()
     is_screened: bool = True
+    digits: int = 3
 
 
 _OTHER_HELD_OUT = ("data.test_fraction=0.1", "eval.split=test")
@@ -116,7 +118,7 @@ def _trains(*names: str) -> tuple[str, ...]:
 
 
 def _table(title: str, delta: str, cohort: int, data: str, *overrides: str) -> Task:
-    size, rates, lower = f"cohort_size: {cohort}", (0.1, 0.3), (0.03, 0.1)
+    size, rates, lower = f"cohort_size: {cohort}", (0.1, 0.3, 1.0), (0.01, 0.03, 0.1, 0.3)
     return Task(
         title,
         ("train", "configs/table/uls.yaml"),
@@ -137,6 +139,7 @@ def _table(title: str, delta: str, cohort: int, data: str, *overrides: str) -> T
             *overrides,
         ),
         _OTHER_ROWS,
+        digits=4,
     )
 
 
@@ -439,8 +442,8 @@ def verdict(row: dict[str, Any]) -> str:
     return better if half is not None else f"{better}, one seed"
 
 
-def _number(mean: float, half: float | None, metric: str) -> str:
-    scale, digits = (100, 2) if metric == "accuracy" else (1, 3)
+def _number(mean: float, half: float | None, task: Task) -> str:
+    scale, digits = (100, 2) if task.metric == "accuracy" else (1, task.digits)
     text = f"{scale * mean:.{digits}f}"
     return text if not half else f"{text} ± {scale * half:.{digits}f}"
 
@@ -450,13 +453,13 @@ def show(table: list[dict[str, Any]], console: Any) -> None:
     from rich.table import Table
 
     for name in dict.fromkeys(row["task"] for row in table):
-        metric = TASKS[name].metric
-        shown = Table("epsilon", "choice", f"{metric}", "against the first", "", "rate", "seeds",
-                      "CPU s", title=TASKS[name].title)  # fmt: skip
+        task = TASKS[name]
+        shown = Table("epsilon", "choice", task.metric, "against the first", "", "rate", "seeds",
+                      "CPU s", title=task.title)  # fmt: skip
         for row in (row for row in table if row["task"] == name):
-            difference = _number(row["difference"], row["difference_half_width"], metric)
+            difference = _number(row["difference"], row["difference_half_width"], task)
             shown.add_row(
-                f"{row['epsilon']:g}", row["arm"], _number(row["mean"], row["half_width"], metric),
+                f"{row['epsilon']:g}", row["arm"], _number(row["mean"], row["half_width"], task),
                 difference, verdict(row), f"{row['rate']:g}", str(row["seeds"]),
                 f"{row['cpu_seconds']:.0f}",
             )  # fmt: skip
@@ -483,15 +486,15 @@ def page(table: list[dict[str, Any]], seeds: int) -> str:
         head = f"| epsilon | choice | {task.metric} | against the first | | rate | seeds | CPU s |"
         lines += [f"## {task.title}", "", head, "|---" * 8 + "|"]
         for row in (row for row in table if row["task"] == name):
-            cell = _number(row["mean"], row["half_width"], task.metric)
-            difference = _number(row["difference"], row["difference_half_width"], task.metric)
+            cell = _number(row["mean"], row["half_width"], task)
+            difference = _number(row["difference"], row["difference_half_width"], task)
             lines.append(
                 f"| {row['epsilon']:g} | {row['arm']} | {cell} | {difference} | {verdict(row)} | "
                 f"{row['rate']:g} | {row['seeds']} | {row['cpu_seconds']:.0f} |"
             )
         lines.append("")
         for epsilon, value, source in task.published:
-            shown = _number(value, None, task.metric)
+            shown = _number(value, None, task)
             lines.append(f"Published: {shown} at epsilon {epsilon:g} ({source}).")
         lines.append("")
     lines += [
@@ -519,6 +522,8 @@ def draw(table: list[dict[str, Any]], file: pathlib.Path) -> None:
     for axes, name in zip(panels, names, strict=False):
         for index, arm in enumerate(TASKS[name].arms):
             some = [r for r in table if r["task"] == name and r["arm"] == arm.name]
+            if not some:
+                continue
             shift = 1 + 0.02 * (index - len(TASKS[name].arms) / 2)
             axes.errorbar(
                 [row["epsilon"] * shift for row in some],
