@@ -533,7 +533,7 @@ def draw(table: list[dict[str, Any]], file: pathlib.Path) -> None:
             )  # fmt: skip
         for epsilon, value, source in TASKS[name].published:
             axes.plot(epsilon, value, "k*")
-            axes.annotate(source, (epsilon, value), fontsize=6)
+            axes.annotate(f"{source}  ", (epsilon, value), fontsize=6, ha="right")
         axes.set(xscale="log", xlabel="epsilon", ylabel=TASKS[name].metric, title=name)
         axes.set_xticks(list(TASKS[name].epsilons), [f"{e:g}" for e in TASKS[name].epsilons])
         axes.minorticks_off()
