@@ -152,7 +152,8 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         "train": {"steps": args.steps, "checkpoint_every": 50},
         # Preference pairs are two rows each, which are not packed.
         "execution": {"microbatch_size": 4, "packing": 0 if pairs else SHAPES},
-        "eval": {"split": "validation"},
+        # Of many people this is enough, and evaluating all may take longer than training.
+        "eval": {"split": "validation", "max_users": 1000, "max_examples_per_user": 8},
     }
 
 

@@ -55,6 +55,7 @@ _SYSTEMS = {
     "federated": "dpfl_jax.federation.guarantee",
     "personal": "dpfl_jax.federation.personal",
     "isrl": "dpfl_jax.federation.isrl.privacy",
+    "client": "dpfl_jax.federation.client",
 }
 
 

@@ -142,7 +142,8 @@ class Compiled:
 class Units:
     """Shape of one microbatch: ``parts`` devices with ``microbatch`` units each.
 
-    A unit has ``group`` examples (None: it is one) of ``length`` tokens, and a bound if ``bounds``.
+    A unit has ``group`` examples (None: it is one) of ``length`` tokens, and a bound if ``bounds``;
+    with ``packed`` the examples are rows of several.
     """
 
     parts: int
@@ -150,6 +151,7 @@ class Units:
     group: int | None
     length: int
     bounds: bool = False
+    packed: bool = False
 
     def shapes(self, *lead: int) -> Any:
         """Shapes of a batch of units with these leading axes."""
@@ -162,9 +164,13 @@ class Units:
             "tokens": jax.ShapeDtypeStruct((*lead, self.length), jnp.int32),
             "mask": jax.ShapeDtypeStruct((*lead, self.length), jnp.bool_),
         }
+        if self.packed:
+            example["segments"] = example["tokens"]
         if self.group is None:
             return example | bounds
-        return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)} | bounds
+        counts = {"count": jax.ShapeDtypeStruct(lead[:-1], jnp.int32)} if self.packed else {}
+        mask = jax.ShapeDtypeStruct(lead, jnp.bool_)
+        return {"examples": example, "mask": mask} | counts | bounds
 
 
 def kind_of(topology: str) -> str:
@@ -264,13 +270,30 @@ class Step:
 
     def compile(self, units: Units) -> Compiled:
         """Compiles the step for units of these shapes."""
+        step, arguments = self._lowerable(units)
+        return self._compiled(step, arguments, self.flops(units))
+
+    def compile_check(self, units: Units) -> Compiled:
+        """Compiles the plain gradient that the step is compared with before a run, on the mesh."""
+        import numpy as np
+
+        from dpfl_jax.mechanisms.plan.sum_check import Reference
+
+        _, (state, *_, frozen) = self._lowerable(units)
+        mechanism, loss_fn = self.calibrated.mechanism, self.model.loss
+        trainable = self.options.get("trainable")
+        given = (mechanism, loss_fn, state.params, frozen, self.mesh, trainable)
+        reference = Reference.on_mesh(*given)
+        example, weight = dataclasses.replace(units, group=None).shapes(), np.float32(1)
+        arguments = (state.params, frozen, example, weight, reference.nothing)
+        return self._compiled(reference.add, arguments, math.nan)
+
+    def _compiled(self, program: Any, arguments: tuple[Any, ...], flops: float) -> Compiled:
         import jax
 
-        step, arguments = self._lowerable(units)
         start = time.perf_counter()
-        flops = self.flops(units)
         try:
-            compiled = step.lower(*arguments).compile()
+            compiled = program.lower(*arguments).compile()
         except jax.errors.JaxRuntimeError as error:
             needed = re.search(r"temporaries \(([\d.]+)([KMG])\)", str(error))
             needed = needed or re.search(r"[Uu]sed ([\d.]+)([KMG]) of", str(error))
@@ -394,6 +417,51 @@ def largest_that_fits(peak: Callable[[int], int | None], limit: int, start: int 
     return 0
 
 
+def step_of(
+    config: Any,
+    vocab: int,
+    topology: str,
+    mesh: Any,
+    read: Callable[[str], list[Collective]] = collectives,
+) -> tuple[Step, Units]:
+    """Returns the step of a configuration, and its units; arguments as in ``measure``."""
+    from dpfl_jax.clipping import OwnBound
+    from dpfl_jax.mesh import unit_parts
+    from dpfl_jax.training.start import build_transformer, make_optimizer, trained_by_name
+
+    model, execution = build_transformer(config, vocab, bos_id=1), config.execution
+    calibrated = _with_any_noise(config, config.mechanism)
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    limit = memory_of(topology)
+    options = {
+        "strategy": execution.strategy,
+        "platform": "cpu" if kind_of(topology) == "cpu" else "tpu",
+        "trainable": trained_by_name(config.model, model),
+        # The choice of a strategy would otherwise ask the local device.
+        "memory_limit": None if limit is None else limit / 2,
+        **execution.cut,
+    }
+    frozen_dtype, averages = config.model.frozen_dtype, config.train.average != "none"
+    step = Step(calibrated, model, optimizer, mesh, options, read, frozen_dtype, averages)
+    mechanism = calibrated.mechanism
+    return step, Units(
+        unit_parts(mesh),
+        execution.microbatch_size,
+        mechanism.participation.unit_examples,
+        config.data.seq_len,
+        isinstance(mechanism.rule, OwnBound),
+    )
+
+
+def _with_any_noise(config: Any, mechanism: Any) -> Any:
+    """The mechanism, calibrated: the compiled step does not depend on the people or the noise."""
+    from dpfl_jax.mechanisms import Population
+
+    some = Population(*[math.ceil(mechanism.participation.divisor)] * 3)
+    noise = config.privacy.noise_multiplier or 1.0
+    return mechanism.calibrate(some, config.train.steps, noise_multiplier=noise, delta=1e-5)
+
+
 def measure(
     config: Any,
     vocab: int,
@@ -417,54 +485,25 @@ def measure(
       count_only: whether to compile nothing, and only count operations.
       read: maps the text of a compiled module to its collectives.
     """
-    from dpfl_jax.clipping import OwnBound
-    from dpfl_jax.mechanisms import Population, non_private
-    from dpfl_jax.mesh import unit_parts
-    from dpfl_jax.training.start import (
-        build_transformer,
-        check_trainable,
-        make_optimizer,
-        trained_by_name,
-    )
+    from dpfl_jax.mechanisms import non_private
+    from dpfl_jax.training.start import check_trainable
 
-    model = build_transformer(config, vocab, bos_id=1)
-    execution = config.execution
-
-    def any_noise(mechanism: Any) -> Any:
-        """The compiled step does not depend on the number of people or the noise."""
-        some = Population(*[math.ceil(mechanism.participation.divisor)] * 3)
-        noise = config.privacy.noise_multiplier or 1.0
-        return mechanism.calibrate(some, config.train.steps, noise_multiplier=noise, delta=1e-5)
-
-    calibrated = any_noise(config.mechanism)
-    mechanism = calibrated.mechanism
-    optimizer = make_optimizer(config.optimizer, config.train.steps)
-    platform = "cpu" if kind_of(topology) == "cpu" else "tpu"
-    trainable, low = trained_by_name(config.model, model), config.model.frozen_dtype
-    limit, size = memory_of(topology), execution.microbatch_size
-    options = {
-        "strategy": execution.strategy,
-        "platform": platform,
-        "trainable": trainable,
-        # The choice of a strategy would otherwise ask the local device.
-        "memory_limit": None if limit is None else limit / 2,
-    }
-    cut, group = execution.cut, mechanism.participation.unit_examples
-    parts, length = unit_parts(mesh), config.data.seq_len
-    bounds = isinstance(mechanism.rule, OwnBound)
-    averages = config.train.average != "none"
-    step = Step(calibrated, model, optimizer, mesh, options | cut, read, low, averages)
+    step, first = step_of(config, vocab, topology, mesh, read)
+    model, mechanism, options = step.model, step.calibrated.mechanism, step.options
+    limit, size, group = memory_of(topology), first.microbatch, first.group
     compiled: dict[int, Compiled] = {}
+
+    def sized(size: int) -> Units:
+        return dataclasses.replace(first, microbatch=size)
 
     def at(size: int) -> Compiled:
         if size not in compiled:
-            compiled[size] = step.compile(Units(parts, size, group, length, bounds))
+            compiled[size] = step.compile(sized(size))
         return compiled[size]
 
     largest = None
     if count_only:
-        units = Units(parts, size, group, length, bounds)
-        compiled[size] = Compiled(step.flops(units), 0, 0, 0, 0, [], 0.0)
+        compiled[size] = Compiled(step.flops(first), 0, 0, 0, 0, [], 0.0)
         suggest, baseline, limit = False, False, None
     if suggest and limit is not None:
 
@@ -473,12 +512,13 @@ def measure(
 
         largest = largest_that_fits(peak, limit, start=size)
         size = largest or min(compiled)
-    private, units = at(size), Units(parts, size, group, length, bounds)
-    plain_step = Step(
-        any_noise(non_private(batch_size=mechanism.compute_budget)),
-        model, optimizer, mesh, {"trainable": trainable}, read, low,
-    )  # fmt: skip
-    plain_units = Units(parts, size * (group or 1), None, length)
+    private, units = at(size), sized(size)
+    plain_step = dataclasses.replace(
+        step,
+        calibrated=_with_any_noise(config, non_private(batch_size=mechanism.compute_budget)),
+        options={"trainable": options["trainable"]},
+    )
+    plain_units = Units(units.parts, size * (group or 1), None, units.length)
     plain = plain_step.compile(plain_units) if baseline else None
     plain_flops = plain_step.flops(plain_units) if plain is None else plain.flops
     return {
@@ -491,7 +531,7 @@ def measure(
         "group_size": group,
         "microbatch_size": size,
         "largest_microbatch_size": largest,
-        "seq_len": length,
+        "seq_len": units.length,
         "fits": None if limit is None else not private.refused and private.peak_bytes <= limit,
         "peak_bytes": None if count_only else private.peak_bytes,
         "hbm_bytes": limit,
@@ -504,7 +544,7 @@ def measure(
         "collectives": private.collectives,
         "non_private_collectives": None if plain is None else plain.collectives,
         "compile_seconds": round(private.seconds, 1),
-        "strategy": _explain(mechanism, model, mesh, units, options, cut).splitlines(),
+        "strategy": _explain(step, units).splitlines(),
     }
 
 
@@ -527,16 +567,16 @@ def vocabulary(config: Any, given: int | None) -> int:
     return declared or load_tokenizer(config.data.tokenizer).vocab_size
 
 
-def _explain(
-    mechanism: Any, model: Any, mesh: Any, units: Units, options: Any, cut: dict[str, Any]
-) -> str:
+def _explain(step: Step, units: Units) -> str:
     import jax
 
     from dpfl_jax.mechanisms.plan.sums import microbatched
 
-    pieces = microbatched(mechanism, mesh, **cut)
-    bounded = mechanism.clipped_grad(model.loss, **options, **pieces)
+    mechanism, options = step.calibrated.mechanism, dict(step.options)
+    cut = {name: options.pop(name) for name in ("examples_at_once", "split_users")}
+    pieces = microbatched(mechanism, step.mesh, **cut)
+    bounded = mechanism.clipped_grad(step.model.loss, **options, **pieces)
     if not hasattr(bounded, "explain"):
         return "not private"
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.eval_shape(step.model.init, jax.random.key(0))
     return str(bounded.explain(params, units.shapes(units.microbatch)))
