@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Compiles and prints."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     slice_mesh("cpu:4", {})  # the first call says how many devices there are
     for name, settings, packed in CASES:
         if args.only in name:

@@ -532,8 +532,8 @@ class Reference:
                 clipped, size, stats = self._of_unit(jax.tree.map(lambda x, u=u: x[0, u], bucket))
                 n = np.float32(often[u])
                 total = [a + n * b for a, b in zip(total, like.project(clipped), strict=True)]
-                squares += n * float(size) ** 2
-                norms += n * float(stats.norm)
+                squares += float(n) * float(size) ** 2
+                norms += float(n) * float(stats.norm)
                 of_leaves = of_leaves + n * np.asarray(stats.leaf_norms, np.float64)
         return total, max(like.size, squares**0.5), norms, of_leaves
 
