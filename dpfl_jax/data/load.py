@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import os
@@ -11,7 +12,12 @@ from typing import Any, Literal
 import numpy as np
 
 from dpfl_jax.data.chats import conversations_in
-from dpfl_jax.data.documents import DocumentFiles, read_documents, store_from_documents
+from dpfl_jax.data.documents import (
+    Document,
+    DocumentFiles,
+    read_documents,
+    store_from_documents,
+)
 from dpfl_jax.data.features import with_features
 from dpfl_jax.data.keys import key_name, value_to_id
 from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set, store_from_users
@@ -304,6 +310,34 @@ def hold_out(
     return parts
 
 
+def count_users(config: SourceConfig) -> tuple[int, int]:
+    """Counts the users and the texts of a store, or of files of texts, which are not tokenised.
+
+    Raises:
+      BadInputError: as in ``load_examples``.
+    """
+    if config.source == "store":
+        store = open_store(os.fspath(expand_paths(config.path)[0]))
+        return store.num_users, store.num_examples
+    documents, _ = _documents(config, BadRows(config.on_bad_row == "drop"))
+    texts = collections.Counter(user for user, _ in documents)
+    return len(texts), texts.total()
+
+
+def _documents(config: SourceConfig, bad: BadRows) -> tuple[Iterator[Document], DocumentFiles]:
+    columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
+    how = DocumentFiles(
+        config.source,
+        config.user_column,
+        config.text_column,
+        config.csv,
+        conversations_in(columns, config.tokenizer, config.chat_template),
+        template_of(config),
+        config.decimal,
+    )
+    return read_documents(expand_paths(config.path), how, bad), how
+
+
 def _texts(config: SourceConfig, bad: BadRows) -> LoadedExamples:
     tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
     if config.source == "python_source":
@@ -312,20 +346,9 @@ def _texts(config: SourceConfig, bad: BadRows) -> LoadedExamples:
         texts = ((user, files[user].decode()) for user in users)
         store = store_from_documents(texts, tokenizer, config.seq_len, limit)
         return _tokens(store, tokenizer, "a source file of an installed package")
-    columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
-    conversations = conversations_in(columns, config.tokenizer, config.chat_template)
-    how = DocumentFiles(
-        config.source,
-        config.user_column,
-        config.text_column,
-        config.csv,
-        conversations,
-        template_of(config),
-        config.decimal,
-    )
-    documents = read_documents(expand_paths(config.path), how, bad)
+    documents, how = _documents(config, bad)
     store = store_from_documents(
-        documents, tokenizer, config.seq_len, limit, conversations, bad, how.template
+        documents, tokenizer, config.seq_len, limit, how.conversations, bad, how.template
     )
     return _tokens(store, tokenizer, config.user_column or "a document")
 

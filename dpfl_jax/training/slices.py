@@ -114,7 +114,7 @@ class Compiled:
     Attributes:
       flops: operations of products and convolutions of one microbatch.
       temp_bytes: the compiler's temporaries; all that it needs, if ``refused``.
-      argument_bytes: state and a buffer of two microbatches.
+      argument_bytes: state, with the average of the iterates, and a buffer of two microbatches.
       output_bytes: the new state.
       alias_bytes: results that reuse the memory of arguments.
       collectives: fields of each ``Collective``; None if the TPU compiler is newer than jaxlib,
@@ -246,6 +246,7 @@ class Step:
       options: options of the clipped gradient; ``trainable`` says which parameters are trained.
       read: maps the text of a compiled module to its collectives.
       frozen_dtype: dtype of parameters that are not trained.
+      averages: whether the run keeps an average of the iterates, which is no argument of the step.
     """
 
     calibrated: Any
@@ -255,6 +256,7 @@ class Step:
     options: dict[str, Any]
     read: Callable[[str], list[Collective]]
     frozen_dtype: str = "float32"
+    averages: bool = False
 
     def flops(self, units: Units) -> float:
         """Operations of one microbatch on one device, counted before compilation."""
@@ -305,11 +307,25 @@ class Step:
         return Compiled(
             flops=flops,
             temp_bytes=int(memory.temp_size_in_bytes),
-            argument_bytes=int(memory.argument_size_in_bytes),
+            argument_bytes=int(memory.argument_size_in_bytes) + self._average_bytes(arguments[0]),
             output_bytes=int(memory.output_size_in_bytes),
             alias_bytes=int(memory.alias_size_in_bytes),
             collectives=self._sent(compiled),
             seconds=seconds,
+        )
+
+    def _average_bytes(self, state: Any) -> int:
+        """Bytes of the average on each device; ``state`` has the shapes of the parameters."""
+        import jax
+
+        from dpfl_jax.run.average import started
+
+        if not self.averages:
+            return 0
+        kept = jax.tree.leaves(jax.eval_shape(started, state.params))
+        return sum(
+            math.prod(p.sharding.shard_shape(p.shape)) * average.dtype.itemsize
+            for p, average in zip(jax.tree.leaves(state.params), kept, strict=True)
         )
 
     def _sent(self, compiled: Any) -> list[dict[str, Any]] | None:
@@ -425,7 +441,8 @@ def step_of(
         "memory_limit": None if limit is None else limit / 2,
         **execution.cut,
     }
-    step = Step(calibrated, model, optimizer, mesh, options, read, config.model.frozen_dtype)
+    frozen_dtype, averages = config.model.frozen_dtype, config.train.average != "none"
+    step = Step(calibrated, model, optimizer, mesh, options, read, frozen_dtype, averages)
     mechanism = calibrated.mechanism
     return step, Units(
         unit_parts(mesh),
