@@ -75,6 +75,11 @@ class Settings:
       top_k: as there.
       top_p: as there.
       max_tokens: most tokens of a row; default the length that was trained on.
+
+    Examples:
+      >>> from dpfl_jax.synthesis import Settings
+      >>> Settings(seed=7, top_p=0.95).top_p
+      0.95
     """
 
     seed: int = 0
