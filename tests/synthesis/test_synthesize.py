@@ -77,8 +77,8 @@ def test_rows_of_a_template_fit_its_columns_and_are_what_was_asked_for(run, tmp_
     assert made["given_up"] == 0
     assert [row["kind"] for row in rows].count("ode") == 5
     assert all([*row] == ["kind", "age", "text"] and 18 <= row["age"] <= 65 for row in rows)
-    # What was learned: a text goes with its kind.
-    assert sum(row["text"] == TEXTS[row["kind"]] for row in rows) > 12
+    # What was learned: a text goes with its kind. By chance none of 25 would be the whole text.
+    assert sum(row["text"] == TEXTS[row["kind"]] for row in rows) > 4
     table = tmp_path / "table" / "rows.parquet"
     synthesize(run, table, labels=LABELS, batch_size=7)
     assert pyarrow.parquet.read_table(table).to_pylist() == rows
