@@ -114,12 +114,12 @@ def accuracy(
 
 def divergence(first: collections.Counter[Any], second: collections.Counter[Any]) -> float:
     """Jensen-Shannon divergence of two counts, from 0 (equal shares) to 1 (nothing in common)."""
-    result, a, b = 0.0, max(first.total(), 1), max(second.total(), 1)
+    terms, a, b = [], max(first.total(), 1), max(second.total(), 1)
     for key in first.keys() | second.keys():
         p, q = first[key] / a, second[key] / b
         middle = (p + q) / 2
-        result += sum(0.5 * x * math.log2(x / middle) for x in (p, q) if x)
-    return result
+        terms += [0.5 * x * math.log2(x / middle) for x in (p, q) if x]
+    return math.fsum(terms)  # whatever the order of a set
 
 
 def shared_runs(texts: Sequence[str], sources: Sequence[str], size: int) -> tuple[float, int]:
