@@ -159,11 +159,11 @@ def _tried(entry: Mapping[str, Any]) -> str:
     if tried is None:
         return "Nothing is trained or tuned."
     size = "the paper's" if tried["is_papers_size"] else "not the paper's"
-    told = f"Size ({size}): {tried['size']}. Tuned: {tried['tuned'] or 'nothing'}."
+    text = f"Size ({size}): {tried['size']}. Tuned: {tried['tuned'] or 'nothing'}."
     if tried["unfair"]:
-        told += f" No comparison counts: {tried['unfair']}."
+        text += f" No comparison counts: {tried['unfair']}."
     data = ", ".join(f"{name} {digest[:12]}" for name, digest in tried["data"].items())
-    return f"{told} Data: {data}." if data else told
+    return f"{text} Data: {data}." if data else text
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -204,13 +204,13 @@ def _replication(found: Found) -> str:
     same = sum(first == second for *_, first, second in pairs)
     decided = {registry.VERDICTS[True], registry.VERDICTS[False]}
     opposite = [p for p in pairs if p[2] != p[3] and {p[2], p[3]} == decided]
-    told = (
+    head = (
         f"Of {len(pairs)} verdicts of {len(found.again)} experiments, {same} are the same with "
         f"other seeds, {len(pairs) - same - len(opposite)} are undecided with one of the two, and "
         f"{len(opposite)} are contradicted"
     )
     lines = [f"* `{figure}`, {claim}: {a}, then {b}" for figure, claim, a, b in opposite]
-    return "\n".join([told + (":" if lines else "."), *([""] if lines else []), *lines])
+    return "\n".join([head + (":" if lines else "."), *([""] if lines else []), *lines])
 
 
 def _headlines(found: Found) -> str:
@@ -330,8 +330,8 @@ def _pivot(rows: Rows, index: Sequence[str], column: str, value: str, **only: An
     names = list(dict.fromkeys(r[column] for r in some))
     lines: dict[tuple[Any, ...], dict[Any, str]] = {}
     for r in some:
-        told = _mean(r[value]) if isinstance(r[value], list) else _text(r[value])
-        lines.setdefault(tuple(r[k] for k in index), {})[r[column]] = told
+        shown = _mean(r[value]) if isinstance(r[value], list) else _text(r[value])
+        lines.setdefault(tuple(r[k] for k in index), {})[r[column]] = shown
     header = [*index, *(f"{column} {n}" if isinstance(n, int | float) else n for n in names)]
     header = [str(name).replace("_", " ") for name in header]
     return _table(header, ([*key, *(of.get(n, "") for n in names)] for key, of in lines.items()))

@@ -50,8 +50,8 @@ class Tuning:
     @property
     def effort(self) -> str:
         """What was tuned, and over how many values."""
-        told = (f"{name} ({count} values)" for name, count in self.counts.items())
-        return ", ".join(told) or "nothing"
+        listed = (f"{name} ({count} values)" for name, count in self.counts.items())
+        return ", ".join(listed) or "nothing"
 
     @property
     def is_at_edge(self) -> bool:
@@ -95,8 +95,8 @@ class Tried:
             if any(few.keys() != self.tuning[arm].counts.keys() for arm in arms) or (
                 math.prod(many.values()) > 2 * math.prod(few.values())
             ):
-                told = "; ".join(f"{self.tuning[a].effort} of {a}" for a in (arms[0], arms[-1]))
-                found.append(f"the arms are not tuned alike: {told}")
+                efforts = "; ".join(f"{self.tuning[a].effort} of {a}" for a in (arms[0], arms[-1]))
+                found.append(f"the arms are not tuned alike: {efforts}")
         for arm, tuning in self.tuning.items():
             if set(tuning.seeds) & set(self.reported):
                 found.append(f"{arm} is tuned on seeds that are reported")
@@ -110,13 +110,13 @@ class Tried:
             return self.fixed
         first = next(iter(self.tuning.values()))
         edge = sum(tuning.is_at_edge for tuning in self.tuning.values())
-        told = first.effort
+        text = first.effort
         if first.counts:
-            told += f" for each of {len(self.tuning)} arms"
-            told += f", on {len(set(first.seeds))} seed(s) of their own" if first.seeds else ""
+            text += f" for each of {len(self.tuning)} arms"
+            text += f", on {len(set(first.seeds))} seed(s) of their own" if first.seeds else ""
         if edge:
-            told += f"; {edge} arm(s) have the best value at the edge of the grid"
-        return told + (f"; {self.fixed}" if self.fixed else "")
+            text += f"; {edge} arm(s) have the best value at the edge of the grid"
+        return text + (f"; {self.fixed}" if self.fixed else "")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

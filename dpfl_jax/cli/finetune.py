@@ -90,7 +90,6 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from dpfl_jax.config.load import make_config, write_yaml
     from dpfl_jax.run import processes
     from dpfl_jax.run.console import RunConsole
-    from dpfl_jax.synthesis import synthesize
     from dpfl_jax.training.export import export
 
     out = pathlib.Path(args.out)
@@ -117,6 +116,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     )  # fmt: skip
     if args.synthesize is None:
         return report | {"model": str(made["out"])}
+    from dpfl_jax.synthesis import synthesize
+
     written = synthesize(
         out / "run", out / "synthetic" / "rows.jsonl", args.synthesize, console=console
     )
@@ -168,7 +169,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def choose(raw: dict[str, Any], config: Any, overrides: Sequence[str]) -> list[str]:
-    """Sets the learning rate and the cohort in ``raw`` if nobody gave them; says so in sentences.
+    """Sets the learning rate and the cohort in ``raw`` if not given; returns sentences about them.
 
     Raises:
       BadInputError: the optimiser is none that a learning rate is known for, or the people cannot

@@ -251,7 +251,8 @@ class Conversations:
         """Returns a row's prompt: what comes before the last answer of a whole conversation.
 
         Returns:
-          Its text, whether the tokeniser puts its beginning before, and the prompt as it is given.
+          The prompt's text; whether the tokenizer adds its beginning-of-text token; and the prompt
+          as the row has it.
 
         Raises:
           BadInputError: naming ``where``, if the row has no prompt.

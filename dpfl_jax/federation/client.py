@@ -1,4 +1,4 @@
-"""Privacy for a client of a federation that is not ours: Flower, NVFlare, or a loop of one's own.
+"""Privacy for a client of any other federation: Flower, NVFlare, or your own loop.
 
 A client's whole update is clipped to a norm, and gets Gaussian noise before it leaves, so that
 neither the server nor anybody behind it need be trusted. Every update that is sent is a Gaussian
@@ -37,6 +37,7 @@ from dpfl_jax.accounting import statement
 from dpfl_jax.accounting.statement import Statement, whole_number
 from dpfl_jax.accounting.versions import this_version
 from dpfl_jax.errors import BadInputError, at_least, one_of, positive, probability
+from dpfl_jax.files import on_disk
 from dpfl_jax.mechanisms.calibrated import check_noise_multiplier
 from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
@@ -181,7 +182,7 @@ class PrivateClient:
         Raises:
           BadInputError: the folder was begun with other settings, or misses a file.
         """
-        self.folder = pathlib.Path(folder).absolute()
+        self.folder = on_disk(folder).absolute()
         given = _Budget(unit, float(epsilon), float(delta), rounds, float(clip_norm), 1.0)
         self._budget, versions = self._settled(given)
         budget = self._budget
@@ -244,15 +245,6 @@ class PrivateClient:
     def rounds_left(self) -> int:
         """How many more updates the budget allows."""
         return max(self._budget.rounds - _lines(self.folder / ROUNDS), 0)
-
-    def check(self) -> None:
-        """Raises BudgetExceededError if no further update may be sent."""
-        if not self.rounds_left:
-            b = self._budget
-            raise accounting.BudgetExceededError(
-                f"this {b.unit} has sent the {b.rounds} updates of its budget, and one more would "
-                f"exceed epsilon {b.epsilon:g} at delta {b.delta:g}: nothing was sent"
-            )
 
     def reserve(self, request: str) -> None:
         """Uses up the round of a request before its update is made.
@@ -350,7 +342,12 @@ class PrivateClient:
     def _count(self, rounds: io.FileIO, name: str) -> None:
         """Uses up a round, on the disk, before anything of it is computed."""
         # proof: client-rounds-1
-        self.check()
+        if not self.rounds_left:
+            b = self._budget
+            raise accounting.BudgetExceededError(
+                f"this {b.unit} has sent the {b.rounds} updates of its budget, and one more would "
+                f"exceed epsilon {b.epsilon:g} at delta {b.delta:g}: nothing was sent"
+            )
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         torn = b"" if rounds.readall()[-1:] in (b"", b"\n") else b"\n"
         line = torn + json.dumps({"time": now, "sent": name}).encode() + b"\n"

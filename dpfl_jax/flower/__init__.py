@@ -3,7 +3,7 @@
 A silo holds its records, root key, policy, ledger and log. It samples, clips and adds noise itself,
 and sends the message that the simulation would release with the same keys. The protocol (``silo``,
 ``server``) does not depend on a transport; ``apps`` and ``node`` run it over Flower (extra
-``flower``). ``mod`` is for Flower apps of one's own.
+``flower``). ``mod`` protects a client of your own Flower app.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _sent_arrays(message: Message) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def _update(before: dict[str, np.ndarray], keys: list[str], reply: Message) -> dict[str, Any]:
-    """What the app changed in the arrays of these keys."""
+    """The arrays that the app returns under these keys, minus those that the server sent."""
     if reply.has_error():
         raise BadInputError(f"the app replied with an error: {reply.error.reason}")
     (record,) = reply.content.array_records.values()

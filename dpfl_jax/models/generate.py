@@ -255,7 +255,7 @@ class _Batch:
         return Sampled(number, tokens, ended, int(slots["redraws"][slot]))
 
     def advance(self, steps: int) -> None:
-        """Takes so many steps, or fewer if an eighth of the texts have ended before."""
+        """Draws up to ``steps`` tokens of each text; stops once an eighth of the texts ended."""
         placed = {name: self._placed(x) for name, x in self.slots.items()}
         self._cache, changed = _advance(
             self._config, self._params, self._cache, placed, self._key, self._sampling, steps

@@ -27,6 +27,7 @@ from dpfl_jax.accounting.statement import NAME, Statement
 from dpfl_jax.data import load_dataset
 from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.errors import BadInputError, StoppedError, at_least, nearest
+from dpfl_jax.files import on_disk
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place, unit_axes, unit_parts
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import Sampled, Sampling, generate_texts
@@ -136,9 +137,9 @@ def synthesize(
     settings, console = settings or Settings(), console or Console(quiet=True)
     at_least("the batch size", batch_size, 1, whole=True)
     at_least("the number of rows (--rows)", rows, 1, whole=True)
-    target = pathlib.Path(out)
+    target, folder = on_disk(out), None if report is None else on_disk(report)
     _check_folder(target)
-    kept = read_run(pathlib.Path(run))
+    kept = read_run(on_disk(run))
     with console.status("reading the model"):
         trained = language_model(kept)
     writer = writer_of(trained, prompts)
@@ -161,7 +162,7 @@ def synthesize(
         "settings": dataclasses.asdict(dataclasses.replace(settings, max_tokens=most)),
         "prompts": writer.digest,
     }
-    real = None if report is None else _real(trained, pathlib.Path(report), target)
+    real = None if folder is None else _real(trained, folder, target)
     draw = functools.partial(
         _generated, trained.model, writer, settings=settings, most=most, mesh=_mesh(trained)
     )
@@ -200,11 +201,11 @@ def synthesize(
         "guarantee": stated.text,
         "privacy": stated.privacy.to_json(),
     }
-    if report is not None and real is not None:
+    if folder is not None and real is not None:
         with console.status("comparing with real people's rows"):
             before = _before(kept, trained, texts, draw, batch_size)
-            write_report(pathlib.Path(report), whole, real, before, writer.template)
-        made["report"] = str(pathlib.Path(report) / REPORT)
+            write_report(folder, whole, real, before, writer.template)
+        made["report"] = str(folder / REPORT)
     return made
 
 

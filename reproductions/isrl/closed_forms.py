@@ -53,14 +53,14 @@ def run(settings: Settings) -> Outcome:
                 "one_pass_theorem": one_pass.epsilon,
             }
         )
-        told: tuple[tuple[str, str, Source], ...] = (
+        claimed: tuple[tuple[str, str, Source], ...] = (
             ("theorem", "Theorem D.1's noise", "paper"),
             ("one_pass", "Theorem E.1's noise, one pass,", "paper"),
             ("experiments", "the experiments' noise, for gradients as large as L,", "paper"),
             ("logistic", "the experiments' noise, for logistic gradients of L/2,", "paper"),
             ("ours", "our noise", "ours"),
         )
-        claims += [_claim(words, spent[key], epsilon, source) for key, words, source in told]
+        claims += [_claim(words, spent[key], epsilon, source) for key, words, source in claimed]
     file = settings.out / "isrl-closed-forms.png"
     _draw(rows, file)
     return Outcome(

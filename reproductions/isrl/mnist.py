@@ -335,7 +335,7 @@ def _claims(rows: list[dict[str, Any]], epsilons: tuple[float, ...]) -> list[Cla
 
 
 def _upsilon(squares: list[float]) -> Claim:
-    """What the paper rounds to 0.17: it holds if that lies within the range of draws."""
+    """The claim about upsilon_*^2, which holds if 0.17 lies within the range of the draws."""
     low, high = min(squares), max(squares)
     return Claim(
         "heterogeneity at the minimiser, upsilon_*^2, is about 0.17 at most",

@@ -29,7 +29,7 @@ LOSSES = {"better": 1.0, "worse": 3.0}
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Runs of the made-up task: a loss that is known, instead of training."""
+    """Replaces training by a loss that is known."""
     monkeypatch.setattr(quality, "TASKS", {"made-up": TASK})
     done = []
 
