@@ -209,7 +209,7 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rule(name: str, action: str, message: str) -> dict[str, Any]:
-    """What to do with the set if a rule for pods failed its job, with such a message."""
+    """A rule of the JobSet for jobs that their pods' failure policy ended with this message."""
     return {
         "name": name,
         "action": action,

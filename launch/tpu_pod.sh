@@ -75,7 +75,7 @@ uv sync --frozen --no-dev --extra tpu --python 3.13"
   do_it "${vm[@]}" ssh "$tpu" "${where[@]}" --command "$with_uv" || exit 1
 fi
 
-# ssh passes no signal on, so the workers are told by another call; the first one then ends.
+# ssh passes no signal on, so another call stops the workers; the first one then ends.
 set -m
 stopped=''
 # shellcheck disable=SC2329  # called by the traps

@@ -35,7 +35,7 @@ from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
 from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.accounting.versions import library
 from dpfl_jax.errors import BadInputError, one_line, require, unrepeated
-from dpfl_jax.files import read_text
+from dpfl_jax.files import on_disk, read_text
 
 VERSION = 2
 _READ = (1, 2)  # version 1 has no digests, no unit key and no public inputs
@@ -233,7 +233,7 @@ def read_values(path: str | os.PathLike[str], what: str) -> Any:
     Raises:
       BadInputError: the file cannot be read, or exceeds a limit.
     """
-    path = pathlib.Path(path)
+    path = on_disk(path)
     try:
         values = json.loads(
             read_text(path), object_pairs_hook=unrepeated, parse_constant=_no_number
@@ -485,7 +485,9 @@ def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
     missing = [caveat for caveat in made.pop("caveats") if caveat not in said["caveats"]]
     for caveat in missing:
         problems.append(f"a caveat of the mechanism is missing: {caveat[:80]}...")
-    for name in made.keys() - {"epsilon", *_OF_THE_RUN}:
+    # All that a client of somebody else's federation states follows from its settings.
+    of_the_run = () if stated.basis["system"] == "client" else _OF_THE_RUN
+    for name in made.keys() - {"epsilon", *of_the_run}:
         if (place := _unequal(said[name], made[name], f"privacy.{name}")) is not None:
             problems.append(f"{place} by the mechanism in `basis`")
     problems += _public_inputs_unlike(said["public_inputs"], made["public_inputs"])

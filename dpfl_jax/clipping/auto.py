@@ -216,12 +216,12 @@ def decide(problem: ClippingProblem, machine: Machine, memory_limit: float | Non
 
 
 def _sent(problem: ClippingProblem) -> float:
-    """Bytes that a device sends for a microbatch if the compiler splits parameters over devices.
+    """Bytes that a device sends for a microbatch if parameters are split over ``fsdp``.
 
     All parameters are gathered for the forward and for the backward pass, most often in half
     precision. The float32 sum is scattered if the units are split, too.
     """
-    if problem.sharding is None or problem.sharding.mesh.size == 1:
+    if problem.sharding is None or problem.sharding.mesh.shape.get("fsdp", 1) == 1:
         return 0.0
     trained = sum(p.size for p in problem.leaves)
     frozen = sum(x.size for x in trace_loss(problem)[0].consts if jnp.ndim(x) > 1)

@@ -149,7 +149,8 @@ class Execution(Section):
       sum_over_fsdp: when gradients are summed over the fsdp devices. ``microbatch`` sends all
         gradients for every microbatch, and each device holds a part of their sum. ``step`` sends
         them once a step, and each device holds all of its sum (8 bytes a trained parameter).
-        ``auto`` takes ``step`` if that is at most a quarter of a device's memory.
+        ``auto`` takes ``step`` if that is at most a quarter of a device's memory. With
+        ``split_users`` it is always ``microbatch``.
       attention: how a transformer computes attention. ``plain`` holds the scores of all pairs of
         positions, ``blockwise`` those of two blocks, so that memory grows linearly with the length;
         ``auto`` is plain up to 1,024 positions.

@@ -168,8 +168,7 @@ class ModelConfig(Section):
       trainable: all, lora, biases, last_layers, or shell patterns of parameter names; default lora
         if there are adapters, else all. The others are never differentiated, noised or updated.
       last_layers: blocks that ``trainable: last_layers`` trains (with the last norm).
-      frozen_dtype: dtype of parameters of a checkpoint that are not trained. int8 rounds the
-        kernels of projections, with a scale for each output; the rest is then bfloat16.
+      frozen_dtype: dtype of parameters of a checkpoint that are not trained.
       dpo: the loss for preference pairs (``data.chosen_column``).
       augmentation: augmentation of images in training; it only costs computing.
       loss: loss of the linear models of silos that trust no server: logistic or hinge (two
@@ -189,18 +188,13 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     trainable: Literal["all", "lora", "biases", "last_layers"] | tuple[str, ...] | None = None
     last_layers: int = Field(1, ge=1)
-    frozen_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
     dpo: DpoConfig | None = None
     augmentation: AugmentationConfig | None = None
     loss: Literal["logistic", "hinge", "softmax", "squared", "absolute"] = "logistic"
     regularization: float = Field(0.0, ge=0)
     radius: Positive = 5.0
     smoothing: float | None = Field(None, gt=0)
-
-    @property
-    def frozen_float(self) -> str:
-        """Dtype of parameters that are not trained and not rounded to int8."""
-        return "bfloat16" if self.frozen_dtype == "int8" else self.frozen_dtype
 
     @property
     def what(self) -> str:

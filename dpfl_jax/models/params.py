@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,46 +27,19 @@ def without_adapters(params: PyTree) -> PyTree:
     return {k: without_adapters(v) for k, v in params.items() if k not in ADAPTERS}
 
 
-def quantized(params: PyTree, trained: Callable[[str], bool]) -> PyTree:
-    """Rounds kernels that are not trained to int8, with a float32 scale for each output.
-
-    The rounding is symmetric and to the nearest; a kernel is then ``kernel * kernel_scale``. The
-    router of experts stays as it is, as a small error there chooses other experts.
-
-    Args:
-      params: a language model's parameters, stacked or not.
-      trained: whether a parameter is trained, by its path.
-    """
-    result = {}
-    for path, x in flat_paths(params).items():
-        if path.endswith("/kernel") and "router" not in path and not trained(path):
-            wide = x.astype(jnp.float32)
-            scale = jnp.abs(wide).max(axis=-2, keepdims=True) / 127
-            x = jnp.round(wide / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8)
-            result[f"{path}_scale"] = scale
-        result[path] = x
-    return nested(result)
-
-
 def merge(params: PyTree, lora: Lora | None, dtype: str = "float32") -> PyTree:
     """Merges adapters into the base: every kernel becomes W + (alpha / rank) A B.
 
     Args:
       params: a model's parameters, stacked or not.
       lora: the adapters of the model's configuration.
-      dtype: dtype of kernels that had adapters (merged in float32) or were in int8; others keep
-        theirs.
+      dtype: dtype of kernels that had adapters (merged in float32); others keep theirs.
 
     Raises:
       BadInputError: there are adapters, but ``lora`` is None.
     """
     if not isinstance(params, dict):
         return params
-    if "kernel_scale" in params:
-        rest = {k: v for k, v in params.items() if k != "kernel_scale"}
-        kernel = params["kernel"].astype(jnp.float32) * params["kernel_scale"]
-        wide = kernel if "lora_a" in params else kernel.astype(dtype)
-        return merge({**rest, "kernel": wide}, lora, dtype)
     if "lora_a" not in params:
         return {k: merge(v, lora, dtype) for k, v in params.items()}
     if lora is None:

@@ -81,10 +81,8 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         lead = () if self.experts is None else (self.experts,)
         init = nn.initializers.normal(self.stddev)
-        kernel = self.param("kernel", init, (*lead, x.shape[-1], self.features)).astype(x.dtype)
-        if self.has_variable("params", "kernel_scale"):  # the kernel is in int8
-            kernel *= self.get_variable("params", "kernel_scale").astype(x.dtype)
-        y = _product(x, kernel, x.ndim == 2)
+        kernel = self.param("kernel", init, (*lead, x.shape[-1], self.features))
+        y = _product(x, kernel.astype(x.dtype), x.ndim == 2)
         if self.config.use_bias or self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(x.dtype)

@@ -27,7 +27,7 @@ from dpfl_jax.accounting.versions import this_version
 from dpfl_jax.audit import proof
 from dpfl_jax.config.load import other_run, with_moved, write_yaml
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.files import read_text
+from dpfl_jax.files import on_disk, read_text
 from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
@@ -141,7 +141,7 @@ class RunDirectory:
           BadInputError: it holds other files, another configuration, or a finished run, or another
             process works in it.
         """
-        self.path, self.writes = pathlib.Path(path).absolute(), True
+        self.path, self.writes = on_disk(path).absolute(), True
         self.check(self.path, config)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire_lock()
@@ -174,7 +174,7 @@ class RunDirectory:
     def _resume(
         self, private: pathlib.Path, config: Mapping[str, Any], key: RootKey | None, facts: Any
     ) -> None:
-        self.root_key = self._read_key(private)
+        self.root_key = read_root_key(private)
         if key is not None and key.fingerprint != self.root_key.fingerprint:
             raise BadInputError(
                 f"the run in {self.path} has its own root key, and another was given: leave key "
@@ -310,7 +310,7 @@ class RunDirectory:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                self.root_key = self._read_key(self.path / "private")
+                self.root_key = read_root_key(self.path / "private")
                 if self.root_key.fingerprint == introduction["root_key"]:
                     break
             except BadInputError:
@@ -340,7 +340,7 @@ class RunDirectory:
     @staticmethod
     def check(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         """Raises BadInputError unless ``path`` is new, or an unfinished run like this one."""
-        path = pathlib.Path(path).absolute()
+        path = on_disk(path).absolute()
         if "\\" in str(path):
             raise BadInputError(
                 f"the run directory {path} has a backslash in its path, which checkpoints take for "
@@ -401,16 +401,6 @@ class RunDirectory:
             ) from None
         return lock
 
-    def _read_key(self, private: pathlib.Path) -> RootKey:
-        try:
-            content = json.loads((private / _KEY).read_text())
-            return RootKey(bytes.fromhex(content["secret"]), public=content["public"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadInputError(
-                f"the root key in {private} cannot be read ({error}), so this run cannot go on "
-                "with the noise it began with: start a new one in another --run-dir"
-            ) from None
-
     def _write_key(self, private: pathlib.Path) -> None:
         content = {"secret": self.root_key.secret.hex(), "public": self.root_key.public}
         write_atomically(private / _KEY, json.dumps(content), mode=0o600)
@@ -454,6 +444,22 @@ class RunDirectory:
             return
         kept = [row for row in self.read_metrics() if row["step"] <= step]
         write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def read_root_key(private: pathlib.Path) -> RootKey:
+    """Reads the root key in the folder ``private`` of a run.
+
+    Raises:
+      BadInputError: it cannot be read.
+    """
+    try:
+        content = json.loads((private / _KEY).read_text())
+        return RootKey(bytes.fromhex(content["secret"]), public=content["public"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadInputError(
+            f"the root key in {private} cannot be read ({error}), so this run cannot go on "
+            "with the noise it began with: start a new one in another --run-dir"
+        ) from None
 
 
 def finished_report(path: pathlib.Path) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ from dpfl_jax.run.checkpoint import (
     shapes_of,
     stopped_caveat,
 )
-from dpfl_jax.run.console import RunConsole, StepProgress, StopRequest
+from dpfl_jax.run.console import StepProgress, StopRequest, phase
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import TrainState, content_digest
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
@@ -205,7 +205,7 @@ class _Driven:
     """A run of ``drive``, phase by phase.
 
     Attributes:
-      state: after ``done`` steps.
+      state: after ``done`` steps, ``turns`` of the loop.
       ended: whether no step is left, or a rule has stopped the run.
       stopping: name of the signal that stops it.
     """
@@ -237,13 +237,14 @@ class _Driven:
             self.checkpoints = Checkpoints(run_dir.path / "checkpoints", loop.keep_checkpoints)
             self.resumed = self.checkpoints.resumed_step()
         self.released = _ReleasedSteps(run_dir, algorithm.steps, self.resumed or 0)
-        self.done, self.ended, self.has_checked_losses = 0, False, False
+        self.done, self.turns, self.ended, self.has_checked_losses = 0, 0, False, False
 
     # ---- before the first step -------------------------------------------------------------
 
     def begin(self, key: RootKey | None) -> None:
         """Compares the run with what it began with, and derives the key of its draws."""
         algorithm, run_dir = self.algorithm, self.run_dir
+        phase(self.console, "placing the parameters and taking their digest")
         self.root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
         if self.root.public and algorithm.private:
             self.caveats.append(PUBLIC_KEY_CAVEAT)
@@ -275,6 +276,7 @@ class _Driven:
         if run_dir.computed_with(algorithm.hardware, algorithm.layout_fingerprint):
             self.caveats.append(MOVED_CAVEAT)
         if self.resumed is not None:
+            phase(self.console, f"restoring the checkpoint of {algorithm.word} {self.resumed}")
             self.state = self.checkpoints.restore(self.state, self.root, self.terms, self.resumed)
         run_dir.begin_steps()
         self.done = int(self.state.step)
@@ -286,6 +288,7 @@ class _Driven:
     def evaluate(self) -> None:
         if self._evaluate is None or evaluation_after(self.log.rows, self.done) is not None:
             return
+        phase(self.console, f"evaluating held-out data after {self.algorithm.word} {self.done}")
         evaluation = self._evaluate(self.model(self.state))
         if self.done == 0 and not math.isfinite(evaluation["loss"]):
             before = "before the first step the mean loss of held-out examples is"
@@ -327,10 +330,12 @@ class _Driven:
                     self.work.check(
                         self.state, functools.partial(_show_progress, self.console, line)
                     )
+            phase(self.console, "finding out how gradients are clipped")
             self.clipping = self.work.clipping()
             if self.clipping is not None:
                 _warn_of(self.clipping, self.console)
         self.ended = exhausted(self.log.rows, self.loop.patience)
+        phase(self.console, "bounding epsilon after each part of the run")
         self.spent = Spent(algorithm)
 
     # ---- the steps -------------------------------------------------------------------------
@@ -339,7 +344,7 @@ class _Driven:
         """Takes the remaining steps, until the last one, a signal, or a rule stops the run."""
         algorithm, log = self.algorithm, self.log
         with (
-            StopRequest() as stop,
+            StopRequest(elsewhere=processes.hear_sigterm()) as stop,
             StepProgress(
                 self.console or Console(quiet=True), algorithm.word, algorithm.steps, self.done
             ) as bar,
@@ -387,8 +392,11 @@ class _Driven:
         last = done == self.algorithm.steps
         logs = last or _due(loop.log_every, before, done)
         saves = last or _due(loop.checkpoint_every, before, done)
-        if logs or saves or not processes.many():  # many processes wait for each other here
-            self.stopping = self.meter.exchange(stop.requested)
+        self.turns += 1
+        agreed = processes.stops_after(self.turns)
+        # Many processes wait for each other here.
+        if logs or saves or agreed or not processes.many():
+            self.stopping = self.meter.exchange(stop.requested) or ("SIGTERM" if agreed else None)
         if logs:
             row = {"step": done, "epsilon_spent": self._epsilon()}
             row |= self.algorithm.row(output.stats)
@@ -397,6 +405,7 @@ class _Driven:
             bar.update(done, _status(row))
         if _due(loop.eval_every, before, done) and not last:
             self.evaluate()
+            bar.begin(done)
             self.meter.restart()
             self.ended = exhausted(self.log.rows, loop.patience)
             if self.choosing is not None:
@@ -547,8 +556,7 @@ def _warn_of(clipping: dict[str, Any], console: Console | None) -> None:
 def _show_progress(console: Console | None, line: Any, part: str) -> None:
     if line is not None:
         line.update(f"{_CHECKING}: {part}")
-    elif isinstance(console, RunConsole):
-        console.begin(f"{_CHECKING}: {part}")
+    phase(console, f"{_CHECKING}: {part}")
 
 
 def _check_losses(raw: dict[str, Any]) -> bool:

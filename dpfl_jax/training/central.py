@@ -41,6 +41,7 @@ from dpfl_jax.mechanisms.plan.batches import (
     step_arguments,
     units_of,
 )
+from dpfl_jax.mechanisms.plan.sum_check import check_sum
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, microbatched
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.noise import NoiseState, compiler_options
@@ -322,18 +323,17 @@ class CentralSteps(Steps):
         }
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
-        """Compares the compiled sum with one device's, and the strategy's norms with plain ones."""
         run = self.run
-        run.plan.check(
+        check_sum(
             self.compiled.sum,
+            run.mechanism,
             self.loss_fn,
-            run.given,
             state.params,
             run.frozen,
             self.pipeline,
             self.sampler.group_size,
-            run.trainable,
-            say,
+            trainable=run.trainable,
+            say=say,
         )
 
     def clipping(self) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from dpfl_jax.config.load import read_sections
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError, positive
+from dpfl_jax.files import on_disk
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, not_reference
 from dpfl_jax.models.checkpoint import fingerprint, save_adapter, save_checkpoint
@@ -96,9 +97,9 @@ def export(
       ['guarantee', 'layout', 'out', 'parameters', 'privacy', 'step']
     """
     positive("max_file_bytes", max_file_bytes)
-    directory = pathlib.Path(run)
+    directory, out = on_disk(run), on_disk(out)
     kept = read_run(directory, which)
-    with _whole_or_nothing(pathlib.Path(out)):
+    with _whole_or_nothing(out):
         size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
         base = None
         is_central = kept.config is not None and kept.config.variant == "central"
@@ -288,7 +289,7 @@ def load_trained(
     Raises:
       BadInputError: it is not a finished run of a language model, or its base is gone.
     """
-    return language_model(read_run(pathlib.Path(run), which))
+    return language_model(read_run(on_disk(run), which))
 
 
 def language_model(
@@ -319,11 +320,11 @@ def language_model(
     model = build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)
     chosen = flat_paths(kept.released)
     if set(chosen) < set(flat_paths(jax.eval_shape(model.init, jax.random.key(0)))):
-        chosen = {**flat_paths(_base(config, kept.report, model)), **chosen}
+        chosen = {**flat_paths(base_params(config, kept.report, model)), **chosen}
     chosen = {name: jnp.asarray(x) for name, x in chosen.items() if not_reference(name)}
     if not merged:
         return TrainedModel(config, model, nested(chosen), tokenizer, kept.step)
-    params = merge(nested(chosen), model.config.lora, dtype or config.model.frozen_float)
+    params = merge(nested(chosen), model.config.lora, dtype or config.model.frozen_dtype)
     plain = LanguageModel(dataclasses.replace(model.config, lora=None))
     return TrainedModel(config, plain, params, tokenizer, kept.step)
 
@@ -389,8 +390,12 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
     return FinishedRun(directory, config, known["facts"], report, step, stated, params)
 
 
-def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:
-    """All parameters before the private phase, adapters included."""
+def base_params(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:
+    """Returns all parameters before the private phase of a run, adapters included.
+
+    Raises:
+      BadInputError: what the run began with is gone, or was changed.
+    """
     key, mesh = jax.random.key(config.init_seed), make_mesh(devices=jax.devices()[:1])
     if config.model.checkpoint is not None:
         return with_adapters(base_from_checkpoint(config, model, mesh), model, key, mesh)

@@ -192,7 +192,7 @@ class Compiled:
     Attributes:
       flops: operations of products and convolutions of one microbatch.
       temp_bytes: the compiler's temporaries; all that it needs, if ``refused``.
-      argument_bytes: state and a buffer of two microbatches.
+      argument_bytes: state, with the average of the iterates, and a buffer of two microbatches.
       output_bytes: the new state.
       alias_bytes: results that reuse the memory of arguments.
       collectives: fields of each ``Collective``; None if the TPU compiler is newer than jaxlib,
@@ -220,7 +220,8 @@ class Compiled:
 class Units:
     """Shape of one microbatch: ``parts`` devices with ``microbatch`` units each.
 
-    A unit has ``group`` examples (None: it is one) of ``length`` tokens, and a bound if ``bounds``.
+    A unit has ``group`` examples (None: it is one) of ``length`` tokens, and a bound if ``bounds``;
+    with ``packed`` the examples are rows of several.
     """
 
     parts: int
@@ -228,6 +229,7 @@ class Units:
     group: int | None
     length: int
     bounds: bool = False
+    packed: bool = False
 
     def shapes(self, *lead: int) -> Any:
         """Shapes of a batch of units with these leading axes."""
@@ -240,9 +242,13 @@ class Units:
             "tokens": jax.ShapeDtypeStruct((*lead, self.length), jnp.int32),
             "mask": jax.ShapeDtypeStruct((*lead, self.length), jnp.bool_),
         }
+        if self.packed:
+            example["segments"] = example["tokens"]
         if self.group is None:
             return example | bounds
-        return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)} | bounds
+        counts = {"count": jax.ShapeDtypeStruct(lead[:-1], jnp.int32)} if self.packed else {}
+        mask = jax.ShapeDtypeStruct(lead, jnp.bool_)
+        return {"examples": example, "mask": mask} | counts | bounds
 
 
 def kind_of(topology: str) -> str:
@@ -322,7 +328,7 @@ class Step:
       calibrated, model, optimizer, mesh: what the step is made of.
       options: options of the clipped gradient; ``trainable`` says which parameters are trained.
       frozen_dtype: dtype of parameters that are not trained.
-      rounds_frozen: whether their kernels are rounded to int8.
+      averages: whether the run keeps an average of the iterates, which is no argument of the step.
     """
 
     calibrated: Any
@@ -331,7 +337,7 @@ class Step:
     mesh: Any
     options: dict[str, Any]
     frozen_dtype: str = "float32"
-    rounds_frozen: bool = False
+    averages: bool = False
 
     def flops(self, units: Units) -> float:
         """Operations of one microbatch on one device, counted before compilation."""
@@ -345,13 +351,30 @@ class Step:
 
     def compile(self, units: Units) -> Compiled:
         """Compiles the step for units of these shapes."""
+        step, arguments = self._lowerable(units)
+        return self._compiled(step, arguments, self.flops(units))
+
+    def compile_check(self, units: Units) -> Compiled:
+        """Compiles the plain gradient that the step is compared with before a run, on the mesh."""
+        import numpy as np
+
+        from dpfl_jax.mechanisms.plan.sum_check import Reference
+
+        _, (state, *_, frozen) = self._lowerable(units)
+        mechanism, loss_fn = self.calibrated.mechanism, self.model.loss
+        trainable = self.options.get("trainable")
+        given = (mechanism, loss_fn, state.params, frozen, self.mesh, trainable)
+        reference = Reference.on_mesh(*given)
+        example, weight = dataclasses.replace(units, group=None).shapes(), np.float32(1)
+        arguments = (state.params, frozen, example, weight, reference.nothing)
+        return self._compiled(reference.add, arguments, math.nan)
+
+    def _compiled(self, program: Any, arguments: tuple[Any, ...], flops: float) -> Compiled:
         import jax
 
-        step, arguments = self._lowerable(units)
         start = time.perf_counter()
-        flops = self.flops(units)
         try:
-            compiled = step.lower(*arguments).compile()
+            compiled = program.lower(*arguments).compile()
         except jax.errors.JaxRuntimeError as error:
             needed = re.search(r"temporaries \(([\d.]+)([KMG])\)", str(error))
             needed = needed or re.search(r"[Uu]sed ([\d.]+)([KMG]) of", str(error))
@@ -365,11 +388,25 @@ class Step:
         return Compiled(
             flops=flops,
             temp_bytes=int(memory.temp_size_in_bytes),
-            argument_bytes=int(memory.argument_size_in_bytes),
+            argument_bytes=int(memory.argument_size_in_bytes) + self._average_bytes(arguments[0]),
             output_bytes=int(memory.output_size_in_bytes),
             alias_bytes=int(memory.alias_size_in_bytes),
             collectives=self._sent(compiled),
             seconds=seconds,
+        )
+
+    def _average_bytes(self, state: Any) -> int:
+        """Bytes of the average on each device; ``state`` has the shapes of the parameters."""
+        import jax
+
+        from dpfl_jax.run.average import started
+
+        if not self.averages:
+            return 0
+        kept = jax.tree.leaves(jax.eval_shape(started, state.params))
+        return sum(
+            math.prod(p.sharding.shard_shape(p.shape)) * average.dtype.itemsize
+            for p, average in zip(jax.tree.leaves(state.params), kept, strict=True)
         )
 
     def _sent(self, compiled: Any) -> list[dict[str, Any]] | None:
@@ -387,7 +424,6 @@ class Step:
 
         from dpfl_jax.clipping import split
         from dpfl_jax.mesh import parameter_shardings, replicated, unit_axes
-        from dpfl_jax.models.params import quantized
         from dpfl_jax.run.state import TrainState, shardings_of
         from dpfl_jax.training.central import make_train_step
 
@@ -400,15 +436,10 @@ class Step:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
             )
 
-        def init(key: Any) -> Any:
-            params, trained = self.model.init(key), self.options.get("trainable")
-            return quantized(params, trained) if trained and self.rounds_frozen else params
-
-        params, frozen = split(jax.eval_shape(init, jax.random.key(0)), self.options["trainable"])
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0))
+        params, frozen = split(shapes, self.options.get("trainable"))
         frozen = jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(
-                x.shape, x.dtype if x.dtype == jnp.int8 else self.frozen_dtype, sharding=place
-            ),
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, self.frozen_dtype, sharding=place),
             frozen,
             parameter_shardings(frozen, self.mesh),
         )
@@ -467,6 +498,46 @@ def largest_that_fits(peak: Callable[[int], int | None], limit: int, start: int 
     return 0
 
 
+def step_of(config: Any, vocab: int, topology: str, mesh: Any) -> tuple[Step, Units]:
+    """Returns the step of a configuration, and its units; arguments as in ``measure``."""
+    from dpfl_jax.clipping import OwnBound
+    from dpfl_jax.mesh import unit_parts
+    from dpfl_jax.training.start import build_transformer, make_optimizer, trained_by_name
+
+    model, execution = build_transformer(config, vocab, bos_id=1), config.execution
+    calibrated = _with_any_noise(config, config.mechanism)
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    limit = memory_of(topology)
+    options = {
+        "strategy": execution.strategy,
+        "platform": "cpu" if kind_of(topology) == "cpu" else "tpu",
+        "trainable": trained_by_name(config.model, model),
+        # The choice of a strategy would otherwise ask the local device.
+        "memory_limit": None if limit is None else limit / 2,
+        "sum_over_fsdp": execution.sum_over_fsdp,
+        **execution.cut,
+    }
+    frozen_dtype, averages = config.model.frozen_dtype, config.train.average != "none"
+    step = Step(calibrated, model, optimizer, mesh, options, frozen_dtype, averages)
+    mechanism = calibrated.mechanism
+    return step, Units(
+        unit_parts(mesh),
+        execution.microbatch_size,
+        mechanism.participation.unit_examples,
+        config.data.seq_len,
+        isinstance(mechanism.rule, OwnBound),
+    )
+
+
+def _with_any_noise(config: Any, mechanism: Any) -> Any:
+    """The mechanism, calibrated: the compiled step does not depend on the people or the noise."""
+    from dpfl_jax.mechanisms import Population
+
+    some = Population(*[math.ceil(mechanism.participation.divisor)] * 3)
+    noise = config.privacy.noise_multiplier or 1.0
+    return mechanism.calibrate(some, config.train.steps, noise_multiplier=noise, delta=1e-5)
+
+
 def measure(
     config: Any,
     vocab: int,
@@ -488,55 +559,25 @@ def measure(
       baseline: whether to compile the step without privacy, too.
       count_only: whether to compile nothing, and only count operations.
     """
-    from dpfl_jax.clipping import OwnBound
-    from dpfl_jax.mechanisms import Population, non_private
-    from dpfl_jax.mesh import unit_parts
-    from dpfl_jax.training.start import (
-        build_transformer,
-        check_trainable,
-        make_optimizer,
-        trained_by_name,
-    )
+    from dpfl_jax.mechanisms import non_private
+    from dpfl_jax.training.start import check_trainable
 
-    model = build_transformer(config, vocab, bos_id=1)
-    execution = config.execution
-
-    def any_noise(mechanism: Any) -> Any:
-        """The compiled step does not depend on the number of people or the noise."""
-        some = Population(*[math.ceil(mechanism.participation.divisor)] * 3)
-        noise = config.privacy.noise_multiplier or 1.0
-        return mechanism.calibrate(some, config.train.steps, noise_multiplier=noise, delta=1e-5)
-
-    calibrated = any_noise(config.mechanism)
-    mechanism = calibrated.mechanism
-    optimizer = make_optimizer(config.optimizer, config.train.steps)
-    platform = "cpu" if kind_of(topology) == "cpu" else "tpu"
-    trainable = trained_by_name(config.model, model)
-    frozen = (config.model.frozen_float, config.model.frozen_dtype == "int8")
-    limit, size = memory_of(topology), execution.microbatch_size
-    options = {
-        "strategy": execution.strategy,
-        "platform": platform,
-        "trainable": trainable,
-        # The choice of a strategy would otherwise ask the local device.
-        "memory_limit": None if limit is None else limit / 2,
-    }
-    cut, group = execution.cut, mechanism.participation.unit_examples
-    parts, length = unit_parts(mesh), config.data.seq_len
-    bounds = isinstance(mechanism.rule, OwnBound)
-    more = {**options, **cut, "sum_over_fsdp": execution.sum_over_fsdp}
-    step = Step(calibrated, model, optimizer, mesh, more, *frozen)
+    step, first = step_of(config, vocab, topology, mesh)
+    model, mechanism, options = step.model, step.calibrated.mechanism, step.options
+    limit, size, group = memory_of(topology), first.microbatch, first.group
     compiled: dict[int, Compiled] = {}
+
+    def sized(size: int) -> Units:
+        return dataclasses.replace(first, microbatch=size)
 
     def at(size: int) -> Compiled:
         if size not in compiled:
-            compiled[size] = step.compile(Units(parts, size, group, length, bounds))
+            compiled[size] = step.compile(sized(size))
         return compiled[size]
 
     largest = None
     if count_only:
-        units = Units(parts, size, group, length, bounds)
-        compiled[size] = Compiled(step.flops(units), 0, 0, 0, 0, [], 0.0)
+        compiled[size] = Compiled(step.flops(first), 0, 0, 0, 0, [], 0.0)
         suggest, baseline, limit = False, False, None
     if suggest and limit is not None:
 
@@ -545,26 +586,27 @@ def measure(
 
         largest = largest_that_fits(peak, limit, start=size)
         size = largest or min(compiled)
-    private, units = at(size), Units(parts, size, group, length, bounds)
-    plain_step = Step(
-        any_noise(non_private(batch_size=mechanism.compute_budget)),
-        model, optimizer, mesh, {"trainable": trainable}, *frozen,
-    )  # fmt: skip
-    plain_units = Units(parts, size * (group or 1), None, length)
+    private, units = at(size), sized(size)
+    plain_step = dataclasses.replace(
+        step,
+        calibrated=_with_any_noise(config, non_private(batch_size=mechanism.compute_budget)),
+        options={"trainable": options["trainable"]},
+    )
+    plain_units = Units(units.parts, size * (group or 1), None, units.length)
     plain = plain_step.compile(plain_units) if baseline else None
     plain_flops = plain_step.flops(plain_units) if plain is None else plain.flops
     return {
         "topology": topology,
         "devices": mesh.size,
         "mesh": dict(mesh.shape),
-        "unit_parts": parts,
+        "unit_parts": units.parts,
         "parameters": model.num_params,
         "trained_parameters": check_trainable(config.model, model),
         "mechanism": mechanism.kind,
         "group_size": group,
         "microbatch_size": size,
         "largest_microbatch_size": largest,
-        "seq_len": length,
+        "seq_len": units.length,
         "fits": None if limit is None else not private.refused and private.peak_bytes <= limit,
         "peak_bytes": None if count_only else private.peak_bytes,
         "hbm_bytes": limit,
@@ -577,7 +619,7 @@ def measure(
         "collectives": private.collectives,
         "non_private_collectives": None if plain is None else plain.collectives,
         "compile_seconds": round(private.seconds, 1),
-        "strategy": _explain(mechanism, model, mesh, units, options, cut).splitlines(),
+        "strategy": _explain(step, units).splitlines(),
     }
 
 
@@ -690,16 +732,17 @@ def vocabulary(config: Any, given: int | None) -> int:
     return declared or load_tokenizer(config.data.tokenizer).vocab_size
 
 
-def _explain(
-    mechanism: Any, model: Any, mesh: Any, units: Units, options: Any, cut: dict[str, Any]
-) -> str:
+def _explain(step: Step, units: Units) -> str:
     import jax
 
     from dpfl_jax.mechanisms.plan.sums import microbatched
 
-    pieces = microbatched(mechanism, mesh, **cut)
-    bounded = mechanism.clipped_grad(model.loss, **options, **pieces)
+    mechanism, options = step.calibrated.mechanism, dict(step.options)
+    cut = {name: options.pop(name) for name in ("examples_at_once", "split_users")}
+    del options["sum_over_fsdp"]
+    pieces = microbatched(mechanism, step.mesh, **cut)
+    bounded = mechanism.clipped_grad(step.model.loss, **options, **pieces)
     if not hasattr(bounded, "explain"):
         return "not private"
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.eval_shape(step.model.init, jax.random.key(0))
     return str(bounded.explain(params, units.shapes(units.microbatch)))

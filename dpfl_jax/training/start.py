@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import fcntl
 import fnmatch
-import functools
 import hashlib
 import json
 import pathlib
@@ -42,7 +41,7 @@ from dpfl_jax.models import (
     with_reference,
 )
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
-from dpfl_jax.models.params import flat_paths, is_adapter, nested, quantized
+from dpfl_jax.models.params import flat_paths, is_adapter, nested
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.checkpoint import load_params, save_params
@@ -258,18 +257,14 @@ def base_from_checkpoint(config: RunConfig, model: LanguageModel, mesh: Mesh) ->
     assert config.model.checkpoint is not None
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     trained = trained_by_name(config.model, model) or (lambda _: True)
-    params = load_checkpoint(
+    low = config.model.frozen_dtype
+    return load_checkpoint(
         config.model.checkpoint,
         model.config,
         shapes,
         parameter_shardings(shapes, mesh),
-        dtype=lambda name: "float32" if trained(name) else config.model.frozen_float,
+        dtype=lambda name: "float32" if trained(name) else low,
     )
-    if config.model.frozen_dtype != "int8":
-        return params
-    rounded = functools.partial(quantized, trained=trained)
-    places = parameter_shardings(jax.eval_shape(rounded, params), mesh)
-    return jax.jit(rounded, out_shardings=places)(params)
 
 
 def with_adapters(base: PyTree, model: LanguageModel, key: jax.Array, mesh: Mesh) -> PyTree:

@@ -33,7 +33,7 @@ from dpfl_jax.federation.personal import RateAssignment
 from dpfl_jax.models import LogisticRegression, SmallCNN
 from reproductions._plots import panel
 from reproductions._seeds import of
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, Tried
 from reproductions.rpdp import heart, mnist
 from reproductions.rpdp._cells import Cell, always, train
 from reproductions.rpdp._noise import noise_for_cap
@@ -239,7 +239,12 @@ def run(settings: Settings) -> Outcome:
     claims = _claims(rows)
     for where in found:
         claims += _batches(PUBLISHED[where], where)
-    return Outcome(claims, figures, rows, notes)
+    tried = Tried(
+        f"the authors' own settings, on {' and '.join(found)}",
+        is_papers_size=True,
+        fixed="the authors' learning rates",
+    )
+    return Outcome(claims, figures, rows, notes, tried)
 
 
 def _cells(where: str, bench: Bench) -> list[Cell]:

@@ -13,13 +13,21 @@ from reproductions.registry import Claim, Outcome, Settings
 from reproductions.subject import _closed_forms
 
 TITLE = "what the papers' calibrations really cost"
-SOURCE = "Marathe et al., text A sections 3.2 to 3.5, text B section 3; target (4, 1e-5)"
+SOURCE = "Marathe et al., text A sections 3.1 to 3.5, text B section 3; target (4, 1e-5)"
 
 EPSILON, DELTA = 4.0, 1e-5
 # FEMNIST: 3,500 writers of 145 images over 16 silos, batches of 512. The number of local steps is
 # not given in the papers: one pass over the silo's records is 62.
 RECORDS, BATCH, CAP, SILOS, ROUNDS = 31_719, 512, 9, 16, 100
 Q = BATCH / RECORDS
+WRONG = {
+    "text B, HiGradAvgDP": "q for 1 - (1 - q)^K, the chance that a subject is in a batch; and "
+    "R/sqrt(s) rounds for R/s",
+    "LocalGroupDP, noise for Z=3": "the group Z of the batch for K, with the amplification of one "
+    "record; and R/sqrt(s) rounds for R/s",
+    "text A, HiGradAvgDP": "R/sqrt(s) rounds for R/s; here with a constant divisor: as printed, "
+    "sums are divided by the secret number of subjects, and no epsilon follows",
+}
 
 
 def calibrate(make: Callable[[float], Any]) -> float:
@@ -93,7 +101,7 @@ def run(settings: Settings) -> Outcome:
                         real[name],
                         EPSILON,
                         real[name] <= EPSILON * 1.01,
-                        "the fraction sampled, the group in the batch, or R/sqrt(s) is wrong",
+                        WRONG[name],
                         source="paper",
                     )
                 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from reproductions._plots import band, panel
 from reproductions.registry import Claim, Outcome, Settings, Source, between, less
-from reproductions.subject._training import Run, Trained, base_config, confined, train
+from reproductions.subject._training import Run, Trained, base_config, confined, train, tried_of
 
 TITLE = "accuracy of the five algorithms: text A, text B, and sound noise"
 SOURCE = "Marathe et al., text A Figure 1, text B Figures 1 and 2"
@@ -49,7 +49,8 @@ def run(settings: Settings) -> Outcome:
         "is named (the papers' learning rates are Adam-like; their optimiser is not stated)",
         "the papers' accuracies on FEMNIST are not expected here: other images, a smaller model",
     ]
-    return Outcome(_claims(found, chance), [file], [t.row() for t in found.values()], notes)
+    rows = [t.row() for t in found.values()]
+    return Outcome(_claims(found, chance), [file], rows, notes, tried_of(raw, seeds))
 
 
 def _claims(found: dict[str, Trained], chance: float) -> list[Claim]:
@@ -130,7 +131,9 @@ def _claims(found: dict[str, Trained], chance: float) -> list[Claim]:
                 claim.real_epsilon,
                 claim.epsilon,
                 claim.real_epsilon <= claim.epsilon,
-                "; ".join(claim.why),
+                "; ".join(
+                    [*claim.why, f"with constant noise and divisor: {claim.if_constant:.4g}"]
+                ),
                 source="paper",
             )
         )

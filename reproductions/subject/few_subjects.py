@@ -8,7 +8,7 @@ import numpy as np
 
 from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings, less
-from reproductions.subject._training import COMPARED, Trained, base_config, train
+from reproductions.subject._training import COMPARED, Trained, base_config, train, tried_of
 
 TITLE = "accuracy with fewer subjects"
 SOURCE = "Marathe et al., text B Figure 4 (Small-FEMNIST)"
@@ -55,7 +55,8 @@ def run(settings: Settings) -> Outcome:
     ]
     file = settings.out / "subject_few_subjects.png"
     _draw(rows, file)
-    return Outcome(claims, [file], rows, [note, f"{rounds} rounds calibrated, {seeds} seed(s)"])
+    notes = [note, f"{rounds} rounds calibrated, {seeds} seed(s)"]
+    return Outcome(claims, [file], rows, notes, tried_of(raw, seeds))
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from reproductions._plots import band, columns, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, between, less
-from reproductions.subject._training import COMPARED, Trained, base_config, train
+from reproductions.subject._training import COMPARED, Trained, base_config, train, tried_of
 
 TITLE = "accuracy when subjects are concentrated in few silos"
 SOURCE = "Marathe et al., text A Figure 3, text B Figure 3"
@@ -68,7 +68,8 @@ def run(settings: Settings) -> Outcome:
     ]
     file = settings.out / "subject_skew.png"
     _draw(rows, file)
-    return Outcome(claims, [file], rows, [note, f"{rounds} rounds calibrated, {seeds} seed(s)"])
+    notes = [note, f"{rounds} rounds calibrated, {seeds} seed(s)"]
+    return Outcome(claims, [file], rows, notes, tried_of(raw, seeds))
 
 
 def _most(raw: dict[str, Any]) -> int:

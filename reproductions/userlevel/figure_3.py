@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from reproductions._plots import panel, ticks
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, Tried, Tuning
 from reproductions.userlevel._mean_estimation import (
     PER_USER,
     Arm,
@@ -44,7 +44,7 @@ def run(settings: Settings) -> Outcome:
 
     panels = QUICK if settings.quick else PANELS
     arms = QUICK_ARMS if settings.quick else ARMS
-    tuning, trials = (8, 64) if settings.quick else (16, 128)
+    tuning_trials, trials = (8, 64) if settings.quick else (16, 128)
     rates, clip_norms = np.geomspace(1e-3, 3.0, 12), np.geomspace(2.0**-6, 2.0**5, 12)
     points = {Setting()} | {
         dataclasses.replace(Setting(), **{name: value})
@@ -54,7 +54,7 @@ def run(settings: Settings) -> Outcome:
     work = [(point, arm) for point in sorted(points, key=str) for arm in arms]
     found: Results = {}
     for point, arm in track(work, "mean estimation", console=settings.console):
-        result = evaluate(arm, point, rates, clip_norms, tuning, trials)
+        result = evaluate(arm, point, rates, clip_norms, tuning_trials, trials)
         if result is not None:
             found.setdefault(point, {})[arm] = result
     rows = [
@@ -74,12 +74,28 @@ def run(settings: Settings) -> Outcome:
     _draw(found, panels, file)
     edges = sum(r["at_edge"] for r in rows)
     notes = [
-        f"learning rate and clip norm are tuned on {tuning} trials and scored on {trials} others, "
-        "the same for all arms; the paper tunes and scores on the same 128",
+        f"learning rate and clip norm are tuned on {tuning_trials} trials and scored on {trials} "
+        "others, the same for all arms; the paper tunes and scores on the same 128",
         f"{edges} of {len(rows)} best pairs lie on the edge of the grid of 12 x 12",
         "a budget above the number of users leaves out ULS with G = 1 (M would exceed N)",
     ]
-    return Outcome(_claims(found), [file], rows, notes)
+    grid = {"learning rate": rates.tolist(), "clip norm": clip_norms.tolist()}
+    tuning = {
+        f"{arm.name}, {point}": Tuning(
+            grid,
+            {"learning rate": result.rate, "clip norm": result.clip_norm},
+            range(tuning_trials),
+        )
+        for point, results in found.items()
+        for arm, result in results.items()
+    }
+    tried = Tried(
+        f"the paper's problem, in {len(points)} settings; {trials} trials",
+        is_papers_size=True,
+        tuning=tuning,
+        fixed="scored on other trials",
+    )
+    return Outcome(_claims(found), [file], rows, notes, tried)
 
 
 def _difference(a: Result, b: Result) -> tuple[float, float]:

@@ -47,6 +47,19 @@ def test_one_reduction_a_step_and_nothing_in_the_loop(config, capsys):
 
 
 @pytest.mark.nightly
+def test_the_average_of_the_iterates_is_counted(config, capsys):
+    peaks = []
+    for average in ("none", "ema"):
+        change = [f"train.average={average}", "--topology", "cpu:2", "--no-baseline", "--json"]
+        assert main(["compile", config, *change, "execution.mesh.fsdp=2"]) == 0
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        peaks.append(result["peak_bytes"])
+    # One more copy in float32; two devices share it, but for parameters that are not split.
+    kept = peaks[1] - peaks[0]
+    assert 2 * result["parameters"] <= kept <= 2.1 * result["parameters"]
+
+
+@pytest.mark.nightly
 def test_users_who_bring_their_own_bounds_are_counted(config, capsys):
     change = ["mechanism.kind=individual", "--topology", "cpu:1", "--count-only", "--json"]
     assert main(["compile", config, *change]) == 0

@@ -435,6 +435,8 @@ def repeater(folder, name, body):
         cwd=folder,
         env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
         stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # A shell cannot trap what was ignored when it began, as in the background of a script.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

@@ -67,7 +67,8 @@ def test_what_the_calibrations_of_subjects_cost(tmp_path):
 def test_what_the_noise_without_trust_spends(tmp_path):
     rows = {r["epsilon"]: r for r in rows_of("isrl/closed-forms", tmp_path)}
     for epsilon, spent in PUBLISHED_SPENDS.items():
-        assert rows[epsilon]["experiments"] == pytest.approx(spent, rel=2e-3)
+        # Of Poisson batches at the same rate.
+        assert spent < rows[epsilon]["experiments_at_least"] <= rows[epsilon]["experiments_at_most"]
     for epsilon, spent in ONE_PASS_SPENDS.items():
         assert rows[epsilon]["one_pass_theorem"] == pytest.approx(spent, rel=5e-3)
     for arguments, epsilon in SHUFFLED.items():

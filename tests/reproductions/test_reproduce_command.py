@@ -1,5 +1,6 @@
 """``dpfl reproduce``: the registry, the JSON, and the quick subject-level figures."""
 
+import dataclasses
 import json
 import math
 import signal
@@ -11,8 +12,11 @@ from scipy import stats
 from dpfl_jax.cli.main import main
 from dpfl_jax.run.console import StopRequest
 from reproductions.registry import (
+    UNDECIDED,
     Claim,
     Outcome,
+    Tried,
+    Tuning,
     between,
     figures,
     judged,
@@ -105,7 +109,7 @@ def test_verdicts_and_json_of_claims():
     assert written["rows"] == [{"e": "nan"}]
     undecided = Claim("d", 1, 2, None, source="paper").to_json()
     assert tally([*written["claims"], undecided]) == {
-        "paper": {"holds": 0, "does not hold": 1, "undecided": 1}
+        "paper": {"holds": 0, "does not hold": 1, UNDECIDED: 1}
     }
 
 
@@ -186,3 +190,83 @@ def test_a_training_that_was_stopped_is_not_taken_for_the_whole(tmp_path, capsys
         assert dpfl("reproduce", "isrl/closed-forms", "--out", tmp_path) not in (0, 3)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# ---- verdicts that are fair ---------------------------------------------------------------------
+
+
+BASE = np.arange(8.0)
+OPPOSITE = {"claim": "x", "smaller": BASE + 1 + 0.01 * BASE**2, "larger": BASE}
+
+
+def outcome_of(tried, claim=None):
+    return Outcome([claim or less(**OPPOSITE, source="paper")], [], tried=tried).claims[0]
+
+
+def test_a_claim_of_a_paper_fails_at_its_own_size_and_with_power_only():
+    assert outcome_of(Tried("the paper's", True)).verdict == "does not hold"
+    small = outcome_of(Tried("a tenth of the paper's"))
+    assert (small.verdict, small.holds) == ("undecided at this size", None)
+    assert "not the paper's" in small.note
+    assert outcome_of(None).holds is None
+    # Significant, but at so many seeds an effect of the size claimed would be missed.
+    gap = np.array([0.3, 0.1, 0.9, 0.5])
+    weak = less("x", gap, 0 * gap, source="paper", effect=0.1)
+    weak = dataclasses.replace(weak, p_value=0.01)
+    assert weak.power < 0.8
+    assert outcome_of(Tried("the paper's", True), weak).holds is None
+    # What holds at a small size holds there; what is computed has no size; ours may always fail.
+    kept = less("x", BASE, BASE + 1 + 0.01 * BASE**2, source="paper")
+    assert outcome_of(Tried("small"), kept).holds is True
+    assert outcome_of(None, Claim("x", 1, 2, False, source="paper")).holds is False
+    assert outcome_of(Tried("small"), less(**OPPOSITE, source="ours")).holds is False
+
+
+def test_power_is_that_of_a_paired_test():
+    """One standard deviation at 8 pairs: against 20,000 tests."""
+    gap = np.array([-1.0, 1.0] * 4) * np.sqrt(7 / 8)  # of mean 0 and standard deviation 1
+    claim = less("x", gap, 0 * gap, source="paper", effect=1.0)
+    drawn = np.random.default_rng(0).normal(1.0, size=(20_000, 8))
+    found = stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05
+    assert claim.power == pytest.approx(found.mean(), abs=0.015)
+
+
+GRID = {"learning rate": (0.1, 1.0, 10.0)}
+
+
+@pytest.mark.parametrize(
+    ("tuning", "said"),
+    [
+        (
+            {"A": Tuning(GRID, {"learning rate": 1.0}, [9]), "B": Tuning({}, {}, [9])},
+            "nothing of B",
+        ),
+        (
+            {
+                "A": Tuning(GRID, {"learning rate": 1.0}, [9]),
+                "B": Tuning({"learning rate": (1.0,)}, {"learning rate": 1.0}, [9]),
+            },
+            "nothing of B; learning rate (3 values) of A",
+        ),
+        (
+            {
+                "A": Tuning(GRID | {"clip norm": (1.0, 2.0)}, {"learning rate": 1.0}, [9]),
+                "B": Tuning(GRID, {"learning rate": 1.0}, [9]),
+            },
+            "clip norm (2 values) of A",
+        ),
+        (dict.fromkeys("AB", Tuning(GRID, {"learning rate": 1.0}, [1])), "seeds that are reported"),
+    ],
+)
+def test_arms_that_are_not_tuned_alike_are_not_compared(tuning, said):
+    """Neither for the claim nor against it, whatever the size."""
+    tried = Tried("the paper's", True, tuning=tuning, reported=[0, 1])
+    assert said in tried.unfair
+    favourable = less("x", BASE, BASE + 1 + 0.01 * BASE**2, source="paper")
+    for claim in (favourable, less(**OPPOSITE, source="paper")):
+        found = outcome_of(tried, claim)
+        assert found.holds is None
+        assert said in found.note
+    alike = dict.fromkeys("AB", Tuning(GRID, {"learning rate": 1.0}, [9]))
+    fair = Tried("the paper's", True, tuning=alike, reported=[0, 1])
+    assert outcome_of(fair, favourable).holds is True

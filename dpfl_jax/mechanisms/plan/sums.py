@@ -9,6 +9,7 @@ has memory for all of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection
@@ -94,6 +95,11 @@ def clipped_sum_over_microbatches(
         return summed(params, units, mask, num_microbatches, frozen, clip_norm)
 
     return total
+
+
+def _no_stats(params: PyTree, *shape: int) -> StepStats:
+    leaves = jnp.zeros((*shape, len(jax.tree.leaves(params))), jnp.float32)
+    return dataclasses.replace(StepStats.zero(*shape), leaf_norms=leaves)
 
 
 def unit_norms(
@@ -240,9 +246,10 @@ def _shard_mapped(
             bounded = summed(clip_norm, join(params, frozen), row, mask=mask)
             above = jnp.float32(mechanism.clip_norm) if clip_norm is None else clip_norm
             own = mechanism.rule.of_units(row)[1]
-            return bounded.sum, StepStats.of(bounded, mask, above if own is None else own)
+            above = above if own is None else own
+            return bounded.sum, StepStats.of(bounded, mask, above, leaf_norms=True)
 
-        carry = (mechanism.zero_sum(params), StepStats.zero())
+        carry = (mechanism.zero_sum(params), _no_stats(params))
         carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
         total = accumulate.over_microbatches(
             one, carry, units, mask, num_microbatches, compensated=mechanism.rule.compensated
@@ -302,7 +309,7 @@ def _compiler_placed(
         def part(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             bounded = summed(clip_norm, join(params, frozen), row, mask=mask)
             above = mechanism.clip_norm if clip_norm is None else clip_norm
-            return bounded.sum, StepStats.of(bounded, mask, above)
+            return bounded.sum, StepStats.of(bounded, mask, above, leaf_norms=True)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             def split(x: jax.Array) -> jax.Array:
@@ -313,7 +320,7 @@ def _compiler_placed(
             sums, stats = every(jax.tree.map(split, row), split(mask))
             return placed(sums, lead), stats
 
-        sums, stats = mechanism.zero_sum(params, parts), StepStats.zero(parts)
+        sums, stats = mechanism.zero_sum(params, parts), _no_stats(params, parts)
         carry = accumulate.over_microbatches(
             one,
             (placed(sums, lead), stats),
