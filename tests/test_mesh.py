@@ -172,30 +172,44 @@ def test_gradients_meet_over_data_once_a_step(sizes, params):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ghost", "scan"])
 def test_gradients_may_meet_over_fsdp_once_a_step(strategy, params):
-    """Then the loop sends parameters alone; the sum is the same, up to rounding."""
+    """Then the loop sends parameters alone; the sum, and what a unit moves, stay the same."""
     mechanism, mesh = MECHANISMS["els"], make_mesh(data=2, fsdp=4)
     units, mask, used = buffers(mechanism)
     rows = NamedSharding(mesh, PartitionSpec(None, unit_axes(mesh)))
     placed = jax.device_put(params, parameter_shardings(params, mesh))
-    arguments = (placed, jax.device_put(units, rows), jax.device_put(mask, rows), used)
 
-    def total(when):
+    def compiled(when):
         options = {"strategy": strategy, "sum_over_fsdp": when}
         summed = jax.jit(clipped_sum_over_microbatches(mechanism, MODEL.loss, mesh, **options))
-        compiled = summed.lower(*arguments).compile()
-        found = collectives(compiled.as_text())
+        program = summed.lower(placed, *jax.device_put((units, mask), rows), used).compile()
+        found = collectives(program.as_text())
         sent = [sum(c.sent for c in found if c.in_loop is inside) for inside in (True, False)]
-        return compiled(*arguments), sent
+        return lambda *given: program(placed, *jax.device_put(given, rows), used), sent
 
-    (often, stats), (in_loop, after) = total("microbatch")
-    (once, same), (less_in_loop, more_after) = total("step")
+    each_time, (in_loop, after) = compiled("microbatch")
+    at_once, (less_in_loop, more_after) = compiled("step")
+    (often, stats), (once, same) = each_time(units, mask), at_once(units, mask)
     close(often, once, 3e-6)
     close(stats, same, 2e-4)
+    close(once, by_definition(params, units), 3e-6)
+    for unit in ((0, 0), (0, 15), (1, 7)):
+        less, _ = at_once(*removed(units, mask, unit))
+        moved = norm(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), once, less))
+        assert CLIP * (1 - 1e-2) <= moved <= CLIP * (1 + 1e-4)
     for x, place in zip(jax.tree.leaves(once), jax.tree.leaves(parameter_shardings(once, mesh))):
         assert x.sharding.is_equivalent_to(place, x.ndim)
     matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
     assert less_in_loop < in_loop - 2 * matrices
     assert more_after > after
+
+
+def by_definition(params, units):
+    """The sum of the clipped gradients of the 24 units, by plain vmap(grad)."""
+    flat = jax.tree.map(lambda x: x.reshape(48, *x.shape[2:])[:24], units)
+    each = jax.jit(jax.vmap(jax.grad(MODEL.loss), (None, 0)))(params, flat)
+    squared = sum(jnp.sum(g.reshape(24, -1) ** 2, -1) for g in jax.tree.leaves(each))
+    weights = jnp.minimum(1.0, CLIP / jnp.sqrt(squared))
+    return jax.tree.map(lambda g: np.asarray(jnp.einsum("n...,n->...", g, weights)), each)
 
 
 class Chip:
