@@ -57,7 +57,8 @@ class RunResult:
       examples: number of examples processed in that time.
       tokens: real tokens processed in that time (0 if examples are not token sequences).
       padded_tokens: tokens processed in that time, padding included.
-      goodput: share of this process's time that went into these steps.
+      goodput: share of the time that went into these steps; the rest is compilation, the check
+        before the first step, evaluation and checkpoints (not imports and reading data).
       mfu: share of the devices' peak FLOP/s that non-private training would have needed for these
         steps (model FLOPs utilisation); None where either is not known.
       planned: number of planned steps.

@@ -605,7 +605,7 @@ class _Meter:
 
     @property
     def goodput(self) -> float | None:
-        """Share of the time since the start that went into measured steps."""
+        """Share of the time since this object was made that went into measured steps."""
         total = time.perf_counter() - self._began
         return round(self.seconds / total, 4) if self.seconds else None
 
