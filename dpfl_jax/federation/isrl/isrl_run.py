@@ -347,7 +347,10 @@ def possible_risk(config: RunConfig, parameters: Parameters) -> list[dict[str, A
         if config.mechanism.sampling == "disjoint":
             upper = ("any silos, Theorem 3.1", theory.one_pass_risk_upper_bound(problem))
         else:
-            upper = ("of the empirical risk, Theorem 4.1", theory.empirical_risk_upper_bound(problem))
+            upper = (
+                "of the empirical risk, Theorem 4.1",
+                theory.empirical_risk_upper_bound(problem),
+            )
     rows = [
         ("own silo not trusted, either, upper bound", theory.local_risk_upper_bound(problem)),
         (f"this trust model, upper bound ({upper[0]})", upper[1]),
