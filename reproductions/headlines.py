@@ -296,7 +296,7 @@ HEADLINES: dict[str, list[Headline]] = {
         Headline(
             "with a shuffler, Gaussian noise reaches the central rates, too",
             "Theorem 5.1",
-            instead="not run: only Theorem 5.2's vector protocol is",
+            {"isrl/shuffled": "."},
         ),
         Headline(
             "no algorithm has lower risk",

@@ -326,6 +326,10 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
             "section 1, Figure 3",
         ),
     ],
+    "isrl/shuffled": [
+        ("constant C", "there is a constant", "appendix G.1, Theorem G.1"),
+        (".", "match the optimal central DP rates", "section 5, Theorem 5.1"),
+    ],
     "isrl/privacy-for-free": [
         ("epsilon/n", "ISRL-DP Implies User-Level DP for small", "appendix C.2"),
         (".", "the ISRL-DP rates nearly match the optimal non-private rates if", "section 1"),

@@ -1,5 +1,6 @@
 """The reproductions of ISRL-DP: every claim of the small ones holds."""
 
+import math
 import sys
 
 import jax.numpy as jnp
@@ -8,11 +9,12 @@ import pytest
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import REPLACE, events
+from dpfl_jax.accounting import REPLACE, closed_forms, events
+from dpfl_jax.accounting.event_types import ApproximateDpEvent
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import Budget
 from reproductions import registry
-from reproductions.isrl import audit, insurance
+from reproductions.isrl import audit, insurance, shuffled
 from reproductions.isrl._published import Published, message_of, silo_noise, with_replacement
 from reproductions.registry import Settings
 
@@ -133,6 +135,7 @@ def test_without_files_and_without_scikit_learn_it_is_one_sentence(tmp_path, mon
         "isrl/heterogeneity",
         "isrl/privacy-for-free",
         "isrl/rates",
+        "isrl/shuffled",
         "isrl/trust-ladder",
         "isrl/unbalanced",
         "isrl/vector-protocol",
@@ -142,6 +145,25 @@ def test_claims_on_synthetic_silos(tmp_path, name):
     found = outcome(name, tmp_path)
     assert all(claim.holds for claim in found.claims)
     assert all(file.stat().st_size > 1000 for file in found.files)
+
+
+def test_shuffled_gaussian_noise_is_accounted_for_forwards():
+    """From the noise to epsilon, rounds composed by privacy-loss distributions."""
+    silos, n, rounds, budget = 1000, 2, 4000, shuffled.BUDGET
+
+    def spent(sigma):
+        each = budget.delta / (4 * rounds) * n  # half of a round's delta before sampling, twice
+        local = accounting.epsilon(events.gaussian(sigma, 1), each / (2 * silos), relation=REPLACE)
+        mixed = closed_forms.shuffled_epsilon(local, silos, 1, each)
+        delta = closed_forms.shuffled_delta(local, silos, 1, each, each / (2 * silos))
+        step = ApproximateDpEvent(math.log1p(math.expm1(mixed) / n), delta / n)
+        return accounting.epsilon(events.repeated(step, rounds), budget.delta)
+
+    sigma = shuffled.shuffled_noise(budget, silos, n, rounds)
+    assert 0.5 * budget.epsilon < spent(sigma) <= budget.epsilon
+    assert spent(0.5 * sigma) > budget.epsilon
+    with pytest.raises(BadInputError, match="more than 300 silos"):
+        shuffled.shuffled_noise(budget, 300, n, rounds)
 
 
 @pytest.mark.nightly
