@@ -208,7 +208,7 @@ class Algorithm(abc.ABC):
         del result
         return None
 
-    def flops(self, examples: int, tokens: int) -> float:
+    def flops(self, examples: float, tokens: int) -> float:
         """Operations that non-private training needs for these; 0 if that is not known."""
         del examples, tokens
         return 0.0

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -205,9 +204,10 @@ class Central(Algorithm):
         places = parameter_shardings(frozen, self.mesh, self.copied)
         self.frozen = place(frozen, places, copy=False)
         how = plan.execution
-        more = [how.strategy, how.cut, how.group_buckets, *([how.packing] if how.packing else [])]
+        more: list[Any] = [how.packing] if how.packing else []
         more += [how.sum_over_fsdp] if how.sum_over_fsdp != "auto" else []
-        self.layout_fingerprint = [self.hardware, *more, how.microbatch_size]
+        layout = [how.strategy, how.cut, how.group_buckets, *more, how.microbatch_size]
+        self.layout_fingerprint = [self.hardware, *layout]
         users = (
             ", set execution.examples_at_once" if self.mechanism.participation.unit_examples else ""
         )
@@ -244,11 +244,10 @@ class Central(Algorithm):
         sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.given)]
         return forward * (2 + sizes[0] / sizes[1])
 
-    def flops(self, examples: int, tokens: int) -> float:
-        schema = self.data.schema
-        if schema.kind == "arrays":
-            return examples * self._flops_per_example
-        return tokens * self._flops_per_example / math.prod(schema.fields[0].shape)
+    def flops(self, examples: float, tokens: int) -> float:
+        if tokens:  # padding is not needed
+            examples = tokens / self.plan.example["mask"].size
+        return examples * self._flops_per_example
 
     def row(self, stats: StepStats) -> dict[str, Any]:
         return {"outside_guarantee": stats.row(self.private)}
