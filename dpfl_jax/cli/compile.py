@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise BadInputError("compile: the loss of preference pairs (model.dpo) is not compiled yet")
     vocab, console = vocabulary(config, args.vocab_size), Console(stderr=args.json)
     if args.suggest:
+        if args.count_only:
+            raise BadInputError("compile: --suggest compiles, --count-only does not: leave one out")
         if args.topology.startswith("cpu:"):
             raise BadInputError("compile: --suggest needs a --topology whose memory is known")
         say = functools.partial(console.print, highlight=False)

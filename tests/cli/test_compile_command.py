@@ -218,3 +218,5 @@ def test_the_fastest_layout_that_fits_is_suggested(config, monkeypatch, capsys):
         monkeypatch.setitem(FITS, parts, 0)
     assert main(["compile", config, "--topology", "v5e:2x4", "--suggest"]) == 2
     assert "no layout fits on v5e:2x4" in capsys.readouterr().err
+    assert main(["compile", config, "--suggest", "--count-only"]) == 2
+    assert "--suggest compiles, --count-only does not" in capsys.readouterr().err
