@@ -120,16 +120,28 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
     ],
     # ---- Marathe et al., texts A and B ----
     "subject/audit": [
+        ("text A, HiGradAvgDP has", "enforces subject level", "A: Theorem 3.7"),
+        ("text B, HiGradAvgDP has", "locally enforces subject level", "B: Theorem 3.2"),
         (
-            "text A: HiGrad",
+            "R/sqrt",
+            "globally enforces the same subject level",
+            "A: Theorem 3.13; B: Theorem 4.2",
+        ),
+        (
+            "s times",
+            "scale the number of training minibatches",
+            "A: section 3.5; B: section 4",
+        ),
+        ("another order", "by another order of magnitude", "A: section 5.1"),
+        (
+            "order of magnitude",
             "noise scale amplification by approximately an order of magnitude",
             "A: section 5.1",
         ),
-        ("has epsilon", "globally enforces the same subject level", "B: Theorem 4.2"),
     ],
     "subject/empirical-audit": [
-        ("paper_b ", "locally enforces subject level", "B: Theorem 3.2"),
-        ("paper_batch_z", "enforces subject level privacy locally at each user", "A: section 3.1"),
+        ("text B", "locally enforces subject level", "B: Theorem 3.2"),
+        ("LocalGroupDP", "enforces subject level privacy locally at each user", "A: section 3.1"),
     ],
     "subject/batch-statistics": [
         ("475", "per mini-batch of 512 for FEMNIST averages to 475", "B: section 5"),
@@ -138,67 +150,78 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
         (
             "dominant",
             "the group size for a mini-batch tends to be dominated by 3 on both",
-            "B: section 5",
+            "A: section 5.1; B: section 5",
         ),
         (
             "skew 2|skew 16|grows",
-            "This degradation is singularly attributable to growth in subject group size per "
-            "mini-batch",
-            "A: section 5.2",
+            "the average group size per mini-batch ranges from 3",
+            "A: section 5.2; B: Appendix E.2",
         ),
         ("350", "the increase in subject group size (to an average of 4)", "B: Appendix E.3"),
     ],
     "subject/curves": [
         ("LocalItemDP is below", "results in performance degradation of 8%", "B: section 5"),
         ("LocalGroupDP is below", "by 15% on FEMNIST, and 18% on Shakespeare", "B: section 5"),
-        ("UserLDP", "is quite clear from the figure", "B: section 5, Figure 1"),
+        ("UserLDP", "LocalGroupDP performs significantly better than UserLDP", "B: section 5"),
         ("competitive", "performs competitively with", "B: section 5, Figure 1"),
         (
-            "above LocalGroupDP",
-            "leads to much better model utility",
-            "B: section 6",
+            "after its fewer rounds",
+            "the training round restriction does result in degradation of the final model",
+            "B: section 5",
         ),
-        (
-            "below LocalGroupDP",
-            "because we need to use the sampling fraction of largest cardinality subjects",
-            "A: section 5.1, Figure 1",
-        ),
+        ("above LocalGroupDP", "leads to much better model utility", "B: section 6"),
+        ("below LocalGroupDP", "performs worse than", "A: section 5.1, Figure 1"),
         (
             "more noise",
             "this approach consistently yielded worse model utility than our first approach",
-            "B: section 5",
+            "A: section 5; B: Appendix E",
         ),
-        ("has epsilon", "globally enforces the same subject level", "B: Theorem 4.2"),
+        (
+            "confined",
+            "where each subject’s data is restricted to at most one federation user",
+            "A: section 3.5; B: section 4",
+        ),
     ],
     "subject/shakespeare": [
         ("LocalItemDP is below", "and 22% for Shakespeare", "B: section 5, Figure 1(e)"),
-        ("LocalGroupDP is below", "by 15% on FEMNIST, and 18% on Shakespeare", "B: section 5"),
-        ("UserLDP is far", "is quite clear from the figure", "B: section 5, Figure 1(e)"),
+        ("^both: LocalGroupDP is below", "and 18% on Shakespeare", "B: section 5"),
+        (
+            "UserLDP is below",
+            "LocalGroupDP performs significantly better than UserLDP",
+            "B: section 5, Figure 1(e)",
+        ),
         ("above LocalGroupDP", "leads to much better model utility", "B: section 6"),
-        ("is below LocalGroupDP", "model’s utility is the worst", "A: section 5.1, Figure 1(c)"),
+        ("is below LocalGroupDP", "performs worse than", "A: section 5.1, Figure 1(c)"),
         ("worst of all", "model’s utility is the worst", "A: section 5.1, Figure 1(c)"),
-        ("much more noise", "by another order of magnitude", "A: section 5.1"),
     ],
     "subject/skew": [
         (
             "not significantly",
-            "different data distributions clearly do not significantly affect FedAvg, LocalItemDP",
-            "A: section 5.2, Figure 3",
+            "clearly do not significantly affect FedAvg, LocalItemDP, and User-Local-SGD",
+            "A: section 5.2; B: Appendix E.2",
         ),
         (
-            "loses most",
+            "loses more",
             "degrades noticeably as the unevenness of data distribution increases",
             "A: section 5.2, Figure 3",
         ),
         (
-            "noticeably|5 %",
+            "5 %",
             "test accuracy drops by just about 5% from",
             "B: Appendix E.2, Figure 3",
         ),
     ],
     "subject/few-subjects": [
-        ("LocalGroupDP", "We note a substantial drop in the performance of", "B: Appendix E.3"),
-        ("HiGradAvgDP", "There is also a noticable drop in performance of", "B: Appendix E.3"),
+        (
+            "LocalGroupDP drops",
+            "We note a substantial drop in the performance of",
+            "B: Appendix E.3",
+        ),
+        (
+            "HiGradAvgDP drops",
+            "There is also a noticable drop in performance of",
+            "B: Appendix E.3",
+        ),
     ],
     # ---- Liu et al. 2024 ----
     "rpdp/curve": [
