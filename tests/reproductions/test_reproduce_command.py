@@ -270,7 +270,8 @@ def test_arms_that_are_not_tuned_alike_are_not_compared(tuning, said):
     tried = Tried("the paper's", True, tuning=tuning, reported=[0, 1])
     assert said in tried.unfair
     favourable = less("x", BASE, BASE + 1 + 0.01 * BASE**2, source="paper")
-    for claim in (favourable, less(**OPPOSITE, source="paper")):
+    against = [less(**OPPOSITE, source=source) for source in ("paper", "ours")]
+    for claim in (favourable, *against):
         found = outcome_of(tried, claim)
         assert found.holds is None
         assert said in found.note
