@@ -374,8 +374,8 @@ TABLES: dict[str, tuple[str, Any]] = {
     "recipes": (
         "subject/audit",
         lambda rows: _plain(
-            rows, "mechanism", "claimed", "one_silo_100_rounds", "16_silos_25_rounds",
-            local_steps=62,
+            rows, "mechanism", "claimed", "one_silo", "16_silos_fewer_rounds",
+            "16_silos_more_noise", local_steps=62,
         ),
     ),
     "subjects": (

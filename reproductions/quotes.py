@@ -14,23 +14,19 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
     # ---- Charles et al. 2024 ----
     "userlevel/figure-1": [
         (
-            "near-linearly|below the black box",
-            "Our accountant gives near-linear scaling",
-            "section 3, Figure 1",
+            "below the black box",
+            "it is not because of slack in privacy accounting",
+            "section 2, Figure 1",
         ),
-        (
-            "grows faster",
-            "generic user-to-example reductions give exponential scaling",
-            "section 3",
-        ),
-        ("diverges", "the black-box accountant diverged for", "Figure 1"),
+        ("near-linearly", "Our accountant gives near-linear scaling", "section 2, Figure 1"),
+        ("diverges", "the black-box accountant diverged for", "section 2, Figure 1"),
     ],
     "userlevel/figure-2": [
         ("2\\(a\\)", "has almost no effect on the variance", "section 3, Figure 2(a)"),
         (
             "equal gradients",
-            "all gradients within a user point in the same direction",
-            "section 3",
+            "the variance of ELS is lower in nearly all settings",
+            "Appendix B, Figure 9",
         ),
         ("orthogonal|cross", "we see that ULS has smaller variance when", "section 3, Figure 2(b)"),
     ],
@@ -44,9 +40,10 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
         ("Lemma 1", "For integers", "section 3, Lemma 1"),
     ],
     "userlevel/figure-3": [
-        ("G = 1", "is comparable to if not better than ELS across all settings", "section 4"),
+        ("G = 1 is", "is comparable to if not better than ELS across all settings", "section 4"),
         ("G_ELS = K", "it uniformly gives the best performance for ELS", "section 4"),
         ("larger groups", "when one of the following occurs", "section 4, Figure 3"),
+        ("regimes", "In these regimes, ULS improves significantly on ELS", "section 4"),
     ],
     "userlevel/figure-4": [
         (
@@ -67,7 +64,12 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
             "section 6; Appendix F, Algorithm 3",
         ),
         (
-            "10 times smaller|at least 10",
+            "oracle",
+            "performs as well as the oracle strategy for most compute budgets",
+            "Appendix F.1, Figures 14 and 15",
+        ),
+        (
+            "at least 10",
             "is always at least an order of magnitude smaller than",
             "section 6, Figure 5",
         ),
@@ -104,32 +106,40 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
             "both algorithms seem to benefit comparably from personalization",
             "section 6; Appendix G.2",
         ),
-        (
-            "order",
-            "does not change the general trade-offs discussed above",
-            "section 6; Appendix G.2",
-        ),
+        ("order", "does not change the general trade-offs discussed above", "section 6"),
     ],
     "userlevel/budgets": [
         (
             "worth more|largest budget",
-            "it is clearly better to increase",
+            "increase M up to a limit (in this case 512) before increasing",
             "section 6, Figure 5",
         ),
         ("gains more", "ULS improves more with increased compute budgets", "section 6"),
     ],
     # ---- Marathe et al., texts A and B ----
     "subject/audit": [
+        ("text A, HiGradAvgDP has", "enforces subject level", "A: Theorem 3.7"),
+        ("text B, HiGradAvgDP has", "locally enforces subject level", "B: Theorem 3.2"),
         (
-            "text A: HiGrad",
+            "R/sqrt",
+            "globally enforces the same subject level",
+            "A: Theorem 3.13; B: Theorem 4.2",
+        ),
+        (
+            "s times",
+            "scale the number of training minibatches",
+            "A: section 3.5; B: section 4",
+        ),
+        ("another order", "by another order of magnitude", "A: section 5.1"),
+        (
+            "order of magnitude",
             "noise scale amplification by approximately an order of magnitude",
             "A: section 5.1",
         ),
-        ("has epsilon", "globally enforces the same subject level", "B: Theorem 4.2"),
     ],
     "subject/empirical-audit": [
-        ("paper_b ", "locally enforces subject level", "B: Theorem 3.2"),
-        ("paper_batch_z", "enforces subject level privacy locally at each user", "A: section 3.1"),
+        ("text B", "locally enforces subject level", "B: Theorem 3.2"),
+        ("LocalGroupDP", "enforces subject level privacy locally at each user", "A: section 3.1"),
     ],
     "subject/batch-statistics": [
         ("475", "per mini-batch of 512 for FEMNIST averages to 475", "B: section 5"),
@@ -138,67 +148,78 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
         (
             "dominant",
             "the group size for a mini-batch tends to be dominated by 3 on both",
-            "B: section 5",
+            "A: section 5.1; B: section 5",
         ),
         (
             "skew 2|skew 16|grows",
-            "This degradation is singularly attributable to growth in subject group size per "
-            "mini-batch",
-            "A: section 5.2",
+            "the average group size per mini-batch ranges from 3",
+            "A: section 5.2; B: Appendix E.2",
         ),
         ("350", "the increase in subject group size (to an average of 4)", "B: Appendix E.3"),
     ],
     "subject/curves": [
         ("LocalItemDP is below", "results in performance degradation of 8%", "B: section 5"),
         ("LocalGroupDP is below", "by 15% on FEMNIST, and 18% on Shakespeare", "B: section 5"),
-        ("UserLDP", "is quite clear from the figure", "B: section 5, Figure 1"),
+        ("UserLDP", "LocalGroupDP performs significantly better than UserLDP", "B: section 5"),
         ("competitive", "performs competitively with", "B: section 5, Figure 1"),
         (
-            "above LocalGroupDP",
-            "leads to much better model utility",
-            "B: section 6",
+            "after its fewer rounds",
+            "the training round restriction does result in degradation of the final model",
+            "B: section 5",
         ),
-        (
-            "below LocalGroupDP",
-            "because we need to use the sampling fraction of largest cardinality subjects",
-            "A: section 5.1, Figure 1",
-        ),
+        ("above LocalGroupDP", "leads to much better model utility", "B: section 6"),
+        ("below LocalGroupDP", "performs worse than", "A: section 5.1, Figure 1"),
         (
             "more noise",
             "this approach consistently yielded worse model utility than our first approach",
-            "B: section 5",
+            "A: section 5; B: Appendix E",
         ),
-        ("has epsilon", "globally enforces the same subject level", "B: Theorem 4.2"),
+        (
+            "confined",
+            "where each subject’s data is restricted to at most one federation user",
+            "A: section 3.5; B: section 4",
+        ),
     ],
     "subject/shakespeare": [
         ("LocalItemDP is below", "and 22% for Shakespeare", "B: section 5, Figure 1(e)"),
-        ("LocalGroupDP is below", "by 15% on FEMNIST, and 18% on Shakespeare", "B: section 5"),
-        ("UserLDP is far", "is quite clear from the figure", "B: section 5, Figure 1(e)"),
+        ("^both: LocalGroupDP is below", "and 18% on Shakespeare", "B: section 5"),
+        (
+            "UserLDP is below",
+            "LocalGroupDP performs significantly better than UserLDP",
+            "B: section 5, Figure 1(e)",
+        ),
         ("above LocalGroupDP", "leads to much better model utility", "B: section 6"),
-        ("is below LocalGroupDP", "model’s utility is the worst", "A: section 5.1, Figure 1(c)"),
+        ("is below LocalGroupDP", "performs worse than", "A: section 5.1, Figure 1(c)"),
         ("worst of all", "model’s utility is the worst", "A: section 5.1, Figure 1(c)"),
-        ("much more noise", "by another order of magnitude", "A: section 5.1"),
     ],
     "subject/skew": [
         (
             "not significantly",
-            "different data distributions clearly do not significantly affect FedAvg, LocalItemDP",
-            "A: section 5.2, Figure 3",
+            "clearly do not significantly affect FedAvg, LocalItemDP, and User-Local-SGD",
+            "A: section 5.2; B: Appendix E.2",
         ),
         (
-            "loses most",
+            "loses more",
             "degrades noticeably as the unevenness of data distribution increases",
             "A: section 5.2, Figure 3",
         ),
         (
-            "noticeably|5 %",
+            "5 %",
             "test accuracy drops by just about 5% from",
             "B: Appendix E.2, Figure 3",
         ),
     ],
     "subject/few-subjects": [
-        ("LocalGroupDP", "We note a substantial drop in the performance of", "B: Appendix E.3"),
-        ("HiGradAvgDP", "There is also a noticable drop in performance of", "B: Appendix E.3"),
+        (
+            "LocalGroupDP drops",
+            "We note a substantial drop in the performance of",
+            "B: Appendix E.3",
+        ),
+        (
+            "HiGradAvgDP drops",
+            "There is also a noticable drop in performance of",
+            "B: Appendix E.3",
+        ),
     ],
     # ---- Liu et al. 2024 ----
     "rpdp/curve": [

@@ -311,19 +311,19 @@ def judged(claims: Sequence[Claim]) -> list[Claim]:
 
 
 def at_this_size(claims: Sequence[Claim], tried: Tried | None) -> list[Claim]:
-    """Leaves undecided what these trainings cannot decide about somebody else's claim.
+    """Leaves undecided what these trainings cannot decide.
 
-    That is any comparison of arms that are not tuned alike; and a failure of a claim below the size
-    or the power that it takes to see what is claimed.
+    That is any comparison of arms that are not tuned alike; and a failure of somebody else's claim
+    below the size or the power that it takes to see what is claimed.
     """
     return [_fair(claim, tried) for claim in claims]
 
 
 def _fair(claim: Claim, tried: Tried | None) -> Claim:
-    if not claim.seeds or claim.source in ("arithmetic", "ours"):
+    if not claim.seeds or claim.source == "arithmetic":
         return claim
     why = "" if tried is None else tried.unfair
-    if not why and claim.holds is False:
+    if not why and claim.holds is False and claim.source != "ours":
         if tried is None or not tried.is_papers_size:
             why = "the opposite is found at this size, which is not the paper's"
         elif claim.power is not None and claim.power < LEAST_POWER:
