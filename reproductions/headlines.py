@@ -221,7 +221,9 @@ HEADLINES: dict[str, list[Headline]] = {
             {"rpdp/centralised": "ahead of the filter|used up"},
         ),
         Headline(
-            "budgets by class beat one budget for all", "appendix A", {"rpdp/budgets": "appendix A"}
+            "budgets by class beat one budget for all, over all classes",
+            "appendix A, Table 4",
+            {"rpdp/budgets": "appendix A|table 4"},
         ),
         Headline(
             "no gain for rare strict patients",

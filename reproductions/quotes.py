@@ -247,9 +247,9 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
         ),
         ("table 3", "while achieving a comparable model performance", "section 7.1.2, Table 3"),
         (
-            "appendix A",
-            "significantly surpass those of the other two baselines",
-            "appendix A, Table 4",
+            "appendix A|table 4",
+            "",
+            "appendix A, Table 4 (overall 92.55, against 89.08 and 90.69)",
         ),
     ],
     "rpdp/centralised": [

@@ -48,8 +48,10 @@ def test_noise_that_is_not_averaged_has_another_rate_in_the_number_of_silos(tmp_
     monkeypatch.setattr(rates, "make_oracle", louder)
     faulty = verdicts(rates, tmp_path)
     for kind in ("convex", "strongly convex"):
-        assert faulty[f"{kind}: private excess risk against silos, log-log slope"] is False
-    assert faulty["convex: private excess risk against epsilon, log-log slope"]
+        assert (
+            faulty[f"{kind}: private excess empirical risk against silos, log-log slope"] is False
+        )
+    assert faulty["convex: private excess empirical risk against epsilon, log-log slope"]
 
 
 def test_noise_for_half_the_sensitivity_spends_more_than_stated(tmp_path, monkeypatch):
