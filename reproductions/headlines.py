@@ -284,22 +284,22 @@ HEADLINES: dict[str, list[Headline]] = {
         Headline(
             "the experiments' noise keeps it: any loss, at MNIST's size",
             "appendix I.1",
-            {"isrl/closed-forms": "^the experiments.*as large as L, K"},
+            {"isrl/closed-forms": r"^the experiments.*as large as L, K = \d+,"},
         ),
         Headline(
             "the same: MNIST, gradients at most L / 2",
             "appendix I.1",
-            {"isrl/closed-forms": "^the experiments.*MNIST, K"},
+            {"isrl/closed-forms": r"^the experiments.*MNIST, K = \d+,"},
         ),
         Headline(
             "the same: medical cost, clipped at L",
             "appendix I.2",
-            {"isrl/closed-forms": "^the experiments.*cost"},
+            {"isrl/closed-forms": r"^the experiments.*cost, N = \d+, K = \d+,"},
         ),
         Headline(
             "the same: obesity levels, at most L / sqrt(2)",
             "appendix I.3",
-            {"isrl/closed-forms": "^the experiments.*obesity"},
+            {"isrl/closed-forms": r"^the experiments.*levels, K = \d+,"},
         ),
         Headline(
             "MNIST: MB-SGD beats local SGD, private or not",

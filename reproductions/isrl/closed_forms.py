@@ -118,7 +118,8 @@ def run(settings: Settings) -> Outcome:
                     "at_most": bound,
                 }
             )
-            said = f"the experiments' noise, {experiment.name}, K = {batch},"
+            whose = " (the script's)" if kind == "script" else ""
+            said = f"the experiments' noise, {experiment.name}, K = {batch}{whose},"
             claims.append(_claim(said, (least, bound), epsilon, source))
     file = settings.out / "isrl-closed-forms.png"
     _draw(rows, file)
