@@ -110,10 +110,15 @@ class Tried:
             return self.fixed
         first = next(iter(self.tuning.values()))
         edge = sum(tuning.is_at_edge for tuning in self.tuning.values())
+        arms: dict[str, list[str]] = {}
+        for arm, tuning in self.tuning.items():
+            arms.setdefault(tuning.effort, []).append(arm)
         text = first.effort
-        if first.counts:
+        if len(arms) > 1:
+            text = "; ".join(f"{effort} for {', '.join(names)}" for effort, names in arms.items())
+        elif first.counts:
             text += f" for each of {len(self.tuning)} arms"
-            text += f", on {len(set(first.seeds))} seed(s) of their own" if first.seeds else ""
+        text += f", on {len(set(first.seeds))} seed(s) of their own" if first.seeds else ""
         if edge:
             text += f"; {edge} arm(s) have the best value at the edge of the grid"
         return text + (f"; {self.fixed}" if self.fixed else "")

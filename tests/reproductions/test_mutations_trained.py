@@ -210,7 +210,8 @@ def test_a_filter_that_forgets_to_charge(accuracy_by_batch, tmp_path, monkeypatc
     pytest.importorskip("sklearn")
     import jax.numpy as jnp
 
-    name = "patients: the filter's records are used up one level after the other"
+    name = "patients: the filter stops the first of a level when steps of the clip norm use its "
+    name += "budget"
 
     def descent(model_loss, params, records, left, **settings):
         return params, jnp.minimum(left, settings["steps"]) * charged

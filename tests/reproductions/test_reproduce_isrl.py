@@ -27,11 +27,22 @@ def outcome(name, tmp_path, data_dir=None):
 def test_what_the_noise_really_spends(tmp_path):
     found = outcome("isrl/closed-forms", tmp_path)
     wrong = [claim for claim in found.claims if not claim.holds]
-    full = [c.holds for c in wrong if "as large as L" in c.claim]
-    assert full == [None, None, False, False, False]  # of 1.5 to 18; 0.75 is kept
-    half = [(c.expected, c.holds) for c in wrong if "logistic" in c.claim]
-    assert half == [(12.0, None), (18.0, None)]
-    assert len(wrong) == 7
+    assert all("experiments" in c.claim for c in wrong)
+
+    def of(experiment, source):
+        claims = [c for c in found.claims if experiment in c.claim and c.source == source]
+        return {c.expected: c.holds for c in claims}
+
+    full = of("as large as L", "paper")
+    assert full == {0.75: None, 1.5: False, 3.0: False, 6.0: False, 12.0: False, 18.0: False}
+    # At the scripts' larger K.
+    assert of("as large as L", "authors' code") == {
+        0.75: True, 1.5: None, 3.0: None, 6.0: False, 12.0: False,
+    }  # fmt: skip
+    half = of("MNIST, K", "paper")
+    assert half == {0.75: True, 1.5: True, 3.0: True, 6.0: None, 12.0: None, 18.0: None}
+    cost = {0.125: True, 0.25: True, 0.5: True, 1.0: None, 2.0: False, 3.0: False}
+    assert of("N = 10, K", "paper") == of("N = 3, K", "paper") == cost
     assert all(file.stat().st_size > 1000 for file in found.files)
 
 
@@ -84,7 +95,7 @@ def test_medical_cost(data_dir):
 
 @pytest.mark.slow
 def test_clipping_the_batch_mean_is_not_private_enough():
-    """As two of the authors' scripts do it: one record moves the message by more than 2C/K."""
+    """As the authors' script of medical cost: one record moves a message by more than 2C/K."""
     n, clip = 8, 0.5
     x = np.random.default_rng(1).normal(size=(n, 3)) * 0.01
     other = x.copy()
