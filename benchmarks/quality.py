@@ -222,6 +222,9 @@ TASKS = {
             Arm("12 steps of 256 people, DP-AdamBC", (), (5e-3, 7.5e-3)),
             Arm("Adam", ("optimizer.name=adam",), (5e-3, 7.5e-3)),
             Arm("25 steps of 128 people, Adam, momentum 0.9, cosine", _OLD, (5e-3, 1e-2)),
+            Arm("correlated noise: BandMF, 3 bands",
+                ("mechanism={kind: bandmf, group_size: 1, cohort_size: 256, bands: 3, "
+                 "clip_norm: 0.5, clipping: normalized}",), (7.5e-3, 1.5e-2)),
             Arm("average: ema", ("train.average=ema",), (7.5e-3,)),
             Arm("average: tail", ("train.average=tail",), (7.5e-3,)),
             Arm("automatic clipping", (_clip("uls", "cohort_size: 256", "automatic"),), (7.5e-3,)),
