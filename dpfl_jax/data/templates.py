@@ -56,7 +56,9 @@ class TemplateColumn:
         if self.name not in row:
             raise no_column(where, self.name, sorted(row))
         cell = row[self.name]
-        if cell is None or is_missing(cell):
+        # "none" is a word where it is listed, as in tables.
+        listed = cell is not None and as_category(cell) in self.words
+        if not listed and is_missing(cell):
             if self.may_be_missing:
                 return ""
             raise BadInputError(
@@ -241,11 +243,8 @@ class RowTemplate:
                 f"data.public=template draws words and numbers, but {free[0]!r} holds any text: "
                 "list its words in data.categories, or name a public text"
             )
-        cells = ([column.draw(generator) for column in self.columns] for _ in range(self.rows))
-        texts = (
-            self.between[0] + "".join(map("".join, zip(row, self.between[1:]))) for row in cells
-        )
-        return _NEXT_ROW.join(texts)
+        rows = [{c.name: c.draw(generator) for c in self.columns} for _ in range(self.rows)]
+        return self.write(rows, "a random row")
 
     def joined(self, texts: Sequence[str]) -> list[str]:
         """The texts that one-row texts of a person make, in their order."""

@@ -57,6 +57,14 @@ def test_numbers_are_written_with_the_decimals_of_their_range():
     assert template.read("17 27.0") == [{"a": 17, "b": 27.0}]
 
 
+def test_a_word_for_nothing_is_a_word_where_it_is_listed():
+    template = RowTemplate.parse("<pain> <age>", {"pain": ["none", "mild"]}, {"age": (0, 99)})
+    assert template.write([{"pain": "none", "age": 7}], "row 1") == "none 7"
+    for row in ({"pain": None, "age": 7}, {"pain": "mild", "age": "none"}):
+        with pytest.raises(BadInputError, match="has no value"):
+            template.write([row], "row 1")
+
+
 def test_a_cell_that_would_not_come_back_is_refused_and_not_quoted():
     good = {"kind": "ode", "age": 30, "text": "x"}
     titled = RowTemplate.parse("<title> | <text>")
