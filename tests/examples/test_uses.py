@@ -1,6 +1,7 @@
 """The scripts of examples/ run, on small sizes, and end with what they promise."""
 
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -63,6 +64,16 @@ def test_a_frame_of_posts(tmp_path):
     result = module.main(pd.read_csv(path), "author", "body", steps=2)
     assert result.guarantee.epsilon <= 8.0
     assert result.guarantee.unit == "user"
+
+
+@pytest.mark.nightly
+def test_sentences_that_may_be_shared(tmp_path):
+    few = ("train.steps=2", "mechanism.cohort_size=16", "data.max_users=200")
+    example("synthetic_sentences").main(str(tmp_path / "out"), 20, *few)
+    rows = (tmp_path / "out" / "synthetic" / "rows.jsonl").read_text().splitlines()
+    assert len(rows) == 20
+    assert all(json.loads(row)["kind"] in ("question", "statement") for row in rows)
+    assert "A classifier of kind" in next((tmp_path / "out" / "report").glob("*.md")).read_text()
 
 
 @pytest.mark.nightly

@@ -43,14 +43,16 @@ def test_a_planted_copy_is_reported_without_privacy_and_not_written_with_it(priv
             "path": str(source),
             "template": "<kind> | <text>",
             "categories": {"kind": [*WORDS]},
-            "seq_len": 72,
+            "tokenizer": "checkpoint",
+            "seq_len": 40,
             "test_fraction": 0.0,
             "validation_fraction": 0.2,
             "split_seed": 1,  # the planted person is trained on
         },
-        "model": {"size": "tiny"},
-        "optimizer": {"learning_rate": 0.01},
-        "train": {"steps": 150},
+        "model": {"checkpoint": "bundled:quickstart"},
+        "optimizer": {"learning_rate": 0.003},
+        "train": {"steps": 100},
+        "execution": {"microbatch_size": 16},
         **MECHANISMS[privacy],
     }
     (tmp_path / "config.yaml").write_text(write_yaml(config))
