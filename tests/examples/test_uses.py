@@ -68,8 +68,7 @@ def test_a_frame_of_posts(tmp_path):
 
 @pytest.mark.nightly
 def test_sentences_that_may_be_shared(tmp_path):
-    few = ("train.steps=2", "mechanism.cohort_size=16", "data.max_users=200")
-    example("synthetic_sentences").main(str(tmp_path / "out"), 20, *few)
+    example("synthetic_sentences").main(str(tmp_path / "out"), rows=20, steps=2, people=16)
     rows = (tmp_path / "out" / "synthetic" / "rows.jsonl").read_text().splitlines()
     assert len(rows) == 20
     assert all(json.loads(row)["kind"] in ("question", "statement") for row in rows)
