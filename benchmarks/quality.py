@@ -46,11 +46,13 @@ class Arm:
       name: in the table.
       overrides: of the task's configuration.
       rates: learning rates that are tried, one or several; the best is taken.
+      library: another library, which trains by ``_quality_peers.py``; empty: ours.
     """
 
     name: str
     overrides: tuple[str, ...]
     rates: tuple[float, ...]
+    library: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,7 @@ def _clip(kind: str, size: str, rule: str) -> str:
 
 
 _CNN = ("data.features=null", "model.kind=small_cnn", _CONSTANT)
+_CNN_STEPS = "train.steps=60"
 _COPIES = "model.augmentation={copies: 4, shift: 1, flip: false}"
 _OLD = (
     "mechanism.cohort_size=128",
@@ -153,7 +156,9 @@ TASKS = {
             Arm("scattering, a linear model", (), (1.0,)),
             Arm("average: ema", ("train.average=ema", _CONSTANT), (0.5,)),
             Arm("automatic clipping", (_clip("els", "batch_size: 4096", "automatic"),), (1.0,)),
-            Arm("pixels, a small CNN", (*_CNN, "train.steps=60"), (1.0,)),
+            Arm("pixels, a small CNN", (*_CNN, _CNN_STEPS), (1.0,)),
+            Arm("the same in Opacus", (_CNN_STEPS,), (1.0,), "opacus"),
+            Arm("the same in JAX-Privacy", (_CNN_STEPS,), (1.0,), "jax-privacy"),
         ),
         (),
         _OTHER_IMAGES,
@@ -262,6 +267,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", action="append", choices=TASKS, help="default: all; repeatable")
     parser.add_argument("--seeds", type=int, default=5, help="of each arm (default 5)")
     parser.add_argument("--minutes", type=float, default=120, help="no run begins after that")
+    parser.add_argument(
+        "--peers", metavar="PYTHON", help="a Python that has opacus, torch and jax-privacy"
+    )
     parser.add_argument("--markdown", type=pathlib.Path, help="page to write the tables to")
     parser.add_argument("--png", type=pathlib.Path, help="picture of the tables")
     add_options(parser, Options)
@@ -274,7 +282,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
     end = time.monotonic() + 60 * args.minutes
     tasks = args.task or list(TASKS)
-    rows, ended = Rows(args.out), True
+    rows, ended = Rows(args.out, args.peers), True
     for number, (name, epsilon, arm, seed, rate) in enumerate(cells(tasks, args.seeds, rows), 1):
         if time.monotonic() > end:
             console.print(f"{args.minutes:g} minutes are over: the same command goes on")
@@ -302,6 +310,7 @@ def cells(tasks: list[str], seeds: int, rows: Rows) -> Iterator[tuple[str, float
                 if rows.get(name, epsilon, arm, _TUNING_SEED, rate) is None:
                     yield name, epsilon, arm, _TUNING_SEED, rate
     each = [(n, e, arm) for n in tasks for e in TASKS[n].epsilons for arm in TASKS[n].arms]
+    each = [cell for cell in each if rows.peers or not cell[2].library]
     for seed in range(seeds):
         for name, epsilon, arm in each:
             rate = rows.best_rate(name, arm)
@@ -314,8 +323,9 @@ def cells(tasks: list[str], seeds: int, rows: Rows) -> Iterator[tuple[str, float
 class Rows:
     """The runs that have ended, one line each of ``rows.jsonl``."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, peers: str | None = None) -> None:
         """Reads those of before; a line that was cut off is left out."""
+        self.peers = peers
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.file = folder, folder / "rows.jsonl"
         self.rows: dict[str, dict[str, Any]] = {}
@@ -359,38 +369,48 @@ class Rows:
         """Trains in a process of its own; writes and returns the row."""
         task, folder = TASKS[name], (self.folder / "running").resolve()
         shutil.rmtree(folder, ignore_errors=True)
+        run = folder / "run"
         command = [sys.executable, "-m", "dpfl_jax", *task.command]
         command += [*task.overrides, *task.epsilons[epsilon], *arm.overrides]
         command += [f"privacy.epsilon={epsilon}", f"seed={seed}", f"optimizer.learning_rate={rate}"]
         command += task.tuning if seed == _TUNING_SEED else ()
-        out = (
-            ["--out", str(folder)] if "finetune" in task.command else ["--run-dir", f"{folder}/run"]
-        )
-        command += [*out, "--json"]
+        command += ["--out", str(folder)] if "finetune" in task.command else ["--run-dir", str(run)]
+        if arm.library:
+            command = [str(self.peers), "benchmarks/_quality_peers.py", arm.library]
+            command += [str(epsilon), str(seed), str(rate), *arm.overrides]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        done = subprocess.run(
+            [*command, "--json"], capture_output=True, text=True, check=False, cwd=ROOT
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
-        report = json.loads((folder / "run" / "report.json").read_text())
+        if arm.library:
+            found = json.loads(done.stdout.splitlines()[-1])
+        else:
+            report = json.loads((run / "report.json").read_text())
+            found = {
+                "value": report["eval"]["final"][task.metric],
+                "epsilon": report["privacy"]["epsilon"],
+            }
         row = {
             "key": _key(name, epsilon, arm, seed, rate),
-            "value": report["eval"]["final"][task.metric],
-            "epsilon": report["privacy"]["epsilon"],
+            **found,
             "rate": rate,
             "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         }
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self.rows[row["key"]] = row
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         return row
 
 
 def _key(task: str, epsilon: float, arm: Arm, seed: int, rate: float) -> str:
     # By what is run, not by names: an arm that changed is run again.
     overrides = [*TASKS[task].overrides, *TASKS[task].epsilons[epsilon], *arm.overrides]
-    return json.dumps([task, epsilon, *overrides, rate, seed])
+    library = [arm.library] if arm.library else []
+    return json.dumps([task, epsilon, *library, *overrides, rate, seed])
 
 
 def summaries(name: str, rows: Rows, seeds: int) -> Iterator[dict[str, Any]]:
@@ -498,7 +518,8 @@ def page(table: list[dict[str, Any]], seeds: int) -> str:
             lines.append(f"Published: {shown} at epsilon {epsilon:g} ({source}).")
         lines.append("")
     lines += [
-        "Other libraries were not run on these tasks: [what they have](peers.md).",
+        "Opacus and JAX-Privacy train the small CNN on the same images, with the same steps, batch",
+        "and clip norm (`--peers`). [What they have](peers.md).",
         "",
         "```sh",
         "dpfl bench quality --out bench/quality --markdown docs/results/quality.md \\",

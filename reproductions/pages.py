@@ -237,7 +237,7 @@ def _size(entry: Mapping[str, Any]) -> str:
     tried = entry["tried"]
     if tried is None:
         return "computed"
-    return "the paper's" if tried["is_papers_size"] else "smaller"
+    return "the paper's" if tried["is_papers_size"] else "not the paper's"
 
 
 def _anchor(figure: str) -> str:
@@ -374,8 +374,8 @@ TABLES: dict[str, tuple[str, Any]] = {
     "recipes": (
         "subject/audit",
         lambda rows: _plain(
-            rows, "mechanism", "claimed", "one_silo_100_rounds", "16_silos_25_rounds",
-            local_steps=62,
+            rows, "mechanism", "claimed", "one_silo", "16_silos_fewer_rounds",
+            "16_silos_more_noise", local_steps=62,
         ),
     ),
     "subjects": (
@@ -429,9 +429,12 @@ TABLES: dict[str, tuple[str, Any]] = {
     "isrl noise": (
         "isrl/closed-forms",
         lambda rows: _plain(
-            rows, "epsilon", "theorem", "experiments_at_least", "experiments_at_most",
-            "logistic_at_most", "experiments_local", "sound",
+            rows, "epsilon", "theorem", "one_pass_theorem", "local_sgd_at_most", "sound"
         ),
+    ),
+    "isrl experiments": (
+        "isrl/closed-forms",
+        lambda rows: _plain(rows, "experiment", "K of", "stated", "K", "at_least", "at_most"),
     ),
     "isrl audit": (
         "isrl/audit",

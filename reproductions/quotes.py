@@ -14,23 +14,19 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
     # ---- Charles et al. 2024 ----
     "userlevel/figure-1": [
         (
-            "near-linearly|below the black box",
-            "Our accountant gives near-linear scaling",
-            "section 3, Figure 1",
+            "below the black box",
+            "it is not because of slack in privacy accounting",
+            "section 2, Figure 1",
         ),
-        (
-            "grows faster",
-            "generic user-to-example reductions give exponential scaling",
-            "section 3",
-        ),
-        ("diverges", "the black-box accountant diverged for", "Figure 1"),
+        ("near-linearly", "Our accountant gives near-linear scaling", "section 2, Figure 1"),
+        ("diverges", "the black-box accountant diverged for", "section 2, Figure 1"),
     ],
     "userlevel/figure-2": [
         ("2\\(a\\)", "has almost no effect on the variance", "section 3, Figure 2(a)"),
         (
             "equal gradients",
-            "all gradients within a user point in the same direction",
-            "section 3",
+            "the variance of ELS is lower in nearly all settings",
+            "Appendix B, Figure 9",
         ),
         ("orthogonal|cross", "we see that ULS has smaller variance when", "section 3, Figure 2(b)"),
     ],
@@ -44,9 +40,10 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
         ("Lemma 1", "For integers", "section 3, Lemma 1"),
     ],
     "userlevel/figure-3": [
-        ("G = 1", "is comparable to if not better than ELS across all settings", "section 4"),
+        ("G = 1 is", "is comparable to if not better than ELS across all settings", "section 4"),
         ("G_ELS = K", "it uniformly gives the best performance for ELS", "section 4"),
         ("larger groups", "when one of the following occurs", "section 4, Figure 3"),
+        ("regimes", "In these regimes, ULS improves significantly on ELS", "section 4"),
     ],
     "userlevel/figure-4": [
         (
@@ -67,7 +64,12 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
             "section 6; Appendix F, Algorithm 3",
         ),
         (
-            "10 times smaller|at least 10",
+            "oracle",
+            "performs as well as the oracle strategy for most compute budgets",
+            "Appendix F.1, Figures 14 and 15",
+        ),
+        (
+            "at least 10",
             "is always at least an order of magnitude smaller than",
             "section 6, Figure 5",
         ),
@@ -104,32 +106,40 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
             "both algorithms seem to benefit comparably from personalization",
             "section 6; Appendix G.2",
         ),
-        (
-            "order",
-            "does not change the general trade-offs discussed above",
-            "section 6; Appendix G.2",
-        ),
+        ("order", "does not change the general trade-offs discussed above", "section 6"),
     ],
     "userlevel/budgets": [
         (
             "worth more|largest budget",
-            "it is clearly better to increase",
+            "increase M up to a limit (in this case 512) before increasing",
             "section 6, Figure 5",
         ),
         ("gains more", "ULS improves more with increased compute budgets", "section 6"),
     ],
     # ---- Marathe et al., texts A and B ----
     "subject/audit": [
+        ("text A, HiGradAvgDP has", "enforces subject level", "A: Theorem 3.7"),
+        ("text B, HiGradAvgDP has", "locally enforces subject level", "B: Theorem 3.2"),
         (
-            "text A: HiGrad",
+            "R/sqrt",
+            "globally enforces the same subject level",
+            "A: Theorem 3.13; B: Theorem 4.2",
+        ),
+        (
+            "s times",
+            "scale the number of training minibatches",
+            "A: section 3.5; B: section 4",
+        ),
+        ("another order", "by another order of magnitude", "A: section 5.1"),
+        (
+            "order of magnitude",
             "noise scale amplification by approximately an order of magnitude",
             "A: section 5.1",
         ),
-        ("has epsilon", "globally enforces the same subject level", "B: Theorem 4.2"),
     ],
     "subject/empirical-audit": [
-        ("paper_b ", "locally enforces subject level", "B: Theorem 3.2"),
-        ("paper_batch_z", "enforces subject level privacy locally at each user", "A: section 3.1"),
+        ("text B", "locally enforces subject level", "B: Theorem 3.2"),
+        ("LocalGroupDP", "enforces subject level privacy locally at each user", "A: section 3.1"),
     ],
     "subject/batch-statistics": [
         ("475", "per mini-batch of 512 for FEMNIST averages to 475", "B: section 5"),
@@ -138,70 +148,82 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
         (
             "dominant",
             "the group size for a mini-batch tends to be dominated by 3 on both",
-            "B: section 5",
+            "A: section 5.1; B: section 5",
         ),
         (
             "skew 2|skew 16|grows",
-            "This degradation is singularly attributable to growth in subject group size per "
-            "mini-batch",
-            "A: section 5.2",
+            "the average group size per mini-batch ranges from 3",
+            "A: section 5.2; B: Appendix E.2",
         ),
         ("350", "the increase in subject group size (to an average of 4)", "B: Appendix E.3"),
     ],
     "subject/curves": [
         ("LocalItemDP is below", "results in performance degradation of 8%", "B: section 5"),
         ("LocalGroupDP is below", "by 15% on FEMNIST, and 18% on Shakespeare", "B: section 5"),
-        ("UserLDP", "is quite clear from the figure", "B: section 5, Figure 1"),
+        ("UserLDP", "LocalGroupDP performs significantly better than UserLDP", "B: section 5"),
         ("competitive", "performs competitively with", "B: section 5, Figure 1"),
         (
-            "above LocalGroupDP",
-            "leads to much better model utility",
-            "B: section 6",
+            "after its fewer rounds",
+            "the training round restriction does result in degradation of the final model",
+            "B: section 5",
         ),
-        (
-            "below LocalGroupDP",
-            "because we need to use the sampling fraction of largest cardinality subjects",
-            "A: section 5.1, Figure 1",
-        ),
+        ("above LocalGroupDP", "leads to much better model utility", "B: section 6"),
+        ("below LocalGroupDP", "performs worse than", "A: section 5.1, Figure 1"),
         (
             "more noise",
             "this approach consistently yielded worse model utility than our first approach",
-            "B: section 5",
+            "A: section 5; B: Appendix E",
         ),
-        ("has epsilon", "globally enforces the same subject level", "B: Theorem 4.2"),
+        (
+            "confined",
+            "where each subject’s data is restricted to at most one federation user",
+            "A: section 3.5; B: section 4",
+        ),
     ],
     "subject/shakespeare": [
         ("LocalItemDP is below", "and 22% for Shakespeare", "B: section 5, Figure 1(e)"),
-        ("LocalGroupDP is below", "by 15% on FEMNIST, and 18% on Shakespeare", "B: section 5"),
-        ("UserLDP is far", "is quite clear from the figure", "B: section 5, Figure 1(e)"),
+        ("^both: LocalGroupDP is below", "and 18% on Shakespeare", "B: section 5"),
+        (
+            "UserLDP is below",
+            "LocalGroupDP performs significantly better than UserLDP",
+            "B: section 5, Figure 1(e)",
+        ),
         ("above LocalGroupDP", "leads to much better model utility", "B: section 6"),
-        ("is below LocalGroupDP", "model’s utility is the worst", "A: section 5.1, Figure 1(c)"),
+        ("is below LocalGroupDP", "performs worse than", "A: section 5.1, Figure 1(c)"),
         ("worst of all", "model’s utility is the worst", "A: section 5.1, Figure 1(c)"),
-        ("much more noise", "by another order of magnitude", "A: section 5.1"),
     ],
     "subject/skew": [
         (
             "not significantly",
-            "different data distributions clearly do not significantly affect FedAvg, LocalItemDP",
-            "A: section 5.2, Figure 3",
+            "clearly do not significantly affect FedAvg, LocalItemDP, and User-Local-SGD",
+            "A: section 5.2; B: Appendix E.2",
         ),
         (
-            "loses most",
+            "loses more",
             "degrades noticeably as the unevenness of data distribution increases",
             "A: section 5.2, Figure 3",
         ),
         (
-            "noticeably|5 %",
+            "5 %",
             "test accuracy drops by just about 5% from",
             "B: Appendix E.2, Figure 3",
         ),
     ],
     "subject/few-subjects": [
-        ("LocalGroupDP", "We note a substantial drop in the performance of", "B: Appendix E.3"),
-        ("HiGradAvgDP", "There is also a noticable drop in performance of", "B: Appendix E.3"),
+        (
+            "LocalGroupDP drops",
+            "We note a substantial drop in the performance of",
+            "B: Appendix E.3",
+        ),
+        (
+            "HiGradAvgDP drops",
+            "There is also a noticable drop in performance of",
+            "B: Appendix E.3",
+        ),
     ],
     # ---- Liu et al. 2024 ----
     "rpdp/curve": [
+        ("caption's", "the best-fit curve achieves more than 99.9%", "section 6.3, Figure 6"),
         (
             "figure 5, lambda|figure 6",
             "the best-fit model exhibits an",
@@ -213,12 +235,8 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
             "early stop (due to high sampling probability)",
             "section 6.3",
         ),
-        (
-            "server",
-            "Type I privacy analysis against the honest-but-curious server",
-            "section 5, Theorem 3",
-        ),
-        ("figure 2", "the enhanced privacy effects at different stages", "section 5"),
+        ("server", "for the honest-but-curious server", "section 5, Theorem 3"),
+        ("figure 2", "are consistently greater than those in Figure 5", "section 6.1, footnote 7"),
     ],
     "rpdp/heart": [
         (
@@ -247,16 +265,9 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
         ),
         ("table 3", "while achieving a comparable model performance", "section 7.1.2, Table 3"),
         (
-            "appendix A",
-            "significantly surpass those of the other two baselines",
-            "appendix A, Table 4",
-        ),
-    ],
-    "rpdp/centralised": [
-        (
-            "one level after the other",
-            "the specific steps that records with different privacy budgets start to get filtered",
-            "section 7.1.1, Figure 7",
+            "appendix A|table 4",
+            "",
+            "appendix A, Table 4 (overall 92.55, against 89.08 and 90.69)",
         ),
     ],
     "rpdp/published": [
@@ -273,15 +284,14 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
         ("Theorem E.1", "One-Pass Accelerated Noisy MB-SGD", "Theorem E.1"),
         (
             "the experiments",
-            "We used smaller noise (compared to the theoretical portion of the paper)",
-            "appendix I.1",
+            "which provides ISRL-DP by Theorem 1 of (Abadi et al., 2016) if",
+            "appendices I.1 to I.3",
         ),
     ],
     "isrl/mnist": [
         ("non-private local", "outperforms (non-private) Local SGD for", "section 6, Figure 4"),
         ("ahead of local SGD", "and outperforms ISRL-DP Local SGD", "section 6, Figures 4 and 7"),
-        ("is below that", "yields accurate, private models in practice", "section 6, Figure 4"),
-        ("25 silos", "We show 90% error bars over the 20 trials", "appendix I.1, Figures 4 and 7"),
+        ("is below that", "", "section 6, Figure 4"),
         (
             "upsilon",
             "for this problem (corresponding to each silo having disjoint local data sets",
@@ -293,6 +303,12 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
             "local SGD is ahead",
             "we observe that ISRL-DP Local SGD outperforms ISRL-DP MB-SGD",
             "appendix I.2, Figure 9",
+        ),
+        ("in line with", "is in line with (non-private) Local SGD", "section 6, Figure 5"),
+        (
+            "by 30 to 40",
+            "tends to outperform the naiive predictor by",
+            "appendix I.2, of epsilon near 1",
         ),
         (
             "MB-SGD is ahead",
@@ -326,29 +342,31 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
             "section 1, Figure 3",
         ),
     ],
+    "isrl/shuffled": [
+        ("constant C", "there is a constant", "appendix G.1, Theorem G.1"),
+        (".", "match the optimal central DP rates", "section 5, Theorem 5.1"),
+    ],
     "isrl/privacy-for-free": [
         ("epsilon/n", "ISRL-DP Implies User-Level DP for small", "appendix C.2"),
         (".", "the ISRL-DP rates nearly match the optimal non-private rates if", "section 1"),
     ],
     "isrl/acceleration": [
-        (".", "in fewer rounds of communication than", "section 4, Theorem 4.1"),
+        (".", "", "section 4, Theorem 4.1"),
     ],
     "isrl/heterogeneity": [
-        (
-            "all silos|quarter",
-            "even when silo data is arbitrarily heterogeneous",
-            "section 3, Theorem 3.1",
-        ),
+        ("all silos", "even when silo data is arbitrarily heterogeneous", "section 3, Theorem 3.1"),
+        ("quarter", "case is harder when data is highly heterogeneous", "section 3, end"),
         (".", "stochastic gradients", "Lemma E.3"),
     ],
     "isrl/unbalanced": [
-        (".", "trade off the unbalancedness of silo data and privacy needs", "Theorem H.1"),
+        (".", "trade off the unbalancedness of silo data and privacy needs", "Remark H.1"),
     ],
     "isrl/smoothing": [
         (".", "via Nesterov smoothing", "appendix D.2, Lemma D.7"),
     ],
     "isrl/vector-protocol": [
-        (".", "there are choices of parameters", "appendix G, Algorithms 4 to 6"),
+        ("one pass|heterogeneity", "variation of One-Pass Accelerated Noisy MB-SGD", "Theorem 5.2"),
+        (".", "there are choices of parameters", "appendix G, Lemma G.1"),
     ],
     # ---- Choquette-Choo et al. 2023 ----
     "correlated/language-model": [(".", "", "section 5")],

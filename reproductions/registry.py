@@ -110,10 +110,15 @@ class Tried:
             return self.fixed
         first = next(iter(self.tuning.values()))
         edge = sum(tuning.is_at_edge for tuning in self.tuning.values())
+        arms: dict[str, list[str]] = {}
+        for arm, tuning in self.tuning.items():
+            arms.setdefault(tuning.effort, []).append(arm)
         text = first.effort
-        if first.counts:
+        if len(arms) > 1:
+            text = "; ".join(f"{effort} for {', '.join(names)}" for effort, names in arms.items())
+        elif first.counts:
             text += f" for each of {len(self.tuning)} arms"
-            text += f", on {len(set(first.seeds))} seed(s) of their own" if first.seeds else ""
+        text += f", on {len(set(first.seeds))} seed(s) of their own" if first.seeds else ""
         if edge:
             text += f"; {edge} arm(s) have the best value at the edge of the grid"
         return text + (f"; {self.fixed}" if self.fixed else "")
@@ -311,19 +316,19 @@ def judged(claims: Sequence[Claim]) -> list[Claim]:
 
 
 def at_this_size(claims: Sequence[Claim], tried: Tried | None) -> list[Claim]:
-    """Leaves undecided what these trainings cannot decide about somebody else's claim.
+    """Leaves undecided what these trainings cannot decide.
 
-    That is any comparison of arms that are not tuned alike; and a failure of a claim below the size
-    or the power that it takes to see what is claimed.
+    That is any comparison of arms that are not tuned alike; and a failure of somebody else's claim
+    below the size or the power that it takes to see what is claimed.
     """
     return [_fair(claim, tried) for claim in claims]
 
 
 def _fair(claim: Claim, tried: Tried | None) -> Claim:
-    if not claim.seeds or claim.source in ("arithmetic", "ours"):
+    if not claim.seeds or claim.source == "arithmetic":
         return claim
     why = "" if tried is None else tried.unfair
-    if not why and claim.holds is False:
+    if not why and claim.holds is False and claim.source != "ours":
         if tried is None or not tried.is_papers_size:
             why = "the opposite is found at this size, which is not the paper's"
         elif claim.power is not None and claim.power < LEAST_POWER:

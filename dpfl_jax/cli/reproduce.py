@@ -9,6 +9,7 @@ import time
 from typing import Annotated, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from dpfl_jax.cli import options
 from dpfl_jax.cli.bench import from_checkout
@@ -159,7 +160,7 @@ def _print(console: Console, result: dict[str, Any]) -> None:
     table = Table("claim", "source", "measured", "expected", "verdict")
     for claim in result["claims"]:
         style = {True: "green", False: "red", None: "yellow"}[claim["holds"]]
-        verdict = f"[{style}]{claim['verdict']}[/{style}]"
+        verdict = Text(claim["verdict"], style=style)
         values = (_text(claim[key]) for key in ("measured", "expected"))
         table.add_row(claim["claim"], claim["source"], *values, verdict)
     console.print(table)

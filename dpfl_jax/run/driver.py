@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting.guarantee import rounded_up
+from dpfl_jax.clipping.cost import peak_flops
 from dpfl_jax.errors import BadInputError, at_least, one_of, probability, too_little_memory
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import average, processes
@@ -228,7 +229,7 @@ class _Driven:
     ) -> None:
         self.algorithm, self.run_dir, self.loop = algorithm, run_dir, loop
         self._evaluate, self.console = evaluate, console
-        self.log, self.meter = _Log(run_dir, hooks), _Meter()
+        self.log, self.meter = _Log(run_dir, hooks), _Meter(algorithm)
         self.caveats: list[str] = []
         self.checkpoints: Checkpoints | None = None
         self.resumed: int | None = None
@@ -351,7 +352,7 @@ class _Driven:
             Profile(log.folder and log.folder / "profile", self.loop.profile) as trace,
             self.checkpoints or contextlib.nullcontext(),
         ):
-            for after, inputs in () if self.ended else self.work.inputs():
+            for after, inputs in () if self.ended else self.meter.waiting(self.work.inputs()):
                 trace.before()
                 self.released.before(after)
                 output = self._step(inputs, after)
@@ -442,6 +443,8 @@ class _Driven:
             examples=meter.examples,
             tokens=meter.tokens,
             padded_tokens=meter.padded_tokens,
+            goodput=meter.goodput,
+            mfu=meter.mfu(meter.seconds, meter.examples, meter.tokens),
             planned=algorithm.steps,
             clipping=self.clipping,
             best=self._best(),
@@ -587,17 +590,46 @@ def _status(row: dict[str, Any]) -> str:
 class _Meter:
     """Measures examples and tokens per second, without compiling, evaluating and saving."""
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm: Algorithm) -> None:
         self.seconds, self.examples, self.tokens, self.padded_tokens = 0.0, 0, 0, 0
+        self._flops, devices = algorithm.flops, algorithm.mesh.devices.flat
+        peaks = [peak_flops(device.device_kind) for device in devices]
+        self._peak = sum(peak or math.nan for peak in peaks)
+        self._began = time.perf_counter()
         self._last: float | None = None
         self._pending = [0, 0, 0, 0]
+        self._waited = 0.0
         self._read = (1, 1)
         self._seen = (0, 0)
+        self._slowest = (0, 0.0)
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the time since this object was made that went into measured steps."""
+        total = time.perf_counter() - self._began
+        return round(self.seconds / total, 4) if self.seconds else None
+
+    def mfu(self, seconds: float, examples: int, tokens: int) -> float | None:
+        """Share of the devices' peak that non-private training would have needed."""
+        if not (seconds and self._peak > 0):
+            return None
+        return round(self._flops(examples, tokens) / (seconds * self._peak), 4) or None
+
+    def waiting(self, inputs: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yields the inputs, and measures how long each was waited for."""
+        while True:
+            start = time.perf_counter()
+            found = next(inputs, None)
+            self._waited += time.perf_counter() - start
+            if found is None:
+                return
+            yield found
 
     def restart(self) -> None:
         """Leaves out the time since the last measurement, and the steps in it."""
         self._last = time.perf_counter()
         self._pending = [0, 0, 0, 0]
+        self._waited = 0.0
 
     def count(self, output: StepOutput, steps: int) -> None:
         """Adds ``steps`` steps that were taken in one call."""
@@ -615,9 +647,11 @@ class _Meter:
           The name of a signal that asks any process to stop: all then stop at the same step.
         """
         columns, row = self._read
-        mine = (*self._pending[2:], columns, getattr(signal, stop or "", 0))
+        waited = 1e6 * self._waited
+        mine = (*self._pending[2:], columns, waited, getattr(signal, stop or "", 0))
         all_of_them = processes.gather([int(number) for number in mine])
-        tokens, places, read, signals = np.array(all_of_them, np.int64).T
+        tokens, places, read, waits, signals = np.array(all_of_them, np.int64).T
+        self._slowest = (int(waits.argmax()), 1e-6 * float(waits.max()))
         self._seen = (
             round(tokens.sum() * row / read.sum()),
             round(places.sum() * row / read.sum()),
@@ -636,9 +670,17 @@ class _Meter:
             self.tokens += tokens
             self.padded_tokens += places
             # These two give the exact number of tokens drawn, which is as private as the data.
-            row["outside_guarantee"]["seconds_per_step"] = round(elapsed / steps, 6)
+            raw = row["outside_guarantee"]
+            raw["seconds_per_step"] = round(elapsed / steps, 6)
             if tokens:
-                row["outside_guarantee"]["tokens_per_s"] = round(tokens / elapsed, 1)
+                raw["tokens_per_s"] = round(tokens / elapsed, 1)
+            slowest, waited = self._slowest
+            raw["input_wait"] = round(min(waited / elapsed, 1.0), 4)
+            if processes.many():
+                raw["slowest_input"] = slowest
+            raw["goodput"] = self.goodput
+            if utilisation := self.mfu(elapsed, examples, tokens):
+                raw["mfu"] = utilisation
         self.restart()
 
 

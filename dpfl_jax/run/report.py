@@ -112,6 +112,8 @@ def build_report(
         "throughput": {
             "examples_per_s": rate(result.examples),
             "tokens_per_s": rate(result.tokens),
+            "mfu": result.mfu,
+            "goodput": result.goodput,
         },
         "clipping": result.clipping,
         "outside_guarantee": {

@@ -17,6 +17,7 @@ The sum and the update (noise, optimiser) are two programs: what is checked befo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, join, split
-from dpfl_jax.clipping.jaxprs import convolution_kernels
+from dpfl_jax.clipping.jaxprs import convolution_kernels, count_flops
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.mechanisms import Calibrated, Mechanism, NoNoise, non_private
@@ -115,7 +116,7 @@ def make_train_step(
         the stddev of the noise on it, ``noise_stddev``.
       mesh: from ``mesh.make_mesh``.
       whole: as in ``clipped_sum_over_microbatches``, and as given to ``init_state``.
-      **options: passed to ``clipping.clipped_grad`` (e.g. ``strategy``, ``trainable``).
+      **options: as in ``clipped_sum_over_microbatches`` (e.g. ``strategy``, ``trainable``).
 
     Returns:
       ``step(state, units, mask, num_microbatches, noise_key, frozen=None) -> (state, StepStats)``
@@ -203,8 +204,10 @@ class Central(Algorithm):
         places = parameter_shardings(frozen, self.mesh, self.copied)
         self.frozen = place(frozen, places, copy=False)
         how = plan.execution
-        more = (how.strategy, how.cut, how.group_buckets, *([how.packing] if how.packing else []))
-        self.layout_fingerprint = [self.hardware, *more, how.microbatch_size]
+        more: list[Any] = [how.packing] if how.packing else []
+        more += [how.sum_over_fsdp] if how.sum_over_fsdp != "auto" else []
+        layout = [how.strategy, how.cut, how.group_buckets, *more, how.microbatch_size]
+        self.layout_fingerprint = [self.hardware, *layout]
         users = (
             ", set execution.examples_at_once" if self.mechanism.participation.unit_examples else ""
         )
@@ -233,6 +236,18 @@ class Central(Algorithm):
 
     def params(self, state: TrainState) -> PyTree:
         return join(state.params, self.frozen)
+
+    @functools.cached_property
+    def _flops_per_example(self) -> float:
+        """A forward pass, as much for what flows back, and as much for what is trained."""
+        forward = count_flops(self.traced, self.given, self.plan.example)
+        sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.given)]
+        return forward * (2 + sizes[0] / sizes[1])
+
+    def flops(self, examples: float, tokens: int) -> float:
+        if tokens:  # padding is not needed
+            examples = tokens / self.plan.example["mask"].size
+        return examples * self._flops_per_example
 
     def row(self, stats: StepStats) -> dict[str, Any]:
         return {"outside_guarantee": stats.row(self.private)}
@@ -279,6 +294,7 @@ class CentralSteps(Steps):
             run.optimizer,
             run.mesh,
             whole=run.copied,
+            sum_over_fsdp=how.sum_over_fsdp,
             **self.options,
             **how.cut,
         )
@@ -298,7 +314,7 @@ class CentralSteps(Steps):
                 repr(how.group_buckets),
                 repr(self.pipeline.shapes),
             ],
-            "strategy": [how.strategy, how.cut],
+            "strategy": [how.strategy, how.cut, how.sum_over_fsdp],
             "set of trained parameters": [
                 [jax.tree_util.keystr(path), list(leaf.shape)]
                 for path, leaf in jax.tree_util.tree_leaves_with_path(run.trained)

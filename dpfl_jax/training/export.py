@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import yaml
 
 from dpfl_jax import __version__
 from dpfl_jax.accounting import digests
@@ -129,6 +130,8 @@ def export(
         }
         write_atomically(target / "run.json", json.dumps(facts_of_run, indent=2) + "\n")
         stated = kept.stated.tied(exported=digests.of_export(target, NAME))
+        # After the digests are taken: its author goes on writing it.
+        write_atomically(target / "README.md", _model_card(facts_of_run, stated, layout))
         write_atomically(target / NAME, stated.dumps())
     return {
         "out": str(target),
@@ -138,6 +141,27 @@ def export(
         "guarantee": stated.text,
         "privacy": stated.privacy.to_json(),
     }
+
+
+def _model_card(facts: dict[str, Any], stated: Statement, layout: str) -> str:
+    """The README.md of an export, with the front matter of Hugging Face's model cards."""
+    base = facts["model"].get("checkpoint")
+    private = stated.privacy.private
+    front: dict[str, Any] = {"tags": ["dpfl_jax", *(["differential-privacy"] if private else [])]}
+    if layout != "named":
+        library = "peft" if layout == "peft" else "transformers"
+        front |= {"library_name": library, "pipeline_tag": "text-generation"}
+    began = f", from the public checkpoint {base}" if base else ""
+    return (
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {facts['run']}\n\n"
+        f"Trained with{'' if private else 'out'} differential privacy{began}, in {facts['steps']} "
+        f"steps, by dpfl_jax {facts['dpfl_jax']}.\n\n## What is guaranteed\n\n{stated.text}\n\n"
+        "`guarantee.json` states this for programs, and is tied to the model's files by their "
+        "digests: `dpfl verify FOLDER` recomputes it. `run.json` has the facts of the run.\n\n"
+        "## Intended use, data, evaluation, limits\n\n"
+        "To be written by whoever publishes the model. Losses on held-out people are not covered "
+        "by the guarantee; scores on public tasks are.\n"
+    )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@
 set -euo pipefail
 app=$(cd "$(dirname "$0")" && pwd)
 mkdir "$1" && dir=$(cd "$1" && pwd)
+cd "$dir" # where the app writes its model
 link=${PORT:-19350}
 export FLWR_HOME=$dir/flwr FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 mkdir "$FLWR_HOME"

@@ -1,10 +1,11 @@
 """The paper's own noise and messages, beside the sound ones.
 
-* ``paper_closed_form``: the theorems' noise (valid, and 30 times too much), on sound messages.
+* ``paper_closed_form``: the theorems' noise (valid; Theorem D.1's is 30 times too much), on sound
+  messages.
 * ``as_published``: what the authors' experiments did: sampling with replacement (it may draw a
   record several times) and noise from an asymptotic statement. ``with_replacement`` bounds what it
-  spends. Two of their scripts clip the mean of a batch: a record may then move it by twice the clip
-  norm, not by 2C/K.
+  spends. One of their scripts, ``DP_FL_insurance_linreg_FINAL.py`` (commit 421aeb6), clips the
+  mean of a batch: a record may then move it by twice the clip norm, not by 2C/K.
 """
 
 from __future__ import annotations

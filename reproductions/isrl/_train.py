@@ -105,7 +105,10 @@ def _lane(
 
 
 def _summed_with_server_noise(oracle: Any, batch: int, sigma: Any) -> Any:
-    """As one of the authors' scripts: sums instead of means, and noise once, at the server."""
+    """Sums instead of means, and noise once, at the server.
+
+    As the authors' ``multiclasslogistic_convexFL_obesity.py`` (commit 421aeb6) has it.
+    """
 
     def summed(w: jax.Array, row: Any) -> jax.Array:
         key = jax.random.wrap_key_data(row["keys"][0, 1, :2], impl="threefry2x32")

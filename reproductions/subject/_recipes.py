@@ -9,7 +9,7 @@ paper_batch_z LocalGroupDP: sigma for Z records of a subject *in the batch*, wit
 paper_a       HiGradAvgDP: a subject is sampled with probability K q (A, section 3.2), and sums are
               divided by the number of subjects in the batch (A, Algorithm 2).
 paper_b       HiGradAvgDP: a subject is sampled with probability q (B, section 3.1).
-              UserLDP under either: sensitivity C instead of 2C. LocalGroupDP: paper_batch_z.
+              UserLDP: sensitivity C instead of 2C (A's Theorem 3.11 asks for more noise still).
 
 The papers calibrate one silo alone for R rounds, then run R / sqrt(s) of them to pay for s silos
 (``paper_sqrt``), or calibrate for s times the steps (``more_noise``).

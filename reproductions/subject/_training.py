@@ -105,7 +105,9 @@ class Trained:
             "loss": self.loss,
             "claimed_epsilon": self.claim.epsilon,
             "unit": self.claim.unit,
-            "real_epsilon": self.claim.real_epsilon,
+            "real_epsilon": self.claim.real_epsilon
+            if math.isfinite(self.claim.real_epsilon)
+            else "none follows",
             "subject_epsilon": self.claim.subject_epsilon,
             "if_constant": self.claim.if_constant,
             "rounds": self.claim.rounds,
@@ -126,7 +128,7 @@ def _spread(config_json: str) -> FederatedData:
 
 
 def tried_of(raw: dict[str, Any], seeds: int) -> Tried:
-    """The size of a federation as trained here. No learning rate is tuned."""
+    """The size of a federation as trained here. Nothing is tuned."""
     data, federation = raw["data"], raw["federation"]
     people = f"{round(0.8 * data['max_users'])} subjects" if "max_users" in data else "71 subjects"
     name, rate = federation["local_optimizer"].values()
@@ -134,8 +136,10 @@ def tried_of(raw: dict[str, Any], seeds: int) -> Tried:
         f"{people} in {federation['silos']} silos, {federation['rounds']} rounds of "
         f"{federation['local_steps']} local steps, batches of "
         f"{raw['mechanism'].get('batch_size', 64):g}, {seeds} seeds (papers: 3,500 subjects of "
-        "FEMNIST, 660 of Shakespeare, 100 and 200 rounds, batches of 512 and 100)",
-        fixed=f"{name.capitalize()}'s learning rate {rate:g} for all private arms",
+        "FEMNIST, 660 of Shakespeare, 100 and 200 rounds, batches of 512 and 100; 350 subjects and "
+        "batches of 256 for text B's Small-FEMNIST)",
+        fixed=f"nothing ({name.capitalize()}'s learning rate {rate:g} where no other is named; the "
+        "papers tune)",
     )
 
 

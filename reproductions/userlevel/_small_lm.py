@@ -213,6 +213,7 @@ def tried(
     return Tried(
         f"40,000 parameters, {steps} steps; scored on up to 64 examples of each of 150 users",
         tuning=tuning,
+        fixed="clip norm: the median gradient norm at that group size (the paper tunes it)",
         reported=[of(k) for k in range(seeds(settings))],
         doubts=_losing(options, losses),
         data=data,

@@ -103,7 +103,7 @@ def run(settings: Settings) -> Outcome:
     ]
     tried = Tried(
         f"40,000 parameters, {config.train.steps} steps; {users} held-out users",
-        fixed=f"learning rate {small.RATE:g} for both",
+        fixed=f"nothing (learning rate {small.RATE:g} for both)",
         data=small.fingerprint(settings.quick),
     )
     return Outcome(claims, [file], rows, notes, tried)

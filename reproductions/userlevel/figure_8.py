@@ -12,7 +12,7 @@ from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
 
 TITLE = "ELS against ULS when the accounting supposes more users"
-SOURCE = "Charles et al. 2024, section 5, Figure 8"
+SOURCE = "Charles et al. 2024, section 6, Figure 8"
 OPTIONS = small.OPTIONS
 
 EPSILON = 4.0

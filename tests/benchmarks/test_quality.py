@@ -1,5 +1,6 @@
 """``dpfl bench quality``: what is run, what is resumed, and what is compared."""
 
+import dataclasses
 import json
 import pathlib
 import types
@@ -34,6 +35,9 @@ def runs(monkeypatch):
     done = []
 
     def train(command, **_):
+        if command[0] == "python-of-peers":
+            done.append({"library": command[2], "seed": command[4], "steps": command[6]})
+            return types.SimpleNamespace(returncode=0, stdout='{"value": 2.5, "epsilon": 1.0}\n')
         given = dict(word.split("=", 1) for word in command if "=" in word and word[0] != "-")
         loss = LOSSES.get(given.get("arm"), 2.0) + 0.01 * int(given["seed"])
         loss = 10 - float(given["optimizer.learning_rate"]) if "held_out" in given else loss
@@ -75,6 +79,17 @@ def test_rates_are_tuned_apart_and_what_is_not_better_at_first_is_run_once(runs,
         "better",
         "not better, one seed",
     ]
+
+
+def test_other_libraries_run_if_their_python_is_given(runs, tmp_path, capsys, monkeypatch):
+    peer = Arm("the same elsewhere", ("train.steps=9",), (0.3,), "opacus")
+    task = dataclasses.replace(TASK, arms=(*TASK.arms[:1], peer))
+    monkeypatch.setattr(quality, "TASKS", {"made-up": task})
+    bench(tmp_path, capsys, "--seeds", "1")
+    assert not any("library" in run for run in runs)
+    result = bench(tmp_path, capsys, "--seeds", "1", "--peers", "python-of-peers")
+    assert runs[-1] == {"library": "opacus", "seed": "0", "steps": "train.steps=9"}
+    assert [row["mean"] for row in result["rows"] if row["arm"] == peer.name] == [2.5, 2.5]
 
 
 def test_the_same_command_resumes(runs, tmp_path, capsys):

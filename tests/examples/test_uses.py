@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -28,6 +29,24 @@ def test_each_is_read_in_one_sitting():
     assert {
         p.name: len(p.read_text().splitlines()) for p in uses if len(p.open().readlines()) > 60
     } == {}
+
+
+def test_an_export_is_scored_on_tasks(tmp_path, monkeypatch, capsys):
+    def simple_evaluate(model, model_args, tasks, limit):
+        assert (model, model_args, limit) == ("hf", f"pretrained={tmp_path}", 5)
+        numbers = {"acc,none": 0.5, "alias": "the task"}
+        return {"results": dict.fromkeys(tasks, numbers)}
+
+    harness = types.SimpleNamespace(simple_evaluate=simple_evaluate)
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    privacy = {"epsilon": 2.0, "delta": 1e-6, "unit": "user", "accountant": "PLD"}
+    (tmp_path / "guarantee.json").write_text(json.dumps({"privacy": privacy}))
+    example("evaluate_on_tasks").main([str(tmp_path), "--tasks", "one", "--limit", "5"])
+    privacy.pop("accountant")
+    assert json.loads(capsys.readouterr().out) == {
+        "privacy": privacy,
+        "tasks": {"one": {"acc,none": 0.5}},
+    }
 
 
 @pytest.mark.slow

@@ -210,7 +210,8 @@ def test_a_filter_that_forgets_to_charge(accuracy_by_batch, tmp_path, monkeypatc
     pytest.importorskip("sklearn")
     import jax.numpy as jnp
 
-    name = "patients: the filter's records are used up one level after the other"
+    name = "patients: the filter stops the first of a level when steps of the clip norm use its "
+    name += "budget"
 
     def descent(model_loss, params, records, left, **settings):
         return params, jnp.minimum(left, settings["steps"]) * charged
@@ -262,7 +263,7 @@ def accuracy_by_groups(monkeypatch):
 def test_groups_of_a_subject_that_are_clipped_as_single_records(accuracy_by_groups, tmp_path):
     """Then no subject weighs more than another, and skew costs LocalGroupDP nothing."""
     pytest.importorskip("sklearn")
-    name = "both: LocalGroupDP loses most"
+    name = "both: LocalGroupDP loses more than LocalItemDP and text B's HiGradAvgDP"
     assert verdicts(skew, tmp_path)[name]
     accuracy_by_groups["local_group"] = 0.0
     assert not verdicts(skew, tmp_path)[name]
@@ -271,7 +272,7 @@ def test_groups_of_a_subject_that_are_clipped_as_single_records(accuracy_by_grou
 @pytest.mark.nightly
 def test_few_subjects_that_are_many(accuracy_by_groups, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
-    name = "text B: LocalGroupDP drops substantially"
+    name = "text B: LocalGroupDP drops more than LocalItemDP"
     assert verdicts(few_subjects, tmp_path)[name]
     made = few_subjects.train
 
@@ -294,7 +295,7 @@ def fractions_of_text_b(monkeypatch):
 @pytest.mark.nightly
 def test_the_sampling_fraction_of_records_for_subjects(accuracy_by_groups, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
-    name = "the contradiction between the texts is the sampling fraction: same code, other noise"
+    name = "the texts differ most by the sampling fraction: same code, other noise"
     assert verdicts(curves, tmp_path)[name]
     fractions_of_text_b(monkeypatch)
     assert not verdicts(curves, tmp_path)[name]
@@ -309,14 +310,15 @@ def test_the_sampling_fraction_of_records_for_roles(tmp_path, monkeypatch):
         sigma = 0.7  # noise at these fractions grows with them
         if run.kind == "hi_grad_avg":
             sigma *= _closed_forms.hi_grad_fraction(0.001, cap, variant) / 0.001
-        curve = [[(1, 3.0 + jitter(s) + 0.01 * sigma, 0.1)] for s in range(seeds)]
+        found = [0.5 - 0.001 * sigma + jitter(s, run.label) for s in range(seeds)]
+        curve = [[(1, 3.0, accuracy)] for accuracy in found]
         claim = subject_training.Claim(4.0, 1e-5, "subject", 4.0, None, None, 36, ())
-        return subject_training.Trained(run, [0.1] * seeds, curve, claim, sigma)
+        return subject_training.Trained(run, found, curve, claim, sigma)
 
     monkeypatch.setattr(shakespeare, "train", train)
     monkeypatch.setattr(shakespeare, "draw", lambda *a: None)
     monkeypatch.setattr(subject_training.Trained, "row", lambda self: {})
-    name = "text A: with many records per subject HiGradAvgDP needs much more noise than records"
+    name = "text A: HiGradAvgDP is below LocalGroupDP"
     assert verdicts(shakespeare, tmp_path, tmp_path)[name]
     fractions_of_text_b(monkeypatch)
     assert not verdicts(shakespeare, tmp_path, tmp_path)[name]
@@ -368,7 +370,7 @@ def test_noise_that_grows_with_the_group_favours_small_groups(loss_by_noise, tmp
 
 def test_estimate_and_double_as_it_is_printed(loss_by_noise, tmp_path, monkeypatch):
     """Without 1/M it doubles the group for ever."""
-    name = "Estimate-and-Double (with sigma(2M) / (2 sigma(M))) is better on average than max group"
+    name = "Estimate-and-Double is better on average than max group"
     monkeypatch.setattr(small, "_train", trained())
     assert verdicts(figure_5, tmp_path)[name]
     made = figure_5._doubling

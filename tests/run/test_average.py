@@ -107,7 +107,8 @@ def test_nothing_else_changes(plain):
 
 def _timing(row):
     found = row.get("outside_guarantee", {})
-    return {name: found[name] for name in ("seconds_per_step", "tokens_per_s") if name in found}
+    names = ("seconds_per_step", "tokens_per_s", "input_wait", "goodput")
+    return {name: found[name] for name in names if name in found}
 
 
 @pytest.mark.parametrize("make", [dpfl.uls, dpfl.experimental.individual])

@@ -413,7 +413,11 @@ def kill_and_resume(workspace, whole, run_dir, victim, config):
     same(alone, together)
     assert len(used) == 2
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    raw = [row["outside_guarantee"] for row in rows if "outside_guarantee" in row]
     assert [row["step"] for row in rows if "outside_guarantee" in row] == list(range(1, 13))
+    waited = [row["slowest_input"] for row in raw if "slowest_input" in row]
+    assert waited, "a row of several processes names the one that waited longest"
+    assert set(waited) <= {0, 1}
     privacy = json.loads((run_dir / "report.json").read_text())["privacy"]
     assert any("other hardware" in caveat for caveat in privacy["caveats"])
     # Reserved once and committed once, whatever happened in between.

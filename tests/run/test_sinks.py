@@ -16,6 +16,7 @@ STEPS = 4
 COVERED = {"epsilon_spent"}
 REST = {
     *("units", "train_loss", "fraction_clipped", "mean_norm", "nonfinite_units"),
+    *("input_wait", "goodput"),
     *("seconds_per_step", "held_out_loss", "held_out_loss_by_user", "held_out_examples"),
     "held_out_users",
 }

@@ -2,7 +2,7 @@
 
 Departures. Batches are Poisson, disjoint or full, each record's gradient is clipped, and noise is
 calibrated by privacy-loss distributions under replace-one. The paper's theorems have closed forms
-that are valid, but spend only a thirtieth of the budget. The paper's experiments sample with
+that are valid, but Theorem D.1's spends only a thirtieth of its budget. Its experiments sample with
 replacement, with noise from an asymptotic statement. ``reproductions/isrl/_published.py`` has both,
 and bounds what they spend.
 """

@@ -2,13 +2,16 @@
 
 If only units are split over devices, each device sums its own share (``shard_map``). If parameters
 are split, too, the compiler places everything, and each data-parallel part keeps its own sum, so
-that there is still only one reduction over ``data``, after the loop.
+that there is still only one reduction over ``data``, after the loop. The sum over ``fsdp`` is taken
+for every microbatch, so that a device holds a part of it; or after the loop, too, where a device
+has memory for all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import Flat, accumulate, join
 from dpfl_jax.clipping.adaptive import CountedSum
+from dpfl_jax.clipping.cost import memory_limit
 from dpfl_jax.clipping.jaxprs import convolution_kernels
 from dpfl_jax.clipping.result import StepStats, leaf_name
 from dpfl_jax.errors import BadInputError
@@ -63,7 +67,7 @@ def clipped_sum_over_microbatches(
       **options: passed to ``Mechanism.clipped_grad``; ``trainable`` as the parameters were split.
         ``split_users`` splits the examples of each user over the ``fsdp`` devices, each of which
         computes a part of the user's gradient; ``examples_at_once`` then counts the examples of one
-        device.
+        device. ``sum_over_fsdp`` is as in ``Execution``.
     """
     cut = microbatched(
         mechanism,
@@ -73,9 +77,10 @@ def clipped_sum_over_microbatches(
         whole or (),
     )
     options |= cut
+    sum_over_fsdp = options.pop("sum_over_fsdp", "auto")
     if splits_parameters(mesh):
         loss_fn = _in_place(loss_fn if whole is not None else _kernels_whole(loss_fn, mesh), mesh)
-        summed = _compiler_placed(mechanism, loss_fn, mesh, whole or (), options)
+        summed = _compiler_placed(mechanism, loss_fn, mesh, whole or (), options, sum_over_fsdp)
     else:
         summed = _shard_mapped(mechanism, loss_fn, mesh, options)
 
@@ -266,14 +271,12 @@ def _compiler_placed(
     mesh: Mesh,
     whole: Collection[str],
     options: dict[str, Any],
+    sum_over_fsdp: str,
 ) -> SumFn:
-    """The sum if parameters are split; units [row, ...] become [data, row / data, ...]."""
-    # If users are split, all devices process one user at a time.
-    units = (None,) if "example_sharding" in options else (FSDP_AXIS,)
-    inner = NamedSharding(mesh, PartitionSpec(*units))
-    outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, *units))
-    summed = mechanism.sum_fn(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
-    parts = mesh.shape[DATA_AXIS]
+    """The sum if parameters are split; units [row, ...] become [parts, row / parts, ...].
+
+    Each part has a sum of its own. The parts are those of ``data``, or of ``data`` and ``fsdp``.
+    """
 
     def total(
         params: PyTree,
@@ -284,10 +287,19 @@ def _compiler_placed(
         clip_norm: Any,
     ) -> tuple[PyTree, StepStats]:
         places = parameter_shardings(params, mesh, whole)
+        together = "example_sharding" in options  # all devices process one user at a time
+        once = not together and _sums_once(sum_over_fsdp, params, mesh, options)
+        lead = (DATA_AXIS, FSDP_AXIS) if once else (DATA_AXIS,)
+        parts = math.prod(mesh.shape[axis] for axis in lead)
+        axes = (None,) if together or once else (FSDP_AXIS,)
+        inner = NamedSharding(mesh, PartitionSpec(*axes))
+        outer = NamedSharding(mesh, PartitionSpec(lead, *axes))
+        summed = mechanism.sum_fn(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
 
-        def placed(tree: PyTree, *lead: str) -> PyTree:
+        def placed(tree: PyTree, *lead: tuple[str, ...]) -> PyTree:
             def one(x: jax.Array, place: NamedSharding) -> jax.Array:
-                spec = PartitionSpec(*lead, *place.spec)
+                rest = [None if lead and axis in lead[0] else axis for axis in place.spec]
+                spec = PartitionSpec(*lead, *rest)
                 return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
             if isinstance(tree, CountedSum):
@@ -304,21 +316,40 @@ def _compiler_placed(
                 x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
                 return jax.lax.with_sharding_constraint(x, outer)
 
-            every = jax.vmap(part, spmd_axis_name=DATA_AXIS)
+            every = jax.vmap(part, spmd_axis_name=lead)
             sums, stats = every(jax.tree.map(split, row), split(mask))
-            return placed(sums, DATA_AXIS), stats
+            return placed(sums, lead), stats
 
         sums, stats = mechanism.zero_sum(params, parts), _no_stats(params, parts)
         carry = accumulate.over_microbatches(
             one,
-            (placed(sums, DATA_AXIS), stats),
+            (placed(sums, lead), stats),
             units,
             mask,
             num_microbatches,
             compensated=mechanism.rule.compensated,
             parts=parts,
         )
-        sums, stats = jax.tree.map(lambda x: x.sum(axis=0), carry)
+        sums, stats = carry
+        if once:  # first within a copy of the parameters: less is then sent between copies
+
+            def over_fsdp(x: jax.Array) -> jax.Array:
+                return x.reshape(mesh.shape[DATA_AXIS], -1, *x.shape[1:]).sum(axis=1)
+
+            sums = placed(jax.tree.map(over_fsdp, sums), (DATA_AXIS,))
+        sums, stats = jax.tree.map(lambda x: x.sum(axis=0), (sums, stats))
         return placed(sums), jax.lax.with_sharding_constraint(stats, replicated(mesh))
 
     return total
+
+
+def _sums_once(sum_over_fsdp: str, params: PyTree, mesh: Mesh, options: dict[str, Any]) -> bool:
+    """Whether the sum over ``fsdp`` is taken after the loop over microbatches.
+
+    Each device then holds all of its sum so far, and of the microbatch's, instead of a part.
+    """
+    if sum_over_fsdp != "auto" or mesh.shape[FSDP_AXIS] == 1:
+        return sum_over_fsdp == "step"
+    limit = options.get("memory_limit") or memory_limit()
+    more = 8.0 * sum(x.size for x in jax.tree.leaves(params)) * (1 - 1 / mesh.shape[FSDP_AXIS])
+    return limit is not None and more <= limit / 2  # a quarter of the device
