@@ -46,4 +46,4 @@ def main(out: str, rows: int = 5000, steps: int = 80, people: int = 400) -> None
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or ["synthetic-sentences"])
+    main(sys.argv[1] if sys.argv[1:] else "synthetic-sentences")
