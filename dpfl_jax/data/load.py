@@ -45,6 +45,7 @@ _ARRAY_SETTINGS = ("target_column", "input_columns", "classes", "silo_column")
 _TABLE_SETTINGS = ("scale", "categories", "missing", "dates")
 # Those of them that templates take, too.
 _TEMPLATE_SETTINGS = ("categories", "missing")
+_RANDOM_TEXTS = 10_000  # of data.public=template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -497,6 +498,16 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
         library = standard_library_files().items()
         texts = ((name, data.decode()) for name, data in library)
         return store_from_documents(texts, tokenizer, config.seq_len)
+    if kind == "template":
+        if (template := template_of(config)) is None:
+            raise BadInputError(
+                "data.public=template draws random rows of data.template, which is not set: set "
+                "it, or name a public text"
+            )
+        generator = np.random.default_rng(0)
+        rows = [("random rows", template.draw(generator)) for _ in range(_RANDOM_TEXTS)]
+        single = dataclasses.replace(template, rows=1)  # each is a whole text already
+        return store_from_documents(rows, tokenizer, config.seq_len, template=single)
     paths = expand_paths(kind)
     if paths[0].is_dir():
         return store_from_documents(

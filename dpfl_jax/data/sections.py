@@ -201,7 +201,8 @@ class DataConfig(SourceConfig):
         set with a test part keeps it, and ``test_fraction`` is not used.
       held_out_max: most held-out examples of a user in each part (``within_user``).
       public: public corpus for pre-training: ``"auto"`` (the standard library for
-        ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, or a text file or folder.
+        ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, a text file or folder, or
+        ``"template"``: random rows of ``template``, whose words and numbers are equally likely.
       max_norm: each record's features (with their constant) are scaled down to this norm.
       max_target: each record's target (regression, scaled) is clipped to this.
 

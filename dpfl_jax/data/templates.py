@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dpfl_jax.data.keys import is_missing
 from dpfl_jax.data.rows import no_column, text_of
 from dpfl_jax.data.table import as_category, read_number
@@ -19,6 +21,7 @@ from dpfl_jax.errors import BadInputError, repeated
 _COLUMN = re.compile(r"<([^<>]*)>")
 _NUMBER = re.compile(r"-?\d*\.?\d*")
 _NEXT_ROW = "\n"
+_MISSING = 0.2  # of random cells that may be missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,9 @@ class TemplateColumn:
         if self.name not in row:
             raise no_column(where, self.name, sorted(row))
         cell = row[self.name]
-        if cell is None or is_missing(cell):
+        # "none" is a word where it is listed, as in tables.
+        listed = cell is not None and as_category(cell) in self.words
+        if not listed and is_missing(cell):
             if self.may_be_missing:
                 return ""
             raise BadInputError(
@@ -98,6 +103,16 @@ class TemplateColumn:
         if self.range is None:
             return text
         return float(text) if self.decimals else int(text)
+
+    def draw(self, generator: np.random.Generator) -> str:
+        """Returns a cell, each that is declared as likely as any other."""
+        if self.may_be_missing and generator.random() < _MISSING:
+            return ""
+        if self.words:
+            return self.words[generator.integers(len(self.words))]
+        assert self.range is not None
+        low, high = (round(bound * 10**self.decimals) for bound in self.range)
+        return self._format(int(generator.integers(low, high, endpoint=True)) / 10**self.decimals)
 
     def may_begin(self, text: str, end: str) -> bool:
         """Whether a value and ``end`` may begin with ``text``, in which ``end`` is not yet."""
@@ -216,6 +231,20 @@ class RowTemplate:
                 parts += [cell, text]
             lines.append("".join(parts))
         return _NEXT_ROW.join(lines)
+
+    def draw(self, generator: np.random.Generator) -> str:
+        """Returns a text of random rows: it follows from what is declared, and is public.
+
+        Raises:
+          BadInputError: a column is free text.
+        """
+        if free := [column.name for column in self.columns if column.is_text]:
+            raise BadInputError(
+                f"data.public=template draws words and numbers, but {free[0]!r} holds any text: "
+                "list its words in data.categories, or name a public text"
+            )
+        rows = [{c.name: c.draw(generator) for c in self.columns} for _ in range(self.rows)]
+        return self.write(rows, "a random row")
 
     def joined(self, texts: Sequence[str]) -> list[str]:
         """The texts that one-row texts of a person make, in their order."""

@@ -17,7 +17,6 @@ from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.run.report import as_text
 
 CARD = "README.md"
-_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +51,8 @@ def card(name: str, stated: Statement, made: Made) -> str:
       made: how it was made.
     """
     privacy, rows = stated.privacy, made.rows
-    size = next((words for most, words in _SIZES if len(rows) < most), "n>1M")
     head = {
         "pretty_name": f"Synthetic rows of {made.report['name']}",
-        "annotations_creators": ["machine-generated"],
-        "language_creators": ["machine-generated"],
-        "size_categories": [size],
         "tags": ["synthetic", "differential-privacy"],
         "configs": [{"config_name": "default", "data_files": name}],
     }

@@ -57,6 +57,14 @@ def test_numbers_are_written_with_the_decimals_of_their_range():
     assert template.read("17 27.0") == [{"a": 17, "b": 27.0}]
 
 
+def test_a_word_for_nothing_is_a_word_where_it_is_listed():
+    template = RowTemplate.parse("<pain> <age>", {"pain": ["none", "mild"]}, {"age": (0, 99)})
+    assert template.write([{"pain": "none", "age": 7}], "row 1") == "none 7"
+    for row in ({"pain": None, "age": 7}, {"pain": "mild", "age": "none"}):
+        with pytest.raises(BadInputError, match="has no value"):
+            template.write([row], "row 1")
+
+
 def test_a_cell_that_would_not_come_back_is_refused_and_not_quoted():
     good = {"kind": "ode", "age": 30, "text": "x"}
     titled = RowTemplate.parse("<title> | <text>")
@@ -138,6 +146,27 @@ def test_a_file_of_rows_is_texts_of_its_template(tmp_path):
     assert texts == ["ode | 20\node | 21", "ode | 22"] * 2
     short = load_examples(SourceConfig(**given | {"seq_len": 4, "rows_per_text": 2})).store
     assert short.num_examples == 4  # what is too long is cut, not a beginning of its own
+
+
+def test_random_rows_of_a_template_are_a_public_corpus(tmp_path):
+    given = write(tmp_path / "rows.jsonl", [{"user": u, "kind": "ode", "age": 20} for u in "abcde"])
+    given |= {"ranges": {"age": (18, 20)}, "public": "template", "validation_fraction": 0.0}
+    given |= {"missing": ("age",), "seq_len": 24, "rows_per_text": 2, "test_fraction": 0.0}
+    data = load_dataset(DataConfig(**given, template="<kind> | <age>"))
+    tokens = data.public.read(range(400))["tokens"]
+    texts = [data.tokenizer.decode(x).split("\n") for x in tokens]
+    assert {len(text) for text in texts} == {2}
+    rows = {row for text in texts for row in text}
+    assert rows == {f"{kind} | {age}" for kind in ("ode", "joke") for age in ("", 18, 19, 20)}
+
+
+def test_a_public_corpus_of_random_rows_needs_what_columns_may_hold(tmp_path):
+    given = write(tmp_path / "rows.jsonl", [{"user": "a", "kind": "ode", "text": "x"}])
+    given |= {"public": "template", "validation_fraction": 0.0, "test_fraction": 0.0}
+    with pytest.raises(BadInputError, match="but 'text' holds any text: list its words"):
+        load_dataset(DataConfig(**given, template="<kind> | <text>"))
+    with pytest.raises(BadInputError, match="draws random rows of"):
+        load_dataset(DataConfig(**given | {"categories": {}}))
 
 
 def test_without_people_every_row_is_one_and_the_guarantee_says_so(tmp_path):

@@ -86,6 +86,15 @@ def test_a_frame_of_posts(tmp_path):
 
 
 @pytest.mark.nightly
+def test_sentences_that_may_be_shared(tmp_path):
+    example("synthetic_sentences").main(str(tmp_path / "out"), rows=20, steps=2, people=16)
+    rows = (tmp_path / "out" / "synthetic" / "rows.jsonl").read_text().splitlines()
+    assert len(rows) == 20
+    assert all(json.loads(row)["kind"] in ("question", "statement") for row in rows)
+    assert "A classifier of kind" in next((tmp_path / "out" / "report").glob("*.md")).read_text()
+
+
+@pytest.mark.nightly
 def test_hospitals_learn_the_line_and_say_what_a_patient_spent(capsys):
     module = example("federated_table")
     result = module.main()
