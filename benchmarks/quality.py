@@ -522,7 +522,7 @@ def page(table: list[dict[str, Any]], seeds: int) -> str:
         lines.append("")
     lines += [
         "Opacus and JAX-Privacy train the small CNN on the same images, with the same steps, batch",
-        "and clip norm (`--peers`). [What they have](peers.md).",
+        "and clip norm, from other initial values (`--peers`). [What they have](peers.md).",
         "",
         "```sh",
         "dpfl bench quality --out bench/quality --markdown docs/results/quality.md \\",

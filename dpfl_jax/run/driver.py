@@ -592,9 +592,7 @@ class _Meter:
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.seconds, self.examples, self.tokens, self.padded_tokens = 0.0, 0, 0, 0
-        self._flops, devices = algorithm.flops, algorithm.mesh.devices.flat
-        peaks = [peak_flops(device.device_kind) for device in devices]
-        self._peak = sum(peak or math.nan for peak in peaks)
+        self._algorithm = algorithm
         self._began = time.perf_counter()
         self._last: float | None = None
         self._pending = [0, 0, 0, 0]
@@ -611,9 +609,11 @@ class _Meter:
 
     def mfu(self, seconds: float, examples: int, tokens: int) -> float | None:
         """Share of the devices' peak that non-private training would have needed."""
-        if not (seconds and self._peak > 0):
+        peaks = (peak_flops(device.device_kind) for device in self._algorithm.mesh.devices.flat)
+        peak = sum(known or math.nan for known in peaks)
+        if not (seconds and peak > 0):
             return None
-        return round(self._flops(examples, tokens) / (seconds * self._peak), 4) or None
+        return round(self._algorithm.flops(examples, tokens) / (seconds * peak), 4) or None
 
     def waiting(self, inputs: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         """Yields the inputs, and measures how long each was waited for."""

@@ -277,6 +277,14 @@ def _compiler_placed(
 
     Each part has a sum of its own. The parts are those of ``data``, or of ``data`` and ``fsdp``.
     """
+    together = "example_sharding" in options  # all devices process one user at a time
+
+    def bounded(axis: str | None) -> Any:
+        inner = NamedSharding(mesh, PartitionSpec(axis))
+        return mechanism.sum_fn(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
+
+    # Before the first call, so that what the mechanism cannot do is refused here.
+    spread = bounded(None if together else FSDP_AXIS)
 
     def total(
         params: PyTree,
@@ -287,14 +295,11 @@ def _compiler_placed(
         clip_norm: Any,
     ) -> tuple[PyTree, StepStats]:
         places = parameter_shardings(params, mesh, whole)
-        together = "example_sharding" in options  # all devices process one user at a time
         once = not together and _sums_once(sum_over_fsdp, params, mesh, options)
         lead = (DATA_AXIS, FSDP_AXIS) if once else (DATA_AXIS,)
         parts = math.prod(mesh.shape[axis] for axis in lead)
-        axes = (None,) if together or once else (FSDP_AXIS,)
-        inner = NamedSharding(mesh, PartitionSpec(*axes))
-        outer = NamedSharding(mesh, PartitionSpec(lead, *axes))
-        summed = mechanism.sum_fn(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
+        outer = NamedSharding(mesh, PartitionSpec(lead, None if together or once else FSDP_AXIS))
+        summed = bounded(None) if once else spread
 
         def placed(tree: PyTree, *lead: tuple[str, ...]) -> PyTree:
             def one(x: jax.Array, place: NamedSharding) -> jax.Array:
