@@ -54,6 +54,7 @@ def test_noise_that_is_not_averaged_has_another_rate_in_the_number_of_silos(tmp_
     assert faulty["convex: private excess empirical risk against epsilon, log-log slope"]
 
 
+@pytest.mark.slow
 def test_noise_for_half_the_sensitivity_spends_more_than_stated(tmp_path, monkeypatch):
     def halved(made):
         def silo_noise(*args, **options):
