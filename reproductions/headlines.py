@@ -22,7 +22,7 @@ class Headline:
     instead: str = ""
 
 
-FULL = "not run: the archived run has not these arms; `dpfl reproduce` without --quick has"
+FULL = "not run: the archived run lacks these arms; `dpfl reproduce` without --quick has"
 NO_DATA = "not run: {} not at hand"
 ONE_EPSILON = "not run: language models are trained at one epsilon"
 PROVEN = "not run: {} is proven in the library's own words, and it accounts so"

@@ -172,7 +172,7 @@ def test_gradients_meet_over_data_once_a_step(sizes, params):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ghost", "scan"])
 def test_gradients_may_meet_over_fsdp_once_a_step(strategy, params):
-    """Then the loop sends parameters alone; the sum, and what a unit moves, stay the same."""
+    """The loop then sends only parameters. The sum and its sensitivity stay the same."""
     mechanism, mesh = MECHANISMS["els"], make_mesh(data=2, fsdp=4)
     units, mask, used = buffers(mechanism)
     rows = NamedSharding(mesh, PartitionSpec(None, unit_axes(mesh)))

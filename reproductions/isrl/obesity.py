@@ -222,7 +222,7 @@ def _claims(rows: list[dict[str, Any]], epsilons: tuple[float, ...]) -> list[Cla
 
 
 def _at_the_papers_batch(claim: Claim, epsilon: float) -> Claim:
-    """Undecided where K is another than appendix I.3's, unless it holds."""
+    """Undecided where K differs from appendix I.3's, unless it holds."""
     own = int(SILO * math.sqrt(epsilon / (4 * ROUNDS)))
     if own == BATCH:
         return claim
