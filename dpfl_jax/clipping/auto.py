@@ -5,16 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.clipping import cost
 from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.jaxprs import jaxpr_flops, peak_bytes
 from dpfl_jax.clipping.problem import ClippingProblem
 from dpfl_jax.clipping.taps.engine import COPIES, LeafReport, solve_ghost, trace_loss
+from dpfl_jax.clipping.taps.leaves import Method, within_memory
 from dpfl_jax.clipping.taps.trace import TapPlan, analyse
 
 # Copies are reported if they take more than this share of all other memory, and this many bytes.
@@ -110,10 +111,17 @@ class Explanation:
 
 
 def with_leaf_reports(
-    problem: ClippingProblem, machine: Machine, norm_method: Any, chosen: Explanation
+    problem: ClippingProblem,
+    machine: Machine,
+    methods: Sequence[Method] | None,
+    memory_limit: float | None,
+    chosen: Explanation,
 ) -> Explanation:
     """Returns ``chosen`` with book-keeping's report on each parameter and its relative FLOPs."""
-    traced, reports = _traced(problem, machine, norm_method)
+    count = min(chosen.microbatch_size or problem.num_units, problem.num_units)
+    rows = {name: getattr(problem, name) for name in ("units", "real", "weight", "bound")}
+    problem = dataclasses.replace(problem, **jax.tree.map(lambda x: x[:count], rows))
+    traced, reports = _traced(problem, machine, methods, memory_limit)
 
     def plain(leaves: Any, units: Any) -> Any:
         return jax.grad(lambda p: jax.vmap(problem.loss, (None, 0))(p, units)[0].sum())(leaves)
@@ -124,7 +132,10 @@ def with_leaf_reports(
 
 
 def _traced(
-    problem: ClippingProblem, machine: Machine, norm_method: Any
+    problem: ClippingProblem,
+    machine: Machine,
+    methods: Sequence[Method] | None,
+    memory_limit: float | None,
 ) -> tuple[Any, tuple[LeafReport, ...]]:
     """The closed jaxpr of book-keeping, and its report on each parameter."""
     reports: list[LeafReport] = []
@@ -133,7 +144,7 @@ def _traced(
 
     def ghost(arrays: dict[str, Any]) -> Any:
         inner = dataclasses.replace(problem, **arrays)
-        return solve_ghost(inner, machine, norm_method, reports.append).sums
+        return solve_ghost(inner, machine, methods, reports.append, memory_limit).sums
 
     traced = jax.make_jaxpr(ghost)({name: getattr(problem, name) for name in names})
     return traced, tuple(reports)
@@ -153,20 +164,33 @@ _FEW_ROWS = 0.25
 _WORTH = 0.03
 
 
-def decide(problem: ClippingProblem, machine: Machine, memory_limit: float | None) -> Explanation:
+def decide(
+    problem: ClippingProblem,
+    machine: Machine,
+    methods: Sequence[Method] | None,
+    memory_limit: float | None,
+) -> Explanation:
     """Returns the strategy with the least estimated time among those that fit into memory.
 
     Args:
       problem: the call.
       machine: the device's speeds.
-      memory_limit: bytes that book-keeping may take; None: half the device's memory, if known.
+      methods: the methods to choose from; None: all.
+      memory_limit: bytes that book-keeping may take; None: no limit.
     """
-    traced, reports = _traced(problem, machine, None)
-    n, parts = problem.num_units, problem.parts
+    n, parts, limit = problem.num_units, problem.parts, memory_limit
+    # Where gradients may be kept in whatever memory is left, this is without any.
+    nothing_kept = None if machine.keep_factor is not None else 0.0
+    traced, reports = _traced(problem, machine, methods, nothing_kept)
     size = 4.0 * sum(p.size for p in problem.leaves)
-    per_unit = sum(r.seconds for r in reports)
     held = max(0.0, peak_bytes(traced.jaxpr) - size) / n  # bytes per unit, without the sum
-    limit = cost.memory_limit() if memory_limit is None else memory_limit
+    booked = sum(r.seconds for r in reports if r.choice is None)
+    choices = {i: r.choice for i, r in enumerate(reports) if r.choice is not None}
+
+    def per_unit(units: int) -> float:  # seconds for norms, with the memory that so many leave
+        room = None if nothing_kept is None or limit is None else limit * parts / units - held
+        chosen = within_memory(choices, room, problem.rule.is_per_leaf)
+        return booked + sum(c.costs[c.method] for c in chosen.values())
 
     # With microbatches of one unit, each gradient is written, read for its norm and added to the
     # sum, and both passes read the parameters again; with one unit per device they are read once.
@@ -192,12 +216,13 @@ def decide(problem: ClippingProblem, machine: Machine, memory_limit: float | Non
 
     def beyond(units: int) -> float:  # seconds per unit for memory, adding up, and few rows
         few = _FEW_ROWS * products / units  # on one device, which has its part of the units
-        return (machine.holding(memory(units)) + few) / n + adding(units) + sending(units)
+        more = per_unit(units) + adding(units) + sending(units)
+        return (machine.holding(memory(units)) + few) / n + more
 
     units = min(fitting, key=beyond)
     if n * (beyond(fitting[0]) - beyond(units)) < _WORTH * products:
         units = fitting[0]
-    book = per_unit + adding(units) + sending(units)
+    book = per_unit(units) + adding(units) + sending(units)
     scan += sending(parts)
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "

@@ -29,7 +29,9 @@ class Machine:
       rounding: relative rounding of a float32 operand in a product of default precision (bfloat16
         on TPUs, TensorFloat-32 on GPUs).
       keep_factor: per-unit gradients may be kept where they take at most this many times the
-        memory of the tap records that they replace.
+        memory of the tap records that they replace; None: where there is memory for them.
+      kernel: FLOPs per second of the kernel that forms a gradient with its norm; None: there is
+        none.
       scan_traffic: how often a scan over single units moves all parameters through memory for each
         unit, in addition to the traffic of a batch.
       working_set: largest block of temporary memory, in bytes, that the C library keeps between
@@ -45,7 +47,8 @@ class Machine:
     bandwidth: float
     rounding: float
     interconnect: float | None = None
-    keep_factor: float = 2.0
+    keep_factor: float | None = None
+    kernel: float | None = None
     scan_traffic: float = 7.0
     working_set: float | None = None
     near: float | None = None
@@ -85,6 +88,7 @@ MACHINES = {
         exact=6e10,
         bandwidth=1.5e10,
         rounding=0.0,
+        keep_factor=2.0,
         working_set=2.0**25,  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
         near=1.9e7,
         cache=1.2e6,
@@ -96,6 +100,7 @@ MACHINES = {
         bandwidth=3e12,
         interconnect=1e11,  # between the GPUs of a host
         rounding=2.0**-10,  # TensorFloat-32; some units truncate operands instead of rounding
+        kernel=3.4e14,  # not measured
     ),
     "tpu": Machine(
         flops=1.5e14,
@@ -104,7 +109,7 @@ MACHINES = {
         bandwidth=8e11,
         interconnect=1e11,
         rounding=2.0**-8,
-        keep_factor=1.0,
+        kernel=1e14,  # not measured
     ),
 }
 

@@ -16,13 +16,14 @@ from jax.sharding import NamedSharding
 
 from dpfl_jax.clipping import per_unit
 from dpfl_jax.clipping.auto import Explanation, decide, with_leaf_reports
-from dpfl_jax.clipping.cost import machine_for
+from dpfl_jax.clipping.cost import Machine, machine_for, memory_limit
 from dpfl_jax.clipping.isolation import check_isolated
 from dpfl_jax.clipping.jaxprs import traced_once
 from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem, as_arrays, count_units
 from dpfl_jax.clipping.result import ClippedGradResult, leaf_name, real_units, vary, varying_axes
 from dpfl_jax.clipping.rules import Flat, PerGroup, Rule
 from dpfl_jax.clipping.taps.engine import MIXED, mixed_by_convolutions, solve_ghost
+from dpfl_jax.clipping.taps.leaves import Method
 from dpfl_jax.clipping.trainable import Trainable, join, split, trainable_mask
 from dpfl_jax.errors import BadInputError, at_least, one_of
 
@@ -61,12 +62,13 @@ class ClippedGrad:
     trainable: PyTree | Callable[[str], bool] | None
     microbatch_size: int | None
     platform: str | None = None
-    norm_method: str | None = None
+    norm_method: Method | None = None
     memory_limit: float | None = None
     unit_sharding: NamedSharding | None = None
     pieces: Callable[[PyTree], PyTree] | None = None
     gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None
     normalize_by: float = 1.0
+    kernel: bool | None = None
 
     def sensitivity(self, neighboring: Neighboring) -> float:
         """Returns the largest distance between sums of neighbouring batches, to scale noise by.
@@ -168,7 +170,25 @@ class ClippedGrad:
         return per_unit.microbatched(solve, problem, chosen.microbatch_size)
 
     def _ghost(self, problem: ClippingProblem) -> ClippedSums:
-        return solve_ghost(problem, machine_for(self.platform), self.norm_method)
+        return solve_ghost(problem, self._machine, self._methods, memory_limit=self.memory)
+
+    @property
+    def _machine(self) -> Machine:
+        machine = machine_for(self.platform)
+        if self.kernel is None or machine.kernel is None:
+            return machine
+        # As fast as other products, it is always the first choice.
+        return dataclasses.replace(machine, kernel=machine.flops if self.kernel else None)
+
+    @property
+    def _methods(self) -> tuple[Method, ...] | None:
+        """The ways to norms that book-keeping chooses from; None: all."""
+        return None if self.norm_method is None else (self.norm_method,)
+
+    @property
+    def memory(self) -> float | None:
+        """Bytes that book-keeping may hold on a device; None: they are not known."""
+        return memory_limit() if self.memory_limit is None else self.memory_limit
 
     def _choose(self, problem: ClippingProblem) -> Explanation:
         chosen = self._preferred(problem)
@@ -183,7 +203,7 @@ class ClippedGrad:
                 "scan", self.microbatch_size or problem.parts, "units are formed piece by piece"
             )
         if self.strategy == "auto" and self.microbatch_size is None:
-            return decide(problem, machine_for(self.platform), self.memory_limit)
+            return decide(problem, self._machine, self._methods, self.memory)
         strategy = "ghost" if self.strategy == "auto" else self.strategy
         size = self.microbatch_size or (problem.parts if strategy == "scan" else None)
         return Explanation(strategy, size, "asked for")
@@ -209,8 +229,9 @@ class ClippedGrad:
             problem, _ = self.problem(args, mask, rng, weight)
             chosen = self._choose(problem)
             if chosen.strategy == "ghost":
-                machine = machine_for(self.platform)
-                chosen = with_leaf_reports(problem, machine, self.norm_method, chosen)
+                machine = self._machine
+                limits = (self._methods, self.memory)
+                chosen = with_leaf_reports(problem, machine, *limits, chosen)
             explanations.append(chosen)
 
         jax.make_jaxpr(trace)(*args)
@@ -369,11 +390,12 @@ def clipped_grad(
     trainable: PyTree | Callable[[str], bool] | None = None,
     microbatch_size: int | None = None,
     platform: str | None = None,
-    norm_method: Literal["gram", "direct", "keep"] | None = None,
+    norm_method: Method | None = None,
     memory_limit: float | None = None,
     unit_sharding: NamedSharding | None = None,
     pieces: Callable[[PyTree], PyTree] | None = None,
     gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None,
+    kernel: bool | None = None,
 ) -> ClippedGrad:
     """Clips the gradient of each unit and sums them, without forming them where that is faster.
 
@@ -436,6 +458,8 @@ def clipped_grad(
         ``"there"``, bool [pieces]: with one unit at a time, pieces after the last True are skipped.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how the gradient of a unit in pieces is
         split under automatic sharding, where all devices work on one unit.
+      kernel: whether ``"ghost"`` forms gradients by a kernel of its own where it can (on GPUs and
+        TPUs); default: where that is estimated to be faster.
 
     Returns:
       A ``ClippedGrad``.
@@ -488,6 +512,7 @@ def clipped_grad(
         pieces,
         gradient_sharding,
         float(normalize_by),
+        kernel,
     )
 
 

@@ -131,9 +131,36 @@ def test_gram_matrices_of_float32_cost_a_gpu_more(dtype, want):
         return jnp.sum(jnp.tanh((x @ params["head"].astype(dtype)).astype("float32")))
 
     params = {"head": jax.ShapeDtypeStruct((2048, 128_256), "float32")}
-    batch = jax.ShapeDtypeStruct((8, 1024, 2048), dtype)
+    batch = jax.ShapeDtypeStruct((8, 640, 2048), dtype)
     (head,) = clipped_grad(loss, clip_norm=1.0, platform="gpu").explain(params, batch).leaves
     assert head.method == want
+
+
+@pytest.mark.parametrize(("platform", "length"), [("gpu", 1024), ("tpu", 2048)])
+def test_gradients_are_kept_where_there_is_memory_for_them(platform, length):
+    """However large they are; those that gain most for their bytes first."""
+
+    def loss(params, x):
+        wide = jnp.tanh(x @ params["up"].astype(x.dtype))
+        return jnp.sum(
+            jnp.tanh(wide @ params["down"].astype(x.dtype)) @ params["out"].astype(x.dtype)
+        )
+
+    shapes = {"up": (2048, 8192), "down": (8192, 2048), "out": (2048, 2)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    batch = jax.ShapeDtypeStruct((8, length, 2048), "bfloat16")
+
+    def methods(memory_limit):
+        f = clipped_grad(
+            loss, clip_norm=1.0, strategy="ghost", platform=platform, memory_limit=memory_limit
+        )
+        return {leaf.name: leaf.method for leaf in f.explain(params, batch).leaves}
+
+    assert methods(2.0**40) == {"up": "keep", "down": "keep", "out": "keep"}
+    recorded = 8 * length * 2 * (2048 + 8192 + 8192 + 2048 + 2048 + 2)
+    some = methods(recorded + 8 * (2048 * 8192 * 2 + 2**20))  # of one large gradient, in bfloat16
+    assert sorted(some.values()) == ["gram", "keep", "keep"]
+    assert "keep" not in methods(recorded).values()
 
 
 def test_auto_splits_the_batch_to_stay_within_memory():

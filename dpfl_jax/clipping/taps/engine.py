@@ -37,11 +37,12 @@ class LeafReport:
     Attributes:
       name: name of the parameter.
       shape: shape of the parameter.
-      method: ``gram``, ``direct``, ``keep`` (see ``leaves``) or ``per-unit copies``.
+      method: one of ``leaves.METHODS`` or ``per-unit copies``.
       uses: number of equations in which the parameter meets data; 0 for copies.
       reason: why this method was chosen.
       seconds: estimated extra time for one unit over training without privacy.
       recorded: bytes held for one unit: factors, and per-unit gradients that are kept.
+      choice: the choice of a method, if there was one, with as much memory as it takes.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LeafReport:
     reason: str
     seconds: float
     recorded: float
+    choice: leaves.MethodChoice | None = None
 
 
 def trace_loss(problem: ClippingProblem) -> tuple[Any, Any]:
@@ -95,16 +97,19 @@ def mixed_by_convolutions(problem: ClippingProblem, ghost: bool) -> bool:
 def solve_ghost(
     problem: ClippingProblem,
     machine: Machine,
-    force: str | None = None,
+    methods: Sequence[leaves.Method] | None = None,
     report: Callable[[LeafReport], None] | None = None,
+    memory_limit: float | None = None,
 ) -> ClippedSums:
     """Returns clipped sums by book-keeping.
 
     Args:
       problem: the call.
       machine: the device's speeds, by which methods are chosen.
-      force: a method to use for every leaf that allows it.
+      methods: those to choose from, where a leaf allows one of them; None: all.
       report: called for each leaf, while tracing, with the method that is used.
+      memory_limit: bytes of a device for what is recorded and kept; None: no limit. On a CPU, a few
+        units' gradients are kept at a time, which take little memory.
     """
     closed, out_tree = trace_loss(problem)
     analysis = analyse(closed.jaxpr, len(problem.leaves))
@@ -118,8 +123,34 @@ def solve_ghost(
     squared: dict[int, jax.Array] = {}
     rounded: list[jax.Array | None] = [None] * len(problem.leaves)
     summed: dict[int, Callable[[jax.Array, jax.Array], jax.Array]] = {}
-    formed: dict[int, list[Pair]] = {}
+    formed: dict[int, leaves.Kept] = {}
     entries: dict[int, LeafReport] = {}
+    pairs_of = {
+        i: _pairs(uses, records, gradients, lazy=problem.parts == 1)
+        for i, uses in sorted(sites.items())
+        if i not in analysis.copied
+    }
+    per_leaf = problem.rule.is_per_leaf
+    # The compiler cannot split the kernel over devices, and may be about to.
+    split = problem.sharding is not None or (
+        methods is None and jax.device_count() > 1 and not varying_axes(problem.real)
+    )
+    cheapest = {
+        i: leaves.choose(
+            pairs,
+            problem.leaves[i].size,
+            machine,
+            leaves.METHODS if methods is None else methods,
+            is_per_leaf=per_leaf,
+            split=split,
+        )
+        for i, pairs in pairs_of.items()
+    }
+    chosen = cheapest
+    if memory_limit is not None and machine.keep_factor is None:
+        taken = sum(x.nbytes for x in jax.tree.leaves((records, gradients, copies))) / n
+        room = memory_limit * problem.parts / n - taken
+        chosen = leaves.within_memory(cheapest, room, per_leaf)
     for i, (name, leaf) in enumerate(zip(problem.names, problem.leaves)):
         shape, uses = tuple(leaf.shape), sites.get(i, [])
         if i in analysis.copied:
@@ -134,10 +165,11 @@ def solve_ghost(
             summed[i] = functools.partial(lambda zeros, weights, keep: zeros, zeros)
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
-            pairs = _pairs(uses, records, gradients, lazy=problem.parts == 1)
-            choice = leaves.choose(pairs, leaf.size, machine, force, problem.rule.is_per_leaf)
-            if choice.method == "keep":
-                formed[i] = pairs
+            pairs, choice = pairs_of[i], chosen[i]
+            if choice.method in leaves.KEPT:
+                narrow = leaves.kept_narrow(pairs, machine, problem.parts)
+                fused = choice.method == "fused"
+                formed[i] = leaves.Kept(pairs, shape, narrow, fused, problem.parts)
             else:
                 squared[i] = leaves.squared_norm(
                     pairs, shape, choice.method, n, machine, problem.shards
@@ -145,18 +177,17 @@ def solve_ghost(
                 rounded[i] = leaves.rounding(pairs, machine)
                 summed[i] = functools.partial(leaves.summed_gradient, pairs, shape)
             seconds = choice.costs.get(choice.method, 0.0)
-            entry = LeafReport(
-                name, shape, choice.method, len(uses), choice.reason, seconds, choice.recorded
-            )
+            held = (choice.reason, seconds, choice.recorded)
+            entry = LeafReport(name, shape, choice.method, len(uses), *held, cheapest[i])
         entries[i] = entry
 
     per_part = n // problem.shards
     size = per_part  # with units split over devices, sums are added over devices only once
     if problem.parts == 1:
-        size = microbatch_size(list(formed.values()), n, machine)
+        size = microbatch_size([kept.pairs for kept in formed.values()], n, machine)
     if report is not None:
         for i, entry in entries.items():
-            more = 4.0 * problem.leaves[i].size * size / per_part if i in formed else 0.0
+            more = chosen[i].kept * size / per_part if i in formed else 0.0
             report(dataclasses.replace(entry, recorded=entry.recorded + more))
 
     units, sums = clip_and_sum(problem, squared, rounded, formed, size)
@@ -262,7 +293,7 @@ def clip_and_sum(
     problem: ClippingProblem,
     squared: Mapping[int, jax.Array],
     rounded: Sequence[jax.Array | None],
-    formed: Mapping[int, Sequence[Pair]],
+    formed: Mapping[int, leaves.Kept],
     size: int,
 ) -> tuple[UnitWeights, dict[int, jax.Array]]:
     """Computes the weights of all units, and sums the weighted gradients of formed leaves.
@@ -271,7 +302,7 @@ def clip_and_sum(
       problem: the call, with the units of ``formed``.
       squared: squared norms [n] for each leaf whose gradients are not formed.
       rounded: as ``ClippingProblem.unit_weights`` takes it.
-      formed: the uses of the leaves whose gradients are formed.
+      formed: the leaves whose gradients are formed.
       size: number of units of each part of the unit axis at a time.
 
     Returns:
@@ -279,17 +310,17 @@ def clip_and_sum(
     """
     n, shards = problem.num_units, problem.shards
     steps = n // (shards * size)
-    shapes = {k: tuple(problem.leaves[k].shape) for k in formed}
 
     def some(i: jax.Array | None) -> tuple[UnitWeights, dict[int, list[jax.Array]]]:
         def pick(x: jax.Array) -> jax.Array:
             return x if i is None else leaves.pick(x, 0, i, shards, size, bits=True)
 
         gradients, squares = {}, {k: pick(x) for k, x in squared.items()}
-        for k, pairs in formed.items():
+        for k, kept in formed.items():
             if i is not None:  # only on a CPU
-                pairs = [leaves.units_of(p, i, shards, size, bits=True) for p in pairs]
-            gradients[k], squares[k] = leaves.formed_gradients(pairs, shapes[k], problem.parts)
+                pairs = [leaves.units_of(p, i, shards, size, bits=True) for p in kept.pairs]
+                kept = dataclasses.replace(kept, pairs=pairs)
+            gradients[k], squares[k] = leaves.formed_gradients(kept)
         every = (problem.real, problem.weight, problem.bound)
         real, weight, bound = jax.tree.map(pick, every)
         part = dataclasses.replace(problem, real=real, weight=weight, bound=bound)
@@ -317,9 +348,7 @@ def clip_and_sum(
         total, parts = jax.lax.scan(body, (zeros, errors), jnp.arange(steps))
         sums = accumulate.finish(*total)
         units = jax.tree.map(functools.partial(_in_order, shards=shards), parts)
-    return units, {
-        k: leaves.as_leaf(formed[k], shapes[k], x, problem.parts) for k, x in sums.items()
-    }
+    return units, {k: leaves.as_leaf(formed[k], x) for k, x in sums.items()}
 
 
 def _in_order(parts: jax.Array, shards: int) -> jax.Array:

@@ -184,9 +184,15 @@ def precision_of(site: Site) -> jax.lax.Precision | None:
 
 
 def einsum(
-    operands: Sequence[Dense], out: Sequence[Label], precision: jax.lax.Precision | None
+    operands: Sequence[Dense],
+    out: Sequence[Label],
+    precision: jax.lax.Precision | None,
+    narrow: bool = False,
 ) -> jax.Array:
-    """Returns an einsum over labelled arrays, accumulated in float32."""
+    """Returns an einsum over labelled arrays, accumulated in float32.
+
+    It is float32; if ``narrow``, bfloat16 operands give bfloat16, which is never written in more.
+    """
     number: dict[Label, int] = {}
     axes = [[number.setdefault(label, len(number)) for label in x.labels] for x in operands]
     wanted = [number[label] for label in out]
@@ -196,18 +202,18 @@ def einsum(
         arguments: list[object] = []
         for array, labels in zip(arrays, axes, strict=True):
             arguments += [array.astype(dtype), labels]
-        return jnp.einsum(
-            *arguments, wanted, precision=precision, preferred_element_type=jnp.float32
-        )
+        kind = jnp.bfloat16 if narrow and dtype == jnp.bfloat16 else jnp.float32
+        product = jnp.einsum(*arguments, wanted, precision=precision, preferred_element_type=kind)
+        return product.astype(jnp.bfloat16 if narrow else jnp.float32)
 
     arrays = [x.array for x in operands]
-    narrow = functools.partial(product, dtype=dtype)
+    as_they_are = functools.partial(product, dtype=dtype)
     if dtype.itemsize >= 4:
-        return narrow(*arrays)
+        return as_they_are(*arrays)
     # On a CPU, not all of XLA's products take narrow operands for a float32 result. Casting first
     # is exact. The device is known only when the program is lowered.
     cast = functools.partial(product, dtype=jnp.dtype(jnp.float32))
-    return jax.lax.platform_dependent(*arrays, cpu=cast, default=narrow)
+    return jax.lax.platform_dependent(*arrays, cpu=cast, default=as_they_are)
 
 
 def factorise(site: Site, operands: Sequence[jax.Array], gradient: jax.Array) -> Pair:

@@ -1,12 +1,14 @@
 """Squared norms and weighted sums of one parameter's gradients, over all its uses.
 
 A unit's gradient is g = sum_k L_k R_k^T over K positions, with factors of widths a and b (module
-``factors``), so that |g|^2 = sum_{k,m} <L_k, L_m> <R_k, R_m>. The cheapest of three methods wins:
+``factors``), so that |g|^2 = sum_{k,m} <L_k, L_m> <R_k, R_m>. The cheapest method wins:
 
 * ``gram``: that sum, from the K x K Gram matrices of both factors, in 2 K^2 (a + b) operations;
 * ``direct``: form each unit's gradient in turn and keep only its norm, in 2 K a b operations;
+* ``tiles``: the same by a kernel that writes no gradient (``kernel``);
 * ``keep``: form each unit's gradient and keep it for the sum (``engine``), with no more operations
-  than training without privacy, but a b floats of memory for each unit of a microbatch.
+  than training without privacy, but a b numbers in memory for each unit of a microbatch;
+* ``fused``: the same by a kernel that also computes the norm.
 
 Rounding must never make a norm smaller than the norm of what is summed. The allowances that are
 added to norms for that (``_bounds``, ``_order``, ``_absorbed``, ``rounding``) are proportional to
@@ -27,7 +29,8 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.per_unit import squared_norms
-from dpfl_jax.clipping.result import axes_of, vary
+from dpfl_jax.clipping.result import axes_of, pinned, vary
+from dpfl_jax.clipping.taps import kernel
 from dpfl_jax.clipping.taps.factors import (
     UNIT,
     Dense,
@@ -40,7 +43,9 @@ from dpfl_jax.clipping.taps.factors import (
     precision_of,
 )
 
-Method = Literal["gram", "direct", "keep"]
+Method = Literal["gram", "direct", "tiles", "keep", "fused"]
+METHODS: tuple[Method, ...] = ("gram", "direct", "tiles", "keep", "fused")
+KEPT: tuple[Method, ...] = ("keep", "fused")  # hold each unit's gradient until it is summed
 
 # A squared norm from Gram matrices is a sum of terms of both signs. Its rounding error is at most
 # a few float32 epsilons of (sum_k |L_k| |R_k|)^2. A sum that has cancelled down to that size is
@@ -64,8 +69,7 @@ _LOST = 2.0**-63
 # is multiplied only by itself and the parts after it, ten of sixteen products. Narrower products
 # would take as long on a TPU.
 _LONG, _PARTS = 512, 4
-# If a leaf's sum waits for no other norm, its gradients are freed before the gradients of the next
-# leaf are formed. So they may be this many times larger, about as large as other leaves' records.
+# On a CPU, gradients may be this many times larger if a leaf's sum waits for no other norm.
 _FREED_EARLY = 4.0
 
 
@@ -78,12 +82,29 @@ class MethodChoice:
       reason: the reason in words.
       costs: for each possible method, estimated seconds in addition to the weighted sum.
       recorded: bytes of one unit's factors.
+      kept: bytes of one unit's gradient as ``keep`` and ``fused`` hold it.
     """
 
     method: Method
     reason: str
-    costs: dict[str, float]
+    costs: dict[Method, float]
     recorded: float
+    kept: float
+
+    def without_keeping(self) -> MethodChoice:
+        """Returns the cheapest method that keeps no gradients, if there is one."""
+        costs = {m: c for m, c in self.costs.items() if m not in KEPT}
+        if self.method not in KEPT or not costs:
+            return self
+        method = min(costs, key=lambda m: costs[m])
+        reason = f"{costs[method] * 1e6:.1f} us a unit (no memory left for {self.method})"
+        return dataclasses.replace(self, method=method, reason=reason)
+
+    @property
+    def seconds_for_memory(self) -> float:
+        """Seconds that keeping one unit's gradient saves, for each byte."""
+        other = self.without_keeping().method
+        return (self.costs[other] - self.costs[self.method]) / self.kept
 
 
 def _sizes(pair: Pair) -> dict[Label, int]:
@@ -141,7 +162,13 @@ def _comparable(p: Pair, q: Pair) -> bool:
 
 
 def choose(
-    pairs: Sequence[Pair], size: int, machine: Machine, force: str | None, is_per_leaf: bool = False
+    pairs: Sequence[Pair],
+    size: int,
+    machine: Machine,
+    methods: Sequence[Method] = METHODS,
+    *,
+    is_per_leaf: bool = False,
+    split: bool = False,
 ) -> MethodChoice:
     """Returns the cheapest method for the norm of one leaf.
 
@@ -149,8 +176,9 @@ def choose(
       pairs: the leaf's uses.
       size: number of entries of the leaf.
       machine: the device's speeds.
-      force: a method to take if it is possible.
+      methods: those to choose from; one that is not possible for this leaf does not count.
       is_per_leaf: whether the leaf's sum waits for no other leaf's norm.
+      split: whether the compiler splits units over devices, or may: it cannot split the kernel.
     """
     counted = []
     for p in pairs:
@@ -161,7 +189,7 @@ def choose(
             left = 0
         of_all = set(p.positions).isdisjoint(p.right.labels)  # one gradient for all positions
         counted.append((positions, left, right, right / positions if of_all else right, shared))
-    costs: dict[str, float] = {}
+    costs: dict[Method, float] = {}
     if gram_possible(pairs):
         costs["gram"] = 0.0
         for i, j in itertools.combinations_with_replacement(range(len(pairs)), 2):
@@ -172,8 +200,6 @@ def choose(
             costs["gram"] += machine.seconds(0.0, 16.0 * s * met)
     flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, b, _, s in counted)
     costs["direct"] = machine.seconds(flops, 8.0 * size)
-    # This method also gives the weighted sum, so only memory traffic is extra.
-    kept = 4.0 * size
     recorded = unformed = 0.0
     for p, (k, a, _, b, s) in zip(pairs, counted):
         back = s * k * b * p.right.bits / 8.0
@@ -182,18 +208,92 @@ def choose(
         if isinstance(p.left, Windows) and machine.cache is not None:
             data = p.left.array.nbytes / _sizes(p)[UNIT]  # windows exist for a few units at a time
         unformed += data + back
-    if kept <= machine.keep_factor * recorded * (_FREED_EARLY if is_per_leaf else 1.0):
+    # Keeping also gives the weighted sum, so only memory traffic is extra: gradients are written,
+    # read for the norm and read for the sum.
+    narrow = kept_narrow(pairs, machine)
+    kept = (2.0 if narrow else 4.0) * size
+    most = (machine.keep_factor or math.inf) * recorded * (_FREED_EARLY if is_per_leaf else 1.0)
+    if kept <= most or methods == ("keep",):
         costs["keep"] = machine.seconds(0.0, 3.0 * kept)
-    if force is not None and (force in costs or force == "keep"):
-        held = recorded if force == "gram" else unformed
-        return MethodChoice(force, "asked for", costs, held)  # type: ignore[arg-type]
+    if not split and machine.kernel is not None and _for_kernel(pairs) is not None:
+        (k, a, b, _, s) = counted[0]
+        k, a, b = kernel.padded(k, a, b)
+        product = 2.0 * s * k * a * b
+        costs["tiles"] = product / machine.kernel
+        if narrow:  # the kernel takes the place of XLA's product, which costs nothing extra
+            slower = product * (1.0 / machine.kernel - 1.0 / machine.flops)
+            costs["fused"] = slower + machine.seconds(0.0, 2.0 * kept)
+    costs = {m: c for m, c in costs.items() if m in methods} or costs
     method = min(costs, key=lambda m: costs[m])
     others = ", ".join(f"{m} {c * 1e6:.1f} us" for m, c in costs.items() if m != method)
     reason = f"{costs[method] * 1e6:.1f} us a unit" + (f" ({others})" if others else "")
-    if "gram" not in costs:
+    if methods == (method,):
+        reason = "asked for"
+    elif "gram" in methods and "gram" not in costs:
         reason += "; its uses do not share coordinates, so no Gram matrices"
-    held = recorded if method == "gram" else unformed
-    return MethodChoice(method, reason, costs, held)  # type: ignore[arg-type]
+    return MethodChoice(method, reason, costs, recorded if method == "gram" else unformed, kept)
+
+
+def within_memory(
+    choices: dict[int, MethodChoice], room: float | None, is_per_leaf: bool
+) -> dict[int, MethodChoice]:
+    """Returns the choices, of which those that gain least for their memory keep no gradients.
+
+    Args:
+      choices: for each leaf.
+      room: bytes for one unit's gradients; None: as many as they take.
+      is_per_leaf: whether gradients of one leaf are freed before those of the next are formed.
+    """
+    choices = dict(choices)
+    keeping = [i for i, c in choices.items() if c.method in KEPT]
+    keeping.sort(key=lambda i: choices[i].seconds_for_memory)
+    held = {i: choices[i].kept for i in keeping}
+
+    def total() -> float:
+        return max(held.values(), default=0.0) if is_per_leaf else sum(held.values())
+
+    for i in keeping:
+        if room is None or (held[i] if is_per_leaf else total()) <= room:
+            continue
+        choices[i] = choices[i].without_keeping()
+        if choices[i].method not in KEPT:
+            del held[i]
+    return choices
+
+
+def kept_narrow(pairs: Sequence[Pair], machine: Machine, parts: int = 1) -> bool:
+    """Whether kept gradients are bfloat16: where the loss computes all their products in it.
+
+    Not on a CPU, whose products are float32, and whose cache holds kept gradients. Not where uses
+    are added up, either: a compiler would then hold the sum in float32.
+    """
+    sides = [side for p in pairs for side in (p.left, p.right)]
+    return (
+        machine.keep_factor is None
+        and Kept(pairs, (), parts=parts).as_formed
+        and all(not isinstance(x, OneHot) and x.array.dtype == jnp.bfloat16 for x in sides)
+    )
+
+
+def _for_kernel(pairs: Sequence[Pair]) -> tuple[jax.Array, jax.Array] | None:
+    """The factors of a leaf's only use as ``kernel`` takes them; None if it cannot."""
+    (pair, *more) = pairs
+    left, right = pair.left, pair.right
+    if more or not isinstance(left, Dense) or not pair.site.view.faithful:
+        return None
+    if left.array.dtype != jnp.bfloat16 or right.array.dtype != jnp.bfloat16:
+        return None
+    sizes = _sizes(pair)
+    shared = tuple(x for x in pair.coordinates if x in _shared(pair))
+    factors = []
+    for side, own in ((left, _left_coordinates(pair)), (right, _right_coordinates(pair))):
+        own = tuple(x for x in own if x not in shared)
+        if set(side.labels) != {UNIT, *shared, *pair.positions, *own}:
+            return None
+        groups = (shared, (UNIT,), pair.positions, own)
+        array = _aligned(side.array, side.labels, tuple(itertools.chain(*groups)))
+        factors.append(array.reshape([math.prod(sizes[x] for x in group) for group in groups]))
+    return None if factors[0].shape[2] > kernel.MOST_POSITIONS else (factors[0], factors[1])
 
 
 def _gram_rate(pair: Pair, side: Dense | OneHot | Windows, machine: Machine) -> float:
@@ -286,8 +386,31 @@ def _aligned(array: jax.Array, labels: Sequence[Label], wanted: Sequence[Label])
 
 def unit_gradients(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> jax.Array:
     """Returns per-unit gradients of the leaf, float32 [n, *leaf_shape]."""
-    parts = _gradients_of_uses(pairs, leaf_shape)
-    return sum(parts[1:], start=parts[0])
+    looked_up = [p for p in pairs if isinstance(p.left, OneHot) and _is_of_rows(p, p.left)]
+    rest = [p for p in pairs if not any(p is q for q in looked_up)] or [looked_up.pop()]
+    parts = _gradients_of_uses(rest, leaf_shape)
+    total = sum(parts[1:], start=parts[0])
+    # The gradients of a tied embedding's rows are added in place to the gradient of the head.
+    for p in looked_up:
+        total = _add_rows(p, total)
+    return total
+
+
+def _is_of_rows(pair: Pair, left: OneHot) -> bool:
+    """Whether a lookup reads rows of the leaf itself."""
+    return not pair.site.view.ops and not _shared(pair) and pair.coordinates[0] == left.hot
+
+
+def _add_rows(pair: Pair, total: jax.Array) -> jax.Array:
+    """Adds a lookup's gradients to those of the leaf, float32 [n, *leaf shape]."""
+    left, places, sizes = pair.left, pair.positions, _sizes(pair)
+    assert isinstance(left, OneHot)
+    axes = (UNIT, *places, *pair.coordinates[1:])
+    index = _aligned(left.indices, left.labels, (UNIT, *places)).reshape(len(total), -1)
+    values = _aligned(pair.right.array, pair.right.labels, axes)
+    values = jnp.broadcast_to(values, [sizes[x] for x in axes])
+    values = values.reshape(*index.shape, *total.shape[2:]).astype(jnp.float32)
+    return jax.vmap(lambda t, i, v: t.at[i].add(v, mode="drop"))(total, index, values)
 
 
 def _gradients_of_uses(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> list[jax.Array]:
@@ -324,12 +447,17 @@ def squared_norm(
     machine: Machine,
     shards: int = 1,
 ) -> jax.Array:
-    """Returns squared norms of each unit's gradient by ``gram`` or ``direct``, float32 [n].
+    """Returns squared norms of each unit's gradient that is not kept, float32 [n].
 
     ``direct`` takes one unit at a time from each of the ``shards`` parts of the unit axis.
     """
     if method == "gram":
         return _gram(pairs, machine)
+    if method == "tiles":
+        factors = _for_kernel(pairs)
+        assert factors is not None
+        scale = pairs[0].scale
+        return scale * scale * kernel.squares(*factors) + jnp.square(_order(pairs))
 
     def one(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         parts = _gradients_of_uses(
@@ -406,43 +534,84 @@ def _reduced(pair: Pair) -> bool:
     return precision_of(pair.site) in (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH)
 
 
-def formed_gradients(
-    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], parts: int = 1
-) -> tuple[list[jax.Array], jax.Array]:
-    """Returns per-unit gradients, which ``as_leaf`` puts in order, and squared norms; float32.
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """How a leaf's gradients are formed and kept.
+
+    Attributes:
+      pairs: the leaf's uses.
+      shape: shape of the leaf.
+      narrow: whether gradients are rounded to bfloat16. Norms are those of the rounded numbers,
+        and the sum is float32.
+      fused: whether ``kernel`` forms them.
+      parts: the number of parts into which devices split the unit axis.
+    """
+
+    pairs: Sequence[Pair]
+    shape: tuple[int, ...]
+    narrow: bool = False
+    fused: bool = False
+    parts: int = 1
+
+    @functools.cached_property
+    def as_formed(self) -> bool:
+        """Whether each entry of the leaf is in at most one view, which are then not added up."""
+        views = [p.site.view for p in self.pairs]
+        return (
+            self.parts == 1
+            and not any(isinstance(p.left, OneHot) for p in self.pairs)
+            and all(view.faithful for view in views)
+            and all(a.apart_from(b) for a, b in itertools.combinations(views, 2))
+        )
+
+    def order(self, pair: Pair) -> tuple[Label, ...]:
+        """Coordinates of a use's gradient in the order in which it is formed."""
+        return _sides_order(pair) if self.fused else _fast_order(pair)
+
+
+def formed_gradients(kept: Kept) -> tuple[list[jax.Array], jax.Array]:
+    """Returns per-unit gradients, which ``as_leaf`` puts in order, and squared norms, float32 [n].
 
     Uses of different entries stay separate, each with its axes in the order in which a product
-    forms them fastest. If units are split into ``parts``, the leaf's order is kept, because another
+    forms them fastest. If units are split over devices, the leaf's order is kept, because another
     order would be sent over devices once more.
     """
-    if _as_formed(pairs, parts):
-        gradients = [_fastest(p) for p in pairs]
+    pairs = kept.pairs
+    if kept.fused:
+        factors = _for_kernel(pairs)
+        assert factors is not None
+        gradient, squared = kernel.fused(*factors)
+        sizes = _sizes(pairs[0])
+        gradient = gradient.reshape(-1, *[sizes[x] for x in kept.order(pairs[0])])
+        return [gradient], squared * (pairs[0].scale * pairs[0].scale)
+    if kept.as_formed:
+        gradients = [_fastest(p, kept.narrow) for p in pairs]
     else:
-        gradients = [unit_gradients(pairs, leaf_shape)]
-    if parts > 1:  # keep the sharding of other axes, which flattening would undo
+        gradients = [unit_gradients(pairs, kept.shape)]
+    if kept.narrow:
+        gradients = [pinned(x) for x in gradients]
+    if kept.parts > 1:  # keep the sharding of other axes, which flattening would undo
         return gradients, squared_norms(gradients)[0]
     squares = []
     for k, gradient in enumerate(gradients):
-        flat = gradient.reshape(len(gradient), -1)
-        square = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
-        scale = pairs[k].scale if _as_formed(pairs, parts) else 1.0
+        if kept.narrow:
+            (square,) = squared_norms([gradient])
+        else:
+            flat = gradient.reshape(len(gradient), -1)
+            square = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
+        scale = pairs[k].scale if kept.as_formed else 1.0
         squares.append(square * (scale * scale))
     return gradients, sum(squares[1:], start=squares[0])
 
 
-def as_leaf(
-    pairs: Sequence[Pair],
-    leaf_shape: tuple[int, ...],
-    summed: Sequence[jax.Array],
-    parts: int = 1,
-) -> jax.Array:
+def as_leaf(kept: Kept, summed: Sequence[jax.Array]) -> jax.Array:
     """Returns the leaf's gradient, float32, made of sums of ``formed_gradients``."""
-    if not _as_formed(pairs, parts):
+    if not kept.as_formed:
         return summed[0]
     leaves = []
-    for pair, x in zip(pairs, summed, strict=True):
-        ordered = _aligned(x, _fast_order(pair), pair.coordinates)
-        leaves.append(pair.site.view.to_leaf(ordered.reshape(pair.shape), leaf_shape))
+    for pair, x in zip(kept.pairs, summed, strict=True):
+        ordered = _aligned(x, kept.order(pair), pair.coordinates)
+        leaves.append(pair.site.view.to_leaf(ordered.reshape(pair.shape), kept.shape))
     return sum(leaves[1:], start=leaves[0])
 
 
@@ -456,14 +625,13 @@ def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
     return total
 
 
-def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
-    """Whether each entry of the leaf is in at most one view, so that views need not be added up."""
-    views = [p.site.view for p in pairs]
+def _sides_order(pair: Pair) -> tuple[Label, ...]:
+    """Coordinates that both factors have, then those of the left one, then of the right one."""
+    shared = _shared(pair)
+    sides = (*_left_coordinates(pair), *_right_coordinates(pair))
     return (
-        parts == 1
-        and not any(isinstance(p.left, OneHot) for p in pairs)
-        and all(view.faithful for view in views)
-        and all(a.apart_from(b) for a, b in itertools.combinations(views, 2))
+        *(x for x in pair.coordinates if x in shared),
+        *(x for x in sides if x not in shared),
     )
 
 
@@ -490,14 +658,14 @@ def _fast_order(pair: Pair) -> tuple[Label, ...]:
     return (*(x for x in pair.coordinates if x in shared), *sides[0], *sides[1])
 
 
-def _fastest(pair: Pair) -> jax.Array:
+def _fastest(pair: Pair, narrow: bool) -> jax.Array:
     order, left = _fast_order(pair), pair.left
     left = left.dense(positions_last=True) if isinstance(left, Windows) else left
     assert isinstance(left, Dense)
     sides = [left, pair.right]  # of two operands, einsum puts the last one first
     if order[-1:] and order[-1] in pair.right.labels:
         sides.reverse()
-    return einsum(sides, (UNIT, *order), precision_of(pair.site))
+    return einsum(sides, (UNIT, *order), precision_of(pair.site), narrow)
 
 
 def units_of(pair: Pair, i: jax.Array, shards: int, count: int, bits: bool) -> Pair:
