@@ -9,6 +9,7 @@ from dpfl_jax.clipping.adaptive import (
 )
 from dpfl_jax.clipping.auto import Explanation
 from dpfl_jax.clipping.gradients import ClippedGrad, clipped_fun, clipped_grad
+from dpfl_jax.clipping.measure import Way, fastest
 from dpfl_jax.clipping.preflight import Probed, SelfCheck, SelfCheckError, probe, self_check
 from dpfl_jax.clipping.result import ClippedGradResult, StepStats
 from dpfl_jax.clipping.rules import (
@@ -48,6 +49,8 @@ __all__ = [
     "SelfCheckError",
     "probe",
     "Probed",
+    "fastest",
+    "Way",
     "Trainable",
     "split",
     "join",

@@ -28,7 +28,7 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import Trainable, join, split
+from dpfl_jax.clipping import OwnBound, Trainable, Way, fastest, join, split
 from dpfl_jax.clipping.jaxprs import convolution_kernels, count_flops
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.pipeline import StepBatch
@@ -206,6 +206,8 @@ class Central(Algorithm):
         how = plan.execution
         more: list[Any] = [how.packing] if how.packing else []
         more += [how.sum_over_fsdp] if how.sum_over_fsdp != "auto" else []
+        self.way = self._fastest_way()
+        more += [] if self.way is None else [self.way.options]
         layout = [how.strategy, how.cut, how.group_buckets, *more, how.microbatch_size]
         self.layout_fingerprint = [self.hardware, *layout]
         users = (
@@ -215,6 +217,33 @@ class Central(Algorithm):
             f"lower execution.microbatch_size and eval.batch_size{users}, split parameters over "
             "devices (execution.mesh.fsdp), or train adapters (model.lora)"
         )
+
+    def _fastest_way(self) -> Way | None:
+        """The way to clip that a clock finds to be fastest here; None: ``auto`` estimates.
+
+        On the GPUs of one process, which each take whole microbatches of units of one shape.
+        """
+        how, mechanism = self.plan.execution, self.mechanism
+        as_usual = how.strategy == "auto" and not how.packing and how.examples_at_once is None
+        alone = jax.process_count() == 1 and not splits_parameters(self.mesh)
+        gradients = self.private and not mechanism.clips_user_updates and not self.random
+        if not (_on_gpus(self.mesh) and as_usual and alone and gradients):
+            return None
+        group = mechanism.participation.unit_examples
+        lead = (how.microbatch_size,) if group is None else (how.microbatch_size, group)
+
+        def shape(lead: tuple[int, ...], x: Any) -> jax.ShapeDtypeStruct:
+            kind = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+            return jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), kind)
+
+        examples = jax.tree.map(functools.partial(shape, lead), self.plan.example)
+        mask = None if group is None else shape(lead, True)
+        units = mechanism.participation.units(examples, mask)
+        if isinstance(mechanism.rule, OwnBound):
+            units = {**units, "bound": shape(lead[:1], 1.0)}
+        params = jax.tree.map(functools.partial(shape, ()), self.given)
+        gradient = mechanism.clipped_grad(self.shipped, trainable=self.trainable)
+        return fastest(gradient, params, units)
 
     def terms(self) -> Terms:
         """The stated mechanism, population, delta and steps; digests of all else."""
@@ -280,6 +309,10 @@ class Central(Algorithm):
         return Central(self.loss_fn, self.given, plain, self.optimizer, self.trainable)
 
 
+def _on_gpus(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "gpu"
+
+
 class CentralSteps(Steps):
     """Batches from a pipeline, through the compiled step."""
 
@@ -287,7 +320,8 @@ class CentralSteps(Steps):
         self.run, self.key, self.start = run, key, start
         how = run.plan.execution
         self.loss_fn = run.shipped
-        self.options: dict[str, Any] = {"strategy": how.strategy, "trainable": run.trainable}
+        way = {"strategy": how.strategy} if run.way is None else run.way.options
+        self.options: dict[str, Any] = {**way, "trainable": run.trainable}
         self.compiled: TrainStep = make_train_step(
             run.plan.calibrated,
             self.loss_fn,

@@ -1,0 +1,175 @@
+"""The fastest way to clip on the devices that there are, by a clock instead of by estimates.
+
+XLA tunes its products in the same way. What was measured is cached by loss, shapes, rule and chip,
+so that a run that resumes computes as before. A choice changes how sums round, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping.gradients import ClippedGrad
+from dpfl_jax.files import default_cache_dir
+
+PyTree = Any
+_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to compute a clipped gradient: options of ``clipped_grad``.
+
+    Attributes:
+      strategy: as for ``clipped_grad``, but not ``auto``.
+      microbatch_size: as for ``clipped_grad``.
+      kernel: as for ``clipped_grad``.
+
+    Examples:
+      >>> from dpfl_jax.clipping.measure import Way
+      >>> Way("vmap").options
+      {'strategy': 'vmap', 'microbatch_size': None, 'kernel': False}
+    """
+
+    strategy: str
+    microbatch_size: int | None = None
+    kernel: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of ``clipped_grad``."""
+        return dataclasses.asdict(self)
+
+
+def fastest(
+    gradient: ClippedGrad,
+    *args: PyTree,
+    seconds: Callable[[Callable[[], Any]], float] | None = None,
+) -> Way:
+    """Measures the ways that may be fastest, once for each loss, shapes, rule and chip.
+
+    They are book-keeping as ``auto`` takes it, with the products of XLA or of the kernel, and
+    forming all gradients. What does not compile, or does not fit into memory, does not count.
+
+    Args:
+      gradient: a clipped gradient with strategy ``"auto"``.
+      *args: as in a call; only shapes and types matter.
+      seconds: measures how long a call takes; default: the median of three, after a first one.
+
+    Returns:
+      The fastest way; if none can be run, what ``auto`` estimates to be fastest.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    file = _cache_file(gradient, shapes)
+    if (known := _remembered(file)) is not None:
+        return known
+    ways = list(_candidates(gradient, shapes))
+    values = jax.jit(lambda: jax.tree.map(_some, shapes))()
+    times = {}
+    for way in ways:
+        # One candidate's failure is no failure of the run: compilers refuse in many ways.
+        with contextlib.suppress(Exception):
+            times[way] = _measured(dataclasses.replace(gradient, **way.options), values, seconds)
+    if not times:
+        return ways[0]
+    best = min(times, key=lambda way: times[way])
+    _remember(file, best)
+    return best
+
+
+def _candidates(gradient: ClippedGrad, shapes: tuple[PyTree, ...]) -> Iterator[Way]:
+    seen = []
+    for kernel in (False, True):
+        found = dataclasses.replace(gradient, kernel=kernel).explain(*shapes)
+        methods = [leaf.method for leaf in found.leaves]
+        if (found.strategy, methods) not in seen:
+            yield Way(found.strategy, found.microbatch_size, kernel)
+        seen.append((found.strategy, methods))
+    yield Way("vmap")
+
+
+def _measured(
+    gradient: ClippedGrad,
+    values: tuple[PyTree, ...],
+    seconds: Callable[[Callable[[], Any]], float] | None,
+) -> float:
+    compiled = jax.jit(lambda *args: gradient(*args).sum).lower(*values).compile()
+    memory, limit = compiled.memory_analysis(), gradient.memory
+    if limit is not None and memory is not None and memory.temp_size_in_bytes > limit:
+        raise MemoryError
+    return (_seconds if seconds is None else seconds)(lambda: compiled(*values))
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(_ROUNDS + 1):
+        begun = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])
+
+
+def _some(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Values that take as long as any: tokens that differ, numbers of ordinary size."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), x.shape)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return 0.02 * jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+    return (jnp.arange(x.size).reshape(x.shape) % 61 + 1).astype(x.dtype)
+
+
+# ---- measured before -----------------------------------------------------------------------------
+
+
+def _cache_file(gradient: ClippedGrad, shapes: tuple[PyTree, ...]) -> pathlib.Path | None:
+    """The file that caches the answer; None if ``DPFL_CACHE_DIR`` turns the cache off."""
+    if os.environ.get("DPFL_CACHE_DIR", "on").strip().lower() in ("", "off", "none", "0"):
+        return None
+    params, batch, rebuild = gradient.arguments(shapes)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    with contextlib.suppress(RuntimeError):  # no home directory
+        content = [
+            jax.__version__,
+            jax.devices()[0].device_kind,
+            str(jax.make_jaxpr(gradient.loss_fn)(*rebuild(params, one))),
+            repr((gradient.rule, gradient.memory, jax.tree.leaves(shapes))),
+        ]
+        key = hashlib.sha256("\n".join(content).encode()).hexdigest()
+        return default_cache_dir().expanduser() / "clipping" / f"{key}.json"
+    return None
+
+
+def _remembered(file: pathlib.Path | None) -> Way | None:
+    if file is None:
+        return None
+    try:
+        known = Way(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    # A bad file must not choose what nobody measured.
+    sized = known.microbatch_size is None or known.microbatch_size in range(1, 2**31)
+    valid = known.strategy in ("ghost", "scan", "vmap") and sized and known.kernel in (True, False)
+    return known if valid else None
+
+
+def _remember(file: pathlib.Path | None, way: Way) -> None:
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            json.dump(way.options, opened)
+        os.replace(temporary, file)
