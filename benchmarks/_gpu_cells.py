@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import inspect
 import itertools
 import json
 import random
@@ -16,10 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from benchmarks.clipping import machine, non_private
 from benchmarks.pods import MODELS
-from dpfl_jax.clipping import PerLayer, clipped_grad, join, split
+from dpfl_jax.clipping import clipped_grad, join, split
 from dpfl_jax.clipping.cost import peak_flops
 from dpfl_jax.clipping.jaxprs import count_flops, jaxpr_flops
 from dpfl_jax.models import LanguageModel, transformer_config
@@ -29,7 +32,7 @@ from dpfl_jax.noise import Noise
 PyTree = Any
 GROUP_SIZE = 4  # examples of a user
 RANK = 16  # of adapters
-SIZES: dict[str, dict[str, Any]] = {"350m": MODELS["350m"], "1.2b": MODELS["llama-1b"]}
+SIZES: dict[str, dict[str, Any]] = {"1.2b": MODELS["llama-1b"], "350m": MODELS["350m"]}
 _NARROW = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4}
 TINY = {
     "350m": SIZES["350m"] | _NARROW,
@@ -89,13 +92,13 @@ class Measuring:
 def cells(
     models: list[str], lengths: list[int], trains: list[str], units: list[str], tokens: int
 ) -> tuple[Cell, ...]:
-    """All of them, in the order of the lengths, then of what is asked about most."""
+    """Jobs by what is asked about most, then lengths, then models, as they are given."""
     jobs = [("full", "els"), ("lora", "uls"), ("full", "uls"), ("lora", "els")]
     jobs = [(t, u) for t, u in jobs if t in trains and u in units]
-    least = 2 * GROUP_SIZE
+    least = {"els": 4, "uls": 2 * GROUP_SIZE}  # whole users
     return tuple(
-        Cell(model, length, t, u, max(least, tokens // length // least * least))
-        for length, (t, u), model in itertools.product(lengths, jobs, models)
+        Cell(model, length, t, u, max(least[u], tokens // length // least[u] * least[u]))
+        for (t, u), length, model in itertools.product(jobs, lengths, models)
     )
 
 
@@ -161,8 +164,11 @@ def variants(cell: Cell, loss: Any, platform: str) -> dict[str, tuple[Callable[.
     found: dict[str, tuple[Callable[..., Any], int]] = {
         "non-private": (plain, 1),
         "flat": (ours(clip_norm=1.0), 1),
-        "per-layer": (ours(rule=PerLayer(1.0)), 1),
     }
+    if cell.trains == "full":
+        kernel = ours(clip_norm=1.0, strategy="ghost", kernel=True)
+        gram = ours(clip_norm=1.0, strategy="ghost", norm_method="gram")
+        found |= {"flat, by the kernel": (kernel, 1), "flat, Gram matrices": (gram, 1)}
     try:
         peer = importlib.import_module("jax_privacy.clipping")
     except ImportError:
@@ -186,6 +192,14 @@ def variants(cell: Cell, loss: Any, platform: str) -> dict[str, tuple[Callable[.
         found[name] = (clipped, 1 if size is None else n // size)
     found["vmap"] = (ours(clip_norm=1.0, strategy="vmap"), 1)
     return found
+
+
+def absent_gpu() -> contextlib.AbstractContextManager[Any]:
+    """A context in which kernels are lowered for a GPU that is not there."""
+    told = {"device_kind": "NVIDIA H100", "num_cores": None, "platform": "gpu"}
+    known = inspect.signature(AbstractDevice).parameters  # JAX 0.10 knows no platform
+    device = AbstractDevice(**{name: x for name, x in told.items() if name in known})
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def _noise(trained: PyTree, data: Any) -> PyTree:
@@ -228,17 +242,23 @@ def _measured(cell: Cell, asked: Measuring, with_noise: bool) -> Iterator[dict[s
     # Tiny models show that all of it runs: nothing is gained by optimising them.
     fast = {"xla_backend_optimization_level": 0} if asked.tiny else None
 
+    programs: dict[str, str] = {}
+
     def ready(name: str) -> dict[str, Any]:
         function, loops = found[name]
         started = time.perf_counter()
         row = {**shared, "variant": name}
         try:
-            traced = jax.jit(function).trace(trained, (frozen, batch))
-            row["flops"] = jaxpr_flops(traced.jaxpr.jaxpr, loops)
-            if asked.compile_only:
-                row["lowered_bytes"] = len(traced.lower(lowering_platforms=("cuda",)).as_text())
-            else:
-                row["compiled"] = traced.lower().compile(fast)
+            with absent_gpu() if asked.compile_only else contextlib.nullcontext():
+                traced = jax.jit(function).trace(trained, (frozen, batch))
+                same = programs.setdefault(str(traced.jaxpr), name)
+                if same != name:
+                    raise ValueError(f"the same program as {same}")
+                row["flops"] = jaxpr_flops(traced.jaxpr.jaxpr, loops)
+                if asked.compile_only:
+                    row["lowered_bytes"] = len(traced.lower(lowering_platforms=("cuda",)).as_text())
+                else:
+                    row["compiled"] = traced.lower().compile(fast)
         except Exception as error:  # one variant's, and not the end of all others
             row["error"] = _told(error)
         row["compile_seconds"] = round(time.perf_counter() - started, 2)

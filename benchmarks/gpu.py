@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -27,7 +28,7 @@ of four examples (uls), at several lengths. Of each such cell, by turns in one p
 
   non-private     the same batch, without clipping
   flat            clipped_grad as `auto` takes it
-  per-layer       the same, each parameter clipped apart
+  flat, ...       by the kernel that forms a gradient with its norm; by Gram matrices (full)
   jax-privacy     JAX-Privacy's clipped_grad, about 1,024 tokens at once, and all at once
   vmap            gradients of all units, formed and clipped
   noise alone     of the exact law, once for each kind of model
@@ -39,11 +40,13 @@ allocated). MFU is the products that a step without privacy needs, over the GPU'
 
 Cells come in order of importance; none is begun that --minutes do not pay for, and what runs then
 is ended. A cell's rows are printed, and written to --out, when it is done; what needs too much
-memory is a row that says so. With JAX_COMPILATION_CACHE_DIR set, a second call compiles nothing
-again. --lower needs no GPU: every program is traced and lowered for CUDA, with its FLOPs.
+memory is a row that says so. A second call with the same --out goes on with the cells that it
+lacks, and with JAX_COMPILATION_CACHE_DIR set compiles nothing again. --lower needs no GPU: every
+program is traced and lowered for CUDA, with its FLOPs.
 
 examples:
   dpfl bench gpu --out gpu.jsonl --json
+  dpfl bench gpu --minutes 6.5 --train full --units els --out gpu.jsonl    # twice: 13 minutes
   dpfl bench gpu --tiny                                  # ready? on any machine, in minutes
   dpfl bench gpu --lower                                 # the real sizes, without a GPU
 """
@@ -54,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=8.5, help="of everything (default 8.5)")
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument(
-        "--seq-lens", nargs="+", type=int, help="default 1024 4096 128; with --tiny 16"
+        "--seq-lens", nargs="+", type=int, help="default 1024 128 4096 2048; with --tiny 16"
     )
     parser.add_argument("--train", nargs="+", default=["full", "lora"], choices=["full", "lora"])
     parser.add_argument("--units", nargs="+", default=["els", "uls"], choices=["els", "uls"])
@@ -71,13 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures in processes of their own, and prints."""
     tokens = (128 if args.tiny else 8192) if args.tokens is None else args.tokens
-    lengths = args.seq_lens or ([16] if args.tiny else [1024, 4096, 128])
+    lengths = args.seq_lens or ([16] if args.tiny else [1024, 128, 4096, 2048])
     if min(lengths) < 2 or args.rounds < 1 or tokens < 1 or not args.minutes > 0:
         raise BadInputError(
             "bench gpu: --rounds and --tokens must be at least 1, --seq-lens 2, --minutes above 0"
         )
     begun = time.monotonic()
+    known = {_cell(row) for row in _rows(args.out) if row["variant"] == "non-private"}
     wanted = cells(args.models, lengths, args.train, args.units, tokens)
+    wanted = tuple(cell for cell in wanted if _cell(dataclasses.asdict(cell)) not in known)
     missing = [name for name in ("torch", "opacus") if importlib.util.find_spec(name) is None]
     if importlib.util.find_spec("jax_privacy") is None:
         missing.append("jax_privacy")
@@ -112,6 +117,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if missing:
         sys.stderr.write(f"left out, not installed: {', '.join(missing)}\n")
     return result
+
+
+def _rows(out: pathlib.Path | None) -> Iterator[dict[str, Any]]:
+    """What an earlier call has written; a last line that was cut short does not count."""
+    for line in [] if out is None or not out.exists() else out.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def _cell(row: dict[str, Any]) -> tuple[Any, ...]:
