@@ -32,6 +32,7 @@ class Machine:
         memory of the tap records that they replace; None: where there is memory for them.
       kernel: FLOPs per second of the kernel that forms a gradient with its norm; None: there is
         none.
+      mosaic: whether it is Mosaic's, which refuses meshes with axes that are not manual.
       scan_traffic: how often a scan over single units moves all parameters through memory for each
         unit, in addition to the traffic of a batch.
       working_set: largest block of temporary memory, in bytes, that the C library keeps between
@@ -49,6 +50,7 @@ class Machine:
     interconnect: float | None = None
     keep_factor: float | None = None
     kernel: float | None = None
+    mosaic: bool = False
     scan_traffic: float = 7.0
     working_set: float | None = None
     near: float | None = None
@@ -110,6 +112,7 @@ MACHINES = {
         interconnect=1e11,
         rounding=2.0**-8,
         kernel=1e14,  # not measured
+        mosaic=True,
     ),
 }
 

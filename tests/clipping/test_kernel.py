@@ -57,7 +57,7 @@ def test_the_interpreted_kernel_equals_the_product_for_many_shapes(seed):
 
 def on(kind, platform, **axes):
     """A mesh of devices that are not there."""
-    told = {"device_kind": kind, "num_cores": None, "platform": platform}
+    told = {"device_kind": kind, "num_cores": 1, "platform": platform}
     known = inspect.signature(AbstractDevice).parameters
     device = AbstractDevice(**{k: v for k, v in told.items() if k in known})
     types = (AxisType.Auto,) * len(axes)
@@ -175,7 +175,7 @@ def test_auto_takes_the_kernel_where_it_saves_time_and_nothing_is_split():
     def loss(w, x):
         return jnp.sum(jnp.sin((x @ w.astype(x.dtype)).astype(jnp.float32)))
 
-    def methods(length, platform, shard):
+    def methods(length, platform, shard, **more_axes):
         f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", platform=platform)
         found = []
 
@@ -184,13 +184,24 @@ def test_auto_takes_the_kernel_where_it_saves_time_and_nothing_is_split():
             return x.sum()[None]
 
         if shard:
-            mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+            axes = {"data": 8 // max(more_axes.values(), default=1), **more_axes}
+            mesh = jax.make_mesh(
+                tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+            )
             rows = PartitionSpec("data")
-            see = jax.shard_map(see, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows)
+            see = jax.shard_map(
+                see,
+                mesh=mesh,
+                in_specs=(PartitionSpec(), rows),
+                out_specs=rows,
+                axis_names={"data"},
+            )
         w = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
         jax.eval_shape(see, w, jax.ShapeDtypeStruct((16, length, 2048), jnp.bfloat16))
         return found[-1]
 
     assert [methods(k, "gpu", True) for k in (128, 512, 1024)] == ["gram", "fused", "keep"]
+    assert methods(512, "gpu", True, fsdp=1) == "fused"  # the mesh of a run
+    assert methods(512, "gpu", True, fsdp=2) == "keep"
     assert methods(512, "gpu", False) == "keep"  # the compiler may split units over 8 devices
     assert methods(512, "cpu", True) in ("gram", "direct", "keep")

@@ -131,10 +131,7 @@ def solve_ghost(
         if i not in analysis.copied
     }
     per_leaf = problem.rule.is_per_leaf
-    # The compiler cannot split the kernel over devices, and may be about to.
-    split = problem.sharding is not None or (
-        methods is None and jax.device_count() > 1 and not varying_axes(problem.real)
-    )
+    split = _splits(problem, machine) or (methods is None and not _is_alone())
     cheapest = {
         i: leaves.choose(
             pairs,
@@ -193,6 +190,20 @@ def solve_ghost(
     units, sums = clip_and_sum(problem, squared, rounded, formed, size)
     sums |= {i: f(units.weights[i], units.keeps[i]) for i, f in summed.items()}
     return problem.clipped_sums([sums[i] for i in range(len(sums))], units, losses, aux)
+
+
+def _splits(problem: ClippingProblem, machine: Machine) -> bool:
+    """Whether the compiler splits arrays over devices: it cannot split the kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = [size for name, size in mesh.shape.items() if name not in mesh.manual_axes]
+    if machine.mosaic and mesh.manual_axes and free:
+        return True
+    return problem.sharding is not None or max(free, default=1) > 1
+
+
+def _is_alone() -> bool:
+    """Whether this is one device's program, and not one that the compiler may split."""
+    return jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _passes(
