@@ -458,8 +458,8 @@ def clipped_grad(
         ``"there"``, bool [pieces]: with one unit at a time, pieces after the last True are skipped.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how the gradient of a unit in pieces is
         split under automatic sharding, where all devices work on one unit.
-      kernel: whether ``"ghost"`` forms gradients by a kernel of its own where it can (on GPUs and
-        TPUs); default: where that is estimated to be faster.
+      kernel: whether ``"ghost"`` forms gradients by a kernel of its own where it can (A100, H100,
+        H200 and TPUs); default: where that is estimated to be faster.
 
     Returns:
       A ``ClippedGrad``.

@@ -1,6 +1,7 @@
 """Gradients kept in bfloat16, and the kernel that forms them with their norms."""
 
 import inspect
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from zoo import lm_batch
 
 from dpfl_jax.clipping import PerLayer, clipped_grad
+from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.taps import kernel
 from dpfl_jax.models import LanguageModel, transformer_config
 
@@ -60,8 +62,8 @@ def on(kind, platform, **axes):
     told = {"device_kind": kind, "num_cores": 1, "platform": platform}
     known = inspect.signature(AbstractDevice).parameters
     device = AbstractDevice(**{k: v for k, v in told.items() if k in known})
-    types = (AxisType.Auto,) * len(axes)
-    return AbstractMesh(tuple(axes.values()), tuple(axes), types, abstract_device=device)
+    kinds = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), kinds, abstract_device=device)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -205,3 +207,11 @@ def test_auto_takes_the_kernel_where_it_saves_time_and_nothing_is_split():
     assert methods(512, "gpu", True, fsdp=2) == "keep"
     assert methods(512, "gpu", False) == "keep"  # the compiler may split units over 8 devices
     assert methods(512, "cpu", True) in ("gram", "direct", "keep")
+
+
+@pytest.mark.parametrize(("kind", "known"), [("NVIDIA H100 80GB HBM3", True), ("NVIDIA L4", False)])
+def test_gpus_with_less_shared_memory_go_without_the_kernel(kind, known, monkeypatch):
+    device = types.SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    assert (machine_for("gpu").kernel is not None) is known

@@ -9,11 +9,14 @@ from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.clipping.jaxprs import peak_bytes
 from dpfl_jax.clipping.result import pinned
 
+WAYS = [(None, method) for method in (None, "gram", "direct", "keep")]
+WAYS += [("gpu", method) for method in ("keep", "fused", "tiles")]  # in bfloat16, by the kernel
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [None, "gram", "direct", "keep"])
+@pytest.mark.parametrize(("platform", "method"), WAYS)
 @pytest.mark.parametrize("strategy", ["auto", "ghost"])
-def test_nearly_cancelling_positions_stay_within_the_clip_norm(strategy, method):
+def test_nearly_cancelling_positions_stay_within_the_clip_norm(strategy, platform, method):
     """Gradients of two positions cancel to their last bits: rounding must not exceed the norm."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=8), jnp.bfloat16)
@@ -29,11 +32,10 @@ def test_nearly_cancelling_positions_stay_within_the_clip_norm(strategy, method)
 
     norm = float(clipped_grad(loss, clip_norm=1.0, strategy="vmap")(params, batch).norms[0])
     assert norm > 0
+    how = {"strategy": strategy, "norm_method": method, "platform": platform}
     for part in np.linspace(0.3, 0.99, 24):
         clip_norm = float(part * norm)
-        bounded = clipped_grad(loss, clip_norm=clip_norm, strategy=strategy, norm_method=method)(
-            params, batch
-        )
+        bounded = clipped_grad(loss, clip_norm=clip_norm, **how)(params, batch)
         assert float(jnp.linalg.norm(bounded.sum["w"])) <= clip_norm * (1 + 1e-4)
         # The norm reported is the gradient's own, not the larger one that was bounded (Gram
         # matrices know it no better where so much cancels).
