@@ -60,8 +60,8 @@ def fastest(
 ) -> Way:
     """Measures the ways that may be fastest, once for each loss, shapes, rule and chip.
 
-    They are book-keeping as ``auto`` takes it, with the products of XLA or of the kernel, and
-    forming all gradients. What does not compile, or does not fit into memory, does not count.
+    They are what ``auto`` takes, book-keeping with the products of XLA or of the kernel, and all
+    gradients at once. What does not compile, or does not fit into memory, does not count.
 
     Args:
       gradient: a clipped gradient with strategy ``"auto"``.
@@ -90,13 +90,19 @@ def fastest(
 
 
 def _candidates(gradient: ClippedGrad, shapes: tuple[PyTree, ...]) -> Iterator[Way]:
+    found = dataclasses.replace(gradient, kernel=False).explain(*shapes)
+    size = found.microbatch_size
+    if found.strategy != "ghost":
+        yield Way(found.strategy, size)
+        size = None
     seen = []
     for kernel in (False, True):
-        found = dataclasses.replace(gradient, kernel=kernel).explain(*shapes)
-        methods = [leaf.method for leaf in found.leaves]
-        if (found.strategy, methods) not in seen:
-            yield Way(found.strategy, found.microbatch_size, kernel)
-        seen.append((found.strategy, methods))
+        way = Way("ghost", size, kernel)
+        leaves = dataclasses.replace(gradient, **way.options).explain(*shapes).leaves
+        methods = [leaf.method for leaf in leaves]
+        if methods not in seen:
+            yield way
+        seen.append(methods)
     yield Way("vmap")
 
 

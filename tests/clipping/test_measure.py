@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dpfl_jax.clipping import Way, clipped_grad, fastest, measure
+from dpfl_jax.clipping import Explanation, Way, clipped_grad, fastest, gradients, measure
 
 PARAMS = {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32)}
 BATCH = jax.ShapeDtypeStruct((2, 512, 2048), jnp.bfloat16)
@@ -60,6 +60,16 @@ def test_what_does_not_compile_is_not_chosen(clock, fails):
     assert best == min(
         (w for i, w in enumerate(seen) if times[i]), key=lambda w: times[seen.index(w)]
     )
+
+
+def test_book_keeping_is_measured_where_auto_prefers_a_scan(clock, monkeypatch):
+    """As for long units whose loss recomputes."""
+    _, seen = clock
+    monkeypatch.setattr(gradients, "decide", lambda *_: Explanation("scan", 1, "it recomputes"))
+    clock[0].append(4.0)
+    choose()
+    assert seen[0] == Way("scan", 1)
+    assert [way.strategy for way in seen[1:]] == ["ghost", "ghost", "vmap"]
 
 
 def test_where_nothing_runs_the_estimate_is_taken_and_not_cached(clock, tmp_path):
