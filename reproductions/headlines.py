@@ -386,7 +386,7 @@ HEADLINES: dict[str, list[Headline]] = {
         Headline(
             "medical cost: the same, as the authors' script clips",
             "authors' code",
-            {"isrl/insurance": "as published$|as published, ahead"},
+            {"isrl/insurance": "ahead of (local|MB-SGD).*as published$|as published, ahead"},
         ),
         Headline(
             "medical cost: from epsilon 2 on in line with local SGD without privacy",

@@ -330,7 +330,8 @@ def _fair(claim: Claim, tried: Tried | None) -> Claim:
     why = "" if tried is None else tried.unfair
     if not why and claim.holds is False and claim.source != "ours":
         if tried is None or not tried.is_papers_size:
-            why = "the opposite is found at this size, which is not the paper's"
+            found = "another value" if claim.p_value is None else "the opposite"
+            why = f"{found} is found at this size, which is not the paper's"
         elif claim.power is not None and claim.power < LEAST_POWER:
             why = f"power {claim.power:.0%}"
     if not why:
