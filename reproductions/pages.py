@@ -429,7 +429,8 @@ TABLES: dict[str, tuple[str, Any]] = {
     "isrl noise": (
         "isrl/closed-forms",
         lambda rows: _plain(
-            rows, "epsilon", "theorem", "one_pass_theorem", "local_sgd_at_most", "sound"
+            rows, "epsilon", "theorem", "one_pass_theorem", "local_sgd_at_most",
+            "local_sgd_on_mnist_at_most", "sound",
         ),
     ),
     "isrl experiments": (

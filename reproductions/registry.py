@@ -311,7 +311,9 @@ def judged(claims: Sequence[Claim]) -> list[Claim]:
     for rank, (p_value, k) in enumerate(tested):
         decided = decided and p_value <= ERROR_RATE / (len(tested) - rank)
         if not decided:
-            made[k] = dataclasses.replace(made[k], holds=None)
+            why = f"{made[k].note}; not after Holm's correction".removeprefix("; ")
+            note = why if p_value <= ERROR_RATE else made[k].note
+            made[k] = dataclasses.replace(made[k], holds=None, note=note)
     return made
 
 

@@ -43,8 +43,8 @@ POLICIES: dict[str, RatePolicy] = {
 # The authors' budgets are those of their code, not of the paper's text.
 LAWS: dict[str, laws.BudgetDistribution] = {
     "ThreeLevels": laws.ThreeLevels(),
-    "MixGauss": laws.BoundedMixGauss(stds=(0.05, 0.1, 0.5)),
-    "Pareto": laws.BoundedPareto(4.0, "lomax"),
+    "MixGauss (code)": laws.BoundedMixGauss(stds=(0.05, 0.1, 0.5)),
+    "Pareto (code)": laws.BoundedPareto(4.0, "lomax"),
 }
 
 
