@@ -226,8 +226,8 @@ def _headlines(found: Found) -> str:
                     verdicts.append(f"[{figure}](#{_anchor(figure)}): {_summary(claims)}")
             form = " and ".join(sorted(sizes))
             if not verdicts:
-                why = line.instead or "not run yet"
-                form, verdicts = ("not run", [why.removeprefix("not run: ")])
+                form, _, why = (line.instead or "not run: not yet").partition(": ")
+                verdicts = [why]
             rows.append([line.claim, line.where, form, "; ".join(verdicts)])
         out.append(f"### {paper}\n\n" + _table(["claim", "where", "size", "verdict"], rows))
     return "\n\n".join(out)
