@@ -375,7 +375,7 @@ HEADLINES: dict[str, list[Headline]] = {
             {"isrl/closed-forms": r"^the experiments.*cost, N = \d+, K = \d+,"},
         ),
         Headline(
-            "the same: obesity levels, with the script's n and R",
+            "the same: obesity levels, with the script's R",
             "authors' code",
             {"isrl/closed-forms": r"^the experiments.*levels, K = \d+,"},
         ),
