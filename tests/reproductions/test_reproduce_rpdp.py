@@ -5,11 +5,15 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
+from dpfl_jax.accounting import closed_forms
+from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.personal import RateAssignment
 from reproductions import registry
 from reproductions.registry import Settings
 from reproductions.rpdp import mnist
 from reproductions.rpdp._tables import Beside, beside, row
+from reproductions.rpdp._training import with_papers_stops
 
 
 def outcome(name, tmp_path, data_dir=None, seeds=None):
@@ -58,6 +62,21 @@ def test_a_difference_from_a_published_mean_is_welchs():
         found["accuracy"], found["std"], 6, 0.7, 0.03, 5, equal_var=False
     )
     assert one.tested()[2] == pytest.approx(want.pvalue)
+
+
+def test_the_fitted_rates_leave_where_the_papers_accountant_stops_them():
+    """The last round that each budget allows, by Renyi's epsilon of the rate."""
+    setting = TwoStage(12.2509765625, 50, 15, 1.0, 1e-3)
+    budgets, form = np.array([0.1, 1.0, 5.0]), setting.closed_form()
+    rates = np.vectorize(closed_forms.fit_curve(*form).rate)(budgets)
+    stay = with_papers_stops(
+        RateAssignment("curve_fit", rates, np.full(3, 15), 0, {}), budgets, setting
+    ).stay
+    assert stay.tolist() == [10, 15, 14]
+    for rate, budget, rounds in zip(rates, budgets, stay.tolist(), strict=True):
+        spent = [closed_forms.epsilon_two_stage(rate, *form[:2], t, *form[3:])[0] for t in (10, 15)]
+        assert spent[0] <= budget
+        assert (spent[1] <= budget) == (rounds == 15)
 
 
 @pytest.mark.nightly
