@@ -259,11 +259,33 @@ def accuracy_by_groups(monkeypatch):
     return weighs
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_arms_are_compared_after_the_same_round(quick, tmp_path, monkeypatch):
+    """Where accuracy is the number of rounds, nine tenths of one arm's is below the other's."""
+
+    def train(settings, raw, run, seeds, evals):
+        rounds = raw["federation"]["rounds"]
+        if run.recipe != "sound":
+            rounds = _closed_forms.rounds_printed(rounds, raw["federation"]["silos"])
+        every = max(1, rounds // evals)
+        curve = [(t, 3.0, t / 1000) for t in range(every, rounds + 1, every)]
+        claim = types.SimpleNamespace(rounds=rounds)
+        return subject_training.Trained(run, [rounds / 1000] * seeds, [curve] * seeds, claim, 1.0)
+
+    monkeypatch.setattr(curves, "train", train)
+    monkeypatch.setattr(curves, "draw", lambda *a: None)
+    monkeypatch.setattr(subject_training.Trained, "row", lambda self: {})
+    outcome = curves.run(Settings(quick, tmp_path, Console(quiet=True)))
+    (found,) = (c for c in outcome.claims if "over the same rounds" in c.claim)
+    assert found.measured == ("-0.0018, 3 seeds" if quick else "-0.005, 3 seeds")
+    assert found.holds
+
+
 @pytest.mark.nightly
 def test_groups_of_a_subject_that_are_clipped_as_single_records(accuracy_by_groups, tmp_path):
     """Then no subject weighs more than another, and skew costs LocalGroupDP nothing."""
     pytest.importorskip("sklearn")
-    name = "both: LocalGroupDP loses more than LocalItemDP and text B's HiGradAvgDP"
+    name = "text B: LocalGroupDP loses more than LocalItemDP and HiGradAvgDP"
     assert verdicts(skew, tmp_path)[name]
     accuracy_by_groups["local_group"] = 0.0
     assert not verdicts(skew, tmp_path)[name]
