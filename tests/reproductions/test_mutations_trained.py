@@ -401,7 +401,7 @@ def test_estimate_and_double_as_it_is_printed(loss_by_noise, tmp_path, monkeypat
 
 
 def test_uls_noise_for_g_times_the_sensitivity(loss_by_noise, tmp_path, monkeypatch):
-    name = "ULS is at least as good as ELS: B = 512, epsilon 4"
+    name = ULS_AHEAD
     monkeypatch.setattr(small, "_train", trained())
     assert verdicts(figure_6, tmp_path)[name]
 
@@ -410,6 +410,18 @@ def test_uls_noise_for_g_times_the_sensitivity(loss_by_noise, tmp_path, monkeypa
 
     monkeypatch.setattr(small, "_train", trained(more))
     assert not verdicts(figure_6, tmp_path)[name]
+
+
+def test_els_at_a_better_group_size_than_the_median(loss_by_noise, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "median", lambda quick: 16)
+
+    def told(option):
+        return option.noise * (0.3 if option.kind == "els" and option.group_size == 8 else 1)
+
+    monkeypatch.setattr(small, "_train", trained(told))
+    found = verdicts(figure_6, tmp_path)
+    assert found["ULS is at least as good as ELS with G = 16 (the median): B = 512, epsilon 4"]
+    assert found["ULS is at least as good as ELS with G = 8: B = 512, epsilon 4"] is None
 
 
 def test_users_that_the_accounting_forgets(loss_by_noise, tmp_path, monkeypatch):
@@ -435,7 +447,7 @@ def favoured(module, tmp_path, claim, said):
     return found.holds is None and said in found.note and said in outcome.tried.unfair
 
 
-ULS_AHEAD = "ULS is at least as good as ELS: B = 512, epsilon 4"
+ULS_AHEAD = "ULS is at least as good as ELS with G = 8 (the median): B = 512, epsilon 4"
 
 
 def test_uls_that_is_tuned_and_els_that_is_not(loss_by_noise, tmp_path, monkeypatch):
