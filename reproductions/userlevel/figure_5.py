@@ -58,7 +58,8 @@ def run(settings: Settings) -> Outcome:
         "regret: loss of the strategy's cell over the best cell of the same budget, minus one; "
         "Random is the mean over its cells",
         "Estimate-and-Double compares L(2G) / L(G) with sigma(2M) / (2 sigma(M)): the paper leaves "
-        "out the 1/M (section 6, (9) to (11), Algorithm 3), and means it: a larger M lowers the noise",
+        "out the 1/M (section 6, (9) to (11), Algorithm 3), and means it, as a larger M lowers the "
+        "noise",
     ]
     claims = _claims(losses, regrets, budgets, small.initial_loss(settings.quick))
     return Outcome(claims, [figure, curves], [*rows, *table], notes, swept.tried)
