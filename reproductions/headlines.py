@@ -111,8 +111,8 @@ HEADLINES: dict[str, list[Headline]] = {
             instead=NO_ARM.format("figure-5"),
         ),
         Headline(
-            "ULS is at least as good as ELS in all settings (Stack Overflow; here at epsilon 4, and "
-            "ELS at the median size, which was not its best in figure 4)",
+            "ULS is at least as good as ELS in all settings (Stack Overflow; here at epsilon 4, "
+            "and ELS at the median size, which was not its best in figure 4)",
             "section 6, Figures 6, 16",
             {"userlevel/figure-6": "at least as good.*median"},
         ),
