@@ -96,11 +96,13 @@ def _claims(found: dict[str, Trained]) -> list[Claim]:
             "text B: after its fewer rounds HiGradAvgDP is below LocalItemDP after all",
             "LocalItemDP",
             "HiGradAvgDP, text B",
+            FEW_NOTE,
         ),
         above(
             "text B: HiGradAvgDP is above LocalGroupDP",
             "HiGradAvgDP, text B",
             "LocalGroupDP, papers",
+            FEW_NOTE,
         ),
         above(
             "text A: HiGradAvgDP is below LocalGroupDP",
