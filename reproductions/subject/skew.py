@@ -8,7 +8,13 @@ import numpy as np
 
 from reproductions._plots import band, columns, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, between, less
-from reproductions.subject._training import COMPARED, Trained, base_config, train, tried_of
+from reproductions.subject._training import (
+    COMPARED,
+    Trained,
+    base_config,
+    train,
+    tried_of,
+)
 
 TITLE = "accuracy when subjects are concentrated in few silos"
 SOURCE = "Marathe et al., text A Figure 3, text B Figure 3"
@@ -20,7 +26,11 @@ def run(settings: Settings) -> Outcome:
     alphas = (1.0, 16.0) if settings.quick else (1.0, 2.0, 4.0, 8.0, 16.0)
     rounds, steps, seeds = (36, 6, 3) if settings.quick else (100, 12, 3)
     seeds = settings.seeds or seeds
-    raw, note = base_config(settings, rounds, steps)
+    # The papers' number of subjects, and batches of their size. A subject has 13 images instead of
+    # 145, but as large a share of a batch: 0.15 records on average at a=1, and 2.3 at a=16.
+    raw, note = base_config(settings, rounds, steps, subjects=3500)
+    if "max_users" in raw["data"]:
+        raw["mechanism"]["batch_size"] = 512
     found: dict[tuple[str, float], Trained] = {}
     rows: list[dict[str, Any]] = []
     for alpha in alphas:
@@ -52,7 +62,7 @@ def run(settings: Settings) -> Outcome:
             room=0.05,
         ),
         less(
-            "both: LocalGroupDP loses more than LocalItemDP and text B's HiGradAvgDP",
+            "text B: LocalGroupDP loses more than LocalItemDP and HiGradAvgDP",
             np.maximum(alone, average),
             group,
             "loss of the next one minus its own",
@@ -71,7 +81,7 @@ def run(settings: Settings) -> Outcome:
     notes = [
         note,
         f"{rounds} rounds calibrated, {seeds} seed(s)",
-        "the papers also have FedAvg, User-Local-SGD and, in text A, its own HiGradAvgDP",
+        "the papers also have FedAvg and User-Local-SGD; text A's own HiGradAvgDP is not run",
     ]
     return Outcome(claims, [file], rows, notes, tried_of(raw, seeds))
 

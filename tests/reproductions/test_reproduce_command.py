@@ -49,11 +49,11 @@ def test_the_list_names_every_figure_with_its_source(capsys):
 REFUTED = {
     "subject/audit": {
         "text B, HiGradAvgDP has epsilon 4 in one silo",
+        "both: UserLDP, sensitivity C, has epsilon 4 in one silo",
         "both: what has epsilon 4 in one silo has it over s silos in R/sqrt(s) rounds",
     },
     "subject/empirical-audit": {
-        "papers: text B, HiGradAvgDP, noise of one record, has epsilon 4",
-        "papers: LocalGroupDP, noise by the batch, has epsilon 4",
+        "LocalGroupDP, noise by the batch: no attack finds more than epsilon 4",
     },
 }
 
@@ -161,6 +161,7 @@ def test_many_orders_share_one_error_rate():
     assert verdict_of(*tested) == [True, True, True]  # 0.001 < .05/3, 0.02 < .05/2, 0.03 < .05
     tested = [Claim(str(p), 0, 0, True, source="paper", p_value=p) for p in (0.03, 0.001, 0.03)]
     assert verdict_of(*tested) == [None, True, None]
+    assert judged(tested)[0].note == "not after Holm's correction"
 
 
 def test_a_range_is_met_missed_or_left_open():
