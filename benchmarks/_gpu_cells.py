@@ -196,7 +196,7 @@ def variants(cell: Cell, loss: Any, platform: str) -> dict[str, tuple[Callable[.
 
 def absent_gpu() -> contextlib.AbstractContextManager[Any]:
     """A context in which kernels are lowered for a GPU that is not there."""
-    told = {"device_kind": "NVIDIA H100", "num_cores": None, "platform": "gpu"}
+    told: dict[str, Any] = {"device_kind": "NVIDIA H100", "num_cores": None, "platform": "gpu"}
     known = inspect.signature(AbstractDevice).parameters  # JAX 0.10 knows no platform
     device = AbstractDevice(**{name: x for name, x in told.items() if name in known})
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

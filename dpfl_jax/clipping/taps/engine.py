@@ -140,6 +140,7 @@ def solve_ghost(
             leaves.METHODS if methods is None else methods,
             is_per_leaf=per_leaf,
             split=split,
+            parts=problem.parts,
         )
         for i, pairs in pairs_of.items()
     }

@@ -169,6 +169,7 @@ def choose(
     *,
     is_per_leaf: bool = False,
     split: bool = False,
+    parts: int = 1,
 ) -> MethodChoice:
     """Returns the cheapest method for the norm of one leaf.
 
@@ -179,6 +180,7 @@ def choose(
       methods: those to choose from; one that is not possible for this leaf does not count.
       is_per_leaf: whether the leaf's sum waits for no other leaf's norm.
       split: whether the compiler splits units over devices, or may: it cannot split the kernel.
+      parts: the number of parts into which devices split the unit axis.
     """
     counted = []
     for p in pairs:
@@ -210,7 +212,7 @@ def choose(
         unformed += data + back
     # Keeping also gives the weighted sum, so only memory traffic is extra: gradients are written,
     # read for the norm and read for the sum.
-    narrow = kept_narrow(pairs, machine)
+    narrow = kept_narrow(pairs, machine, parts)
     kept = (2.0 if narrow else 4.0) * size
     most = (machine.keep_factor or math.inf) * recorded * (_FREED_EARLY if is_per_leaf else 1.0)
     if kept <= most or methods == ("keep",):
@@ -261,7 +263,7 @@ def within_memory(
     return choices
 
 
-def kept_narrow(pairs: Sequence[Pair], machine: Machine, parts: int = 1) -> bool:
+def kept_narrow(pairs: Sequence[Pair], machine: Machine, parts: int) -> bool:
     """Whether kept gradients are bfloat16: where the loss computes all their products in it.
 
     Not on a CPU, whose products are float32, and whose cache holds kept gradients. Not where uses
@@ -456,8 +458,7 @@ def squared_norm(
     if method == "tiles":
         factors = _for_kernel(pairs)
         assert factors is not None
-        scale = pairs[0].scale
-        return scale * scale * kernel.squares(*factors) + jnp.square(_order(pairs))
+        return _scaled(kernel.squares(*factors), pairs[0].scale) + jnp.square(_order(pairs))
 
     def one(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         parts = _gradients_of_uses(
@@ -583,7 +584,7 @@ def formed_gradients(kept: Kept) -> tuple[list[jax.Array], jax.Array]:
         gradient, squared = kernel.fused(*factors)
         sizes = _sizes(pairs[0])
         gradient = gradient.reshape(-1, *[sizes[x] for x in kept.order(pairs[0])])
-        return [gradient], squared * (pairs[0].scale * pairs[0].scale)
+        return [gradient], _scaled(squared, pairs[0].scale)
     if kept.as_formed:
         gradients = [_fastest(p, kept.narrow) for p in pairs]
     else:
@@ -599,9 +600,13 @@ def formed_gradients(kept: Kept) -> tuple[list[jax.Array], jax.Array]:
         else:
             flat = gradient.reshape(len(gradient), -1)
             square = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
-        scale = pairs[k].scale if kept.as_formed else 1.0
-        squares.append(square * (scale * scale))
+        squares.append(_scaled(square, pairs[k].scale if kept.as_formed else 1.0))
     return gradients, sum(squares[1:], start=squares[0])
+
+
+def _scaled(squared: jax.Array, scale: float) -> jax.Array:
+    """Squared norms of ``scale`` times the gradients; the square of a small scale may underflow."""
+    return squared if abs(scale) == 1.0 else jnp.square(scale * jnp.sqrt(squared))
 
 
 def as_leaf(kept: Kept, summed: Sequence[jax.Array]) -> jax.Array:
