@@ -38,7 +38,7 @@ class Way:
       kernel: as for ``clipped_grad``.
 
     Examples:
-      >>> from dpfl_jax.clipping.measure import Way
+      >>> from dpfl_jax.clipping import Way
       >>> Way("vmap").options
       {'strategy': 'vmap', 'microbatch_size': None, 'kernel': False}
     """
@@ -70,6 +70,13 @@ def fastest(
 
     Returns:
       The fastest way; if none can be run, what ``auto`` estimates to be fastest.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from dpfl_jax.clipping import clipped_grad, fastest
+      >>> grad = clipped_grad(lambda w, x: jnp.tanh(x @ w) ** 2, clip_norm=1.0)
+      >>> fastest(grad, jnp.ones(2), jnp.ones((4, 2))).strategy in ("ghost", "scan", "vmap")
+      True
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     file = _cache_file(gradient, shapes)
