@@ -165,7 +165,7 @@ HEADLINES: dict[str, list[Headline]] = {
             instead="not run: it takes several accelerators ([what fits where](pods.md))",
         ),
     ],
-    "Marathe et al.: subjects over silos": [
+    "Marathe et al.: subjects over silos (A: Subject Granular DP; B: Hierarchical Averaging)": [
         Headline(
             "subjects in a batch, and their largest groups",
             "A: Figure 2, section 5.2; B: Figures 1, 2, 4, Appendix E.2",
@@ -259,8 +259,8 @@ HEADLINES: dict[str, list[Headline]] = {
             {"subject/curves": "rounds is worse"},
         ),
         Headline(
-            "excess risk of LocalGroupDP, and of A's HiGradAvgDP, grows with the square of the "
-            "group size",
+            "the noise term of the excess risk grows with the square of the group size "
+            "(LocalGroupDP), or of a subject's records (A's HiGradAvgDP)",
             "A: section 4; B: Theorem C.6",
             instead=CONVEX,
         ),
