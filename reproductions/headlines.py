@@ -299,8 +299,8 @@ HEADLINES: dict[str, list[Headline]] = {
             {"rpdp/budgets": "table 3"},
         ),
         Headline(
-            "lambda T rho bounds the divergence of what the server sees (Type I), for lambda < 1; at "
-            "lambda = 1 it does",
+            "lambda T rho bounds the divergence of what the server sees (Type I), for lambda < 1; "
+            "at lambda = 1 it does",
             "sections 5, 5.1, Theorem 3",
             {"rpdp/curve": "Type I"},
         ),
@@ -440,7 +440,8 @@ HEADLINES: dict[str, list[Headline]] = {
             {"isrl/insurance": "ahead of (local|MB-SGD).*each record clipped"},
         ),
         Headline(
-            "medical cost: ahead of the mean (tried at epsilon 1, 2 and 3), by 30 to 40 % at epsilon 1",
+            "medical cost: ahead of the mean (tried at epsilon 1, 2 and 3), by 30 to 40 % at "
+            "epsilon 1",
             "appendix I.2",
             {"isrl/insurance": "each record clipped, ahead of predicting"},
         ),
@@ -553,7 +554,8 @@ HEADLINES: dict[str, list[Headline]] = {
             instead="not run: `accounting.closed_forms.shuffled_epsilon` has its bound",
         ),
         Headline(
-            "no sequentially interactive or compositional algorithm has lower risk, up to logarithms",
+            "no sequentially interactive or compositional algorithm has lower risk, up to "
+            "logarithms",
             "Theorem 2.2, Theorem F.3",
             instead="not run: a statement about all algorithms of a class, which no run can show",
         ),
