@@ -125,9 +125,9 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
         ),
         ("text B, HiGradAvgDP has", "locally enforces subject level", "B: Theorem 3.2"),
         (
-            "UserLDP, sensitivity",
+            "UserLDP, text B",
             "of the computed parameter gradient is bounded by",
-            "A: Lemma 3.9, Theorem 3.10; B: Lemma A.2, Theorem A.3",
+            "B: Lemma A.2, Theorem A.3",
         ),
         ("UserLDP, text A", "enforces user level", "A: Theorem 3.11"),
         (

@@ -203,7 +203,8 @@ def run(settings: Settings) -> Outcome:
         rows,
         [
             f"{trials} transcripts with either record, of {ROUNDS} messages of the library's own "
-            f"code; n = {SIZE}, K = {BATCH}; confidence {CONFIDENCE:g}"
+            f"code; n = {SIZE}, K = {BATCH} (appendix I asks for 3 at epsilon 1 and 6 at 3); "
+            f"confidence {CONFIDENCE:g}"
         ],
     )
 

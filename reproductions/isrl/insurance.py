@@ -105,7 +105,8 @@ def run(settings: Settings) -> Outcome:
             "about 0.8 of its formula; one K for all epsilons, that of the largest",
             "per_example_clip is the paper's: each record clipped, and n, of the noise of both "
             "algorithms and of K, is the training part's of the smallest silo",
-            "as in the script, not in the paper: the mean of the last eight iterates, for w_R; "
+            "as in the script, not in the paper's text: the mean of the last eight iterates, for "
+            "w_R; "
             "MB-SGD's step sizes act on the sum over silos, so that they are M times the paper's "
             "on its mean",
             "four clip norms of the paper's five, without that of no clipping",

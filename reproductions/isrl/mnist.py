@@ -144,9 +144,9 @@ def run(settings: Settings) -> Outcome:
         [
             "silos are built as published: with replacement, so that an image may be in train and "
             "test of a silo and in several silos; no privacy of a person follows for that build",
-            "as in the script, not in the paper: one K for all epsilons, that of the largest; the "
-            "mean of the last eight iterates, for w_R; the mean of the errors of the runs at a "
-            "step size, not the error of their mean w_R",
+            "as in the script, not in the paper's text: one K for all epsilons, that of the "
+            "largest; the mean of the last eight iterates, for w_R; the mean of the errors of the "
+            "runs at a step size, not the error of their mean w_R",
             "MB-SGD's step sizes act on the sum over silos, as in the script: they are M times the "
             "paper's on its mean",
             "PCA, bounds and step sizes are chosen on the data: outside every guarantee, as the "

@@ -92,7 +92,7 @@ def hi_grad_fraction(
 
 
 def user_ldp_noise(epsilon: float, delta: float, steps: int) -> float:
-    """UserLDP by A's Theorem 3.10: a step moves by C, every batch counts. NOT A BOUND: by 2C."""
+    """UserLDP by B's Theorem A.3: a step moves by C, every batch counts. NOT A BOUND: by 2C."""
     return moments_noise(epsilon, delta, 1.0, steps)
 
 

@@ -30,6 +30,7 @@ from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import make_optimizer
 from reproductions._seeds import of
 from reproductions.registry import Settings, Tried
+from reproductions.subject._closed_forms import rounds_printed
 from reproductions.subject._recipes import (
     Claim,
     DistinctSubjects,
@@ -60,9 +61,12 @@ class Run:
     optimizer: tuple[str, float] | None = None
 
 
-# UserLDP by text A's Theorem 3.10; a verdict on it must say that there is also Theorem 3.11.
-USER = "UserLDP, sensitivity C"
+# A verdict on it must say that there is also text A's Theorem 3.11.
+USER = "UserLDP, text B"
 USER_NOTE = "UserLDP's noise is without text A's Theorem 3.11, which asks for more"
+TEXT_A_NOTE = (
+    "with Adam; K q is cut to 1 here (the paper's: 0.15), so that text A's noise is UserLDP's"
+)
 FEW_NOTE = 'text B, E.3, has itself "a noticable drop" with 350 subjects'
 # What the papers compare where the federation itself varies.
 COMPARED = (
@@ -140,9 +144,11 @@ def tried_of(raw: dict[str, Any], seeds: int) -> Tried:
     """The size of a federation as trained here. Nothing is tuned."""
     data, federation = raw["data"], raw["federation"]
     name, rate = federation["local_optimizer"].values()
+    rounds, silos = federation["rounds"], federation["silos"]
     return Tried(
-        f"{people_of(data)} subjects in {federation['silos']} silos, {federation['rounds']} rounds "
-        f"of {federation['local_steps']} local steps, batches of "
+        f"{people_of(data)} subjects in {silos} silos, {rounds} rounds (the papers' recipes for "
+        f"subjects: {rounds_printed(rounds, silos)}) of {federation['local_steps']} local steps, "
+        "batches of "
         f"{raw['mechanism'].get('batch_size', 64):g}, {seeds} seeds (papers: 3,500 subjects of "
         "FEMNIST, 660 of Shakespeare, 100 and 200 rounds, batches of 512 and 100; 350 subjects and "
         "batches of 256 for text B's Small-FEMNIST)",

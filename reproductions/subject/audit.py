@@ -24,7 +24,7 @@ Q = BATCH / RECORDS
 COLUMNS = ("claimed", "one_silo", "16_silos_fewer_rounds", "16_silos_more_noise")
 TEXT_A, TEXT_B = "text A, HiGradAvgDP", "text B, HiGradAvgDP"
 GROUP = "LocalGroupDP with constant noise for Z = 3"
-USER = "UserLDP, sensitivity C"
+USER = "UserLDP, text B"
 USER_A = "UserLDP, text A"
 CONSTANT = (
     "here with a constant divisor, where text A has the secret number of subjects, and with "
@@ -133,7 +133,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
             "it takes q for 1 - (1 - q)^K, the chance that a subject is in a batch",
         ),
         keeps(
-            f"both: {USER}, has epsilon 4 in one silo",
+            f"{USER}, has epsilon 4 in one silo",
             USER,
             "one_silo",
             "two clipped means may be opposite, so that a step moves by 2C; every batch counts, as "

@@ -10,6 +10,7 @@ from reproductions._plots import band, panel
 from reproductions.registry import Claim, Outcome, Settings, Source, less
 from reproductions.subject._training import (
     FEW_NOTE,
+    TEXT_A_NOTE,
     USER,
     USER_NOTE,
     Run,
@@ -108,6 +109,7 @@ def _claims(found: dict[str, Trained]) -> list[Claim]:
             "text A: HiGradAvgDP is below LocalGroupDP",
             "LocalGroupDP, papers",
             "HiGradAvgDP, text A",
+            TEXT_A_NOTE,
         ),
         above(
             "the texts differ most by the sampling fraction: same code, other noise",

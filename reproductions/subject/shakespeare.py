@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from reproductions.registry import Claim, Outcome, Settings, less
-from reproductions.subject._training import USER, USER_NOTE, Run, Trained, train, tried_of
+from reproductions.subject._training import (
+    TEXT_A_NOTE,
+    USER,
+    USER_NOTE,
+    Run,
+    Trained,
+    train,
+    tried_of,
+)
 from reproductions.subject.curves import draw
 
 TITLE = "next character of Shakespeare's roles, scaled"
@@ -74,8 +82,13 @@ def run(settings: Settings) -> Outcome:
         ordered("both: LocalGroupDP is below LocalItemDP", ITEM, GROUP),
         ordered("both: UserLDP is below LocalGroupDP", GROUP, USER, USER_NOTE),
         ordered("text B: HiGradAvgDP is above LocalGroupDP", TEXT_B, GROUP),
-        ordered("text A: HiGradAvgDP is below LocalGroupDP", GROUP, TEXT_A),
-        ordered("text A: HiGradAvgDP is the worst of all, below UserLDP", USER, TEXT_A, USER_NOTE),
+        ordered("text A: HiGradAvgDP is below LocalGroupDP", GROUP, TEXT_A, TEXT_A_NOTE),
+        ordered(
+            "text A: HiGradAvgDP is the worst of all, below UserLDP",
+            USER,
+            TEXT_A,
+            f"{USER_NOTE}; {TEXT_A_NOTE}",
+        ),
     ]
     notes = [
         f"{raw['data']['max_users']} roles of up to 1,000 windows of {window} characters, LSTM "
