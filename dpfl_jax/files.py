@@ -14,7 +14,23 @@ from typing import Any, Literal
 from dpfl_jax.errors import BadInputError
 
 _MOST_BYTES = 2**26  # more than the reports of the largest federations
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?!/|$)(.*)", re.DOTALL)
 _FORMULA = ("=", "+", "-", "@", "'", "\t", "\r")  # and the quotation mark that csv_text adds
+
+
+def on_disk(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The path of a file or folder, which somebody named; every such path comes through here.
+
+    Raises:
+      BadInputError: it is an address (``scheme://...``): as a path it would lead to a folder
+        ``scheme:`` of this machine, and end with it.
+    """
+    if match := _ADDRESS.match(os.fspath(path)):
+        raise BadInputError(
+            f"{match[1]}://{match[2]} is an address, and only files and folders of this machine "
+            "can be used here: give a path, of a disk that outlives the machine if it must"
+        )
+    return pathlib.Path(path)
 
 
 def within(folder: pathlib.Path, name: str) -> pathlib.Path:
@@ -85,7 +101,7 @@ def save_figure(figure: Any, path: pathlib.Path, dpi: int = 150) -> None:
       BadInputError: it cannot be written there.
     """
     try:
-        figure.savefig(path, dpi=dpi)
+        figure.savefig(on_disk(path), dpi=dpi)
     except (OSError, ValueError) as error:
         raise BadInputError(f"the plot cannot be written to {path}: {error}") from error
 
@@ -93,9 +109,9 @@ def save_figure(figure: Any, path: pathlib.Path, dpi: int = 150) -> None:
 def default_cache_dir() -> pathlib.Path:
     """``$DPFL_CACHE_DIR``, or dpfl_jax in the user's cache folder."""
     if "DPFL_CACHE_DIR" in os.environ:
-        return pathlib.Path(os.environ["DPFL_CACHE_DIR"])
+        return on_disk(os.environ["DPFL_CACHE_DIR"])
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "dpfl_jax"
+    return on_disk(base) / "dpfl_jax"
 
 
 # ---- names of the Hugging Face hub ---------------------------------------------------------------
@@ -130,6 +146,7 @@ def local_path(path: str | os.PathLike[str], kind: Literal["model", "dataset"]) 
                 f"there is no file or folder {text}: if it is a name on the Hugging Face hub, "
                 f"write hf:{text}"
             )
+        on_disk(text)
         return text
     assert match is not None
     try:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.data import DataConfig, load_examples, load_tokenizer
+from dpfl_jax.data import DataConfig, SourceConfig, load_examples, load_tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import local_path
 from dpfl_jax.models import LanguageModel, TransformerConfig
@@ -141,3 +141,40 @@ def test_hf_home_says_where_the_cache_is(tmp_path):
         env=os.environ | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == str(folder)
+
+
+def test_no_function_takes_an_address_for_a_folder(tmp_path, monkeypatch):
+    import dpfl_jax as dpfl
+    from dpfl_jax.accounting import Ledger, statement
+    from dpfl_jax.data import load_tokenizer
+    from dpfl_jax.data.build import write_store
+    from dpfl_jax.data.shards import open_store
+    from dpfl_jax.models.checkpoint import save_checkpoint
+    from dpfl_jax.planning.scaling_law import ScalingLaw
+    from dpfl_jax.run.checkpoint import Checkpoints, save_params
+    from dpfl_jax.run.directory import RunDirectory
+
+    monkeypatch.chdir(tmp_path)
+    store = dpfl.from_arrays({"x": np.zeros((2, 1), "float32")}, users=[0, 1])
+    shapes = jax.eval_shape(LanguageModel(LLAMA).init, jax.random.key(0))
+    params = jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes)
+    at = "ftp://host/x"
+    for call in (
+        lambda: write_store(store, at),
+        lambda: open_store(at),
+        lambda: load_examples(SourceConfig(source="store", path=at)),
+        lambda: load_tokenizer(at),
+        lambda: Ledger(at),
+        lambda: RunDirectory(at, {}),
+        lambda: Checkpoints(pathlib.Path(at), 1),
+        lambda: save_params(pathlib.Path(at), params),
+        lambda: dpfl.export("run", at),
+        lambda: dpfl.export(at, "model"),
+        lambda: dpfl.load_exported(at),
+        lambda: save_checkpoint(at, LLAMA, params),
+        lambda: statement.read(at),
+        lambda: ScalingLaw.load(at),
+    ):
+        with pytest.raises(BadInputError, match="is an address"):
+            call()
+    assert not list(tmp_path.iterdir())

@@ -36,6 +36,7 @@ from dpfl_jax.accounting.event_types import ApproximateDpEvent
 from dpfl_jax.accounting.filters import filtered_epsilon
 from dpfl_jax.accounting.guarantee import Guarantee, rounded_up
 from dpfl_jax.errors import BadInputError, one_line
+from dpfl_jax.files import on_disk
 
 
 class LedgerError(BadInputError):
@@ -163,7 +164,7 @@ class Ledger:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path).absolute()
+        self.path = on_disk(path).absolute()
 
     def reserve(
         self,

@@ -35,7 +35,7 @@ from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
 from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.accounting.versions import library
 from dpfl_jax.errors import BadInputError, one_line, require, unrepeated
-from dpfl_jax.files import read_text
+from dpfl_jax.files import on_disk, read_text
 
 VERSION = 2
 _READ = (1, 2)  # version 1 has no digests, no unit key and no public inputs
@@ -233,7 +233,7 @@ def read_values(path: str | os.PathLike[str], what: str) -> Any:
     Raises:
       BadInputError: the file cannot be read, or exceeds a limit.
     """
-    path = pathlib.Path(path)
+    path = on_disk(path)
     try:
         values = json.loads(
             read_text(path), object_pairs_hook=unrepeated, parse_constant=_no_number

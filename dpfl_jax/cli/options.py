@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
+import pathlib
 import re
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import on_disk
 
 SCHEMA = object()  # marks a key whose default is the schema's
 
@@ -34,6 +39,7 @@ class Flag:
       group: name of a group of options that exclude each other.
       parse: converts text to the value.
       choices: all allowed values.
+      is_prose: whether it is text, which may begin like an address, and no path.
     """
 
     metavar: str | None = None
@@ -43,6 +49,7 @@ class Flag:
     group: str | None = None
     parse: Callable[[str], Any] | None = None
     choices: Any = None
+    is_prose: bool = False
 
 
 class Options:
@@ -139,6 +146,8 @@ def _add(parser: Any, name: str, hint: Any, default: Any, words: str) -> None:
     if get_origin(kind) is Literal:
         given["choices"] = get_args(kind)
     else:
+        if kind in (str, pathlib.Path) and not flag.is_prose:
+            kind = functools.partial(_given, kind=kind)
         given |= {"choices": flag.choices, "metavar": flag.metavar, "type": flag.parse or kind}
     if flag.is_positional:
         if not is_required and "nargs" not in given:
@@ -147,6 +156,15 @@ def _add(parser: Any, name: str, hint: Any, default: Any, words: str) -> None:
         return
     option = f"--{flag.name or name.replace('_', '-')}"
     parser.add_argument(option, dest=name, required=is_required, **given)
+
+
+def _given(text: str, kind: Callable[[str], Any]) -> Any:
+    """A value of the command line, if it is no address: it may be a path."""
+    try:
+        on_disk(text)
+        return kind(text)
+    except BadInputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # ---- keys of a configuration ------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Options(options.Options):
     """
 
     run: Annotated[str, Flag("RUN", is_positional=True)]
-    prompt: str = ""
+    prompt: Annotated[str, Flag(is_prose=True)] = ""
     max_tokens: int = 64
     temperature: float = 1.0
     top_k: int | None = None

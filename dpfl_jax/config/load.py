@@ -19,6 +19,7 @@ from dpfl_jax.config.schema import RunConfig
 from dpfl_jax.config.variants import Variant, takes, variant_of
 from dpfl_jax.data.keys import names_function
 from dpfl_jax.errors import BadInputError, imported, one_line, repeated
+from dpfl_jax.files import on_disk
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -62,7 +63,7 @@ def load_config(
       >>> config.train.steps
       10
     """
-    file = pathlib.Path(path)
+    file = on_disk(path)
     raw = read_sections(shipped(file))
     # The ledger of a configuration that comes with the package goes into the current folder.
     return make_config(raw, overrides, file if file.exists() else file.name, allow_code)
@@ -348,7 +349,10 @@ def _expand(value: Any, where: str, key: str = "") -> Any:
             raise BadInputError(f"{where} uses ${{{name}}}, but the variable {name} is empty")
         return os.environ[name]
 
-    return _VARIABLE.sub(substitute, value)
+    value = _VARIABLE.sub(substitute, value)
+    if key in _PATHS:
+        on_disk(value)
+    return value
 
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")

@@ -43,6 +43,7 @@ from dpfl_jax.data.sources import Row, file_source
 from dpfl_jax.data.store import Store, combine_digests, unit_key_of, user_digest, user_order_key
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError, at_least, one_of
+from dpfl_jax.files import on_disk
 
 PARTITION_BYTES = 256 * 2**20
 MEMORY = 384  # MiB that DuckDB may take; what does not fit goes to the staging folder
@@ -160,7 +161,7 @@ def build_store(
 
 def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> pathlib.Path:
     """Returns the staging folder, of an interrupted build with the same plan or a new one."""
-    if out.exists():
+    if on_disk(out).exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
     identity = json.dumps({"plan": dataclasses.asdict(plan), "sources": sources}, sort_keys=True)

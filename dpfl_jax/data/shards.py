@@ -33,7 +33,7 @@ from dpfl_jax.data.records import STORE_FORMATS, RecordReader, open_records
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import Store, content_fingerprint
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.files import within
+from dpfl_jax.files import on_disk, within
 
 MANIFEST = "manifest.json"
 KIND = "dpfl_jax user-partitioned store"
@@ -149,7 +149,7 @@ class ShardStore(Store):
     immutable = True
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path)
+        self.path = on_disk(path)
         self.manifest = Manifest.read(self.path)
         self.schema, self.users_are_sets = self.manifest.schema, self.manifest.shared
         self.unit_key = _unit_key(self.manifest.build.get("sources", {}))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -23,6 +22,7 @@ from dpfl_jax.data.store import Store
 from dpfl_jax.errors import BadInputError, positive
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.partition import record_numbers, uniforms
+from dpfl_jax.files import on_disk
 
 
 class BudgetDistribution(Protocol):
@@ -209,7 +209,7 @@ def column_budgets(config: BudgetConfig, store: Store) -> np.ndarray:
             config.column,
             lambda i: f"record {i} of the data, of {store.user_ids(owners[i : i + 1])[0]!r},",
         )
-    path = pathlib.Path(config.path)
+    path = on_disk(config.path)
     if not path.is_file():
         raise BadInputError(f"{path} does not exist: put the CSV file of budgets there")
     with path.open(newline="") as file:

@@ -31,6 +31,7 @@ from starlette.routing import Route
 
 from dpfl_jax.config import config_to_dict
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.files import on_disk
 from dpfl_jax.flower.study import read_study, study_of
 from dpfl_jax.run.directory import RunDirectory, finished_report, open_plain, private_folder
 
@@ -100,7 +101,7 @@ def serve(
     """
     study_of(study := read_study(pathlib.Path(config)))
     RunDirectory.check(run_dir, config_to_dict(study))
-    directory = pathlib.Path(run_dir).absolute()
+    directory = on_disk(run_dir).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     logs = directory.with_name(directory.name + ".flower")
     private_folder(logs)

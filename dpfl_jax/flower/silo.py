@@ -33,6 +33,7 @@ from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.config import validate_config
 from dpfl_jax.config.load import config_to_dict, refuse_code
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import on_disk
 from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.silo_folder import (
     CONFIG,
@@ -119,7 +120,7 @@ class SiloClient:
         Raises:
           BadInputError: one of them is missing or wrong, or another process has locked the folder.
         """
-        self.folder = pathlib.Path(folder).absolute()
+        self.folder = on_disk(folder).absolute()
         self.console = console or Console(quiet=True)
         self.config = read_silo_config(self.folder)
         self._key = read_key(self.folder)

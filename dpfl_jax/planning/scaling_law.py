@@ -20,7 +20,6 @@ import functools
 import json
 import math
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from scipy.linalg import cho_factor, cho_solve, solve_triangular
 from scipy.optimize import minimize
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import on_disk
 from dpfl_jax.planning.estimates import Sensitivities
 
 VERSION = 1
@@ -143,8 +143,9 @@ class ScalingLaw:
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes the law to a JSON file."""
         content = {"version": VERSION, **dataclasses.asdict(self)}
+        file = on_disk(file)
         try:
-            pathlib.Path(file).write_text(json.dumps(content, indent=1))
+            file.write_text(json.dumps(content, indent=1))
         except OSError as error:
             raise BadInputError(f"cannot write {file}: {error.strerror}") from error
 
@@ -155,8 +156,9 @@ class ScalingLaw:
         Raises:
           BadInputError: the file cannot be read, or is not such a file.
         """
+        file = on_disk(file)
         try:
-            content = json.loads(pathlib.Path(file).read_text())
+            content = json.loads(file.read_text())
             version = content.pop("version")
             norms = content.pop("sensitivities")
             for name in ("user", "intervals"):

@@ -32,6 +32,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import on_disk
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.state import TrainState, content_digest
@@ -66,7 +67,7 @@ class Checkpoints:
 
     def __init__(self, directory: pathlib.Path, keep: int) -> None:
         """Opens (or creates) ``directory``, keeping the newest ``keep`` checkpoints."""
-        self.directory, self._keep = directory.absolute(), keep
+        self.directory, self._keep = on_disk(directory).absolute(), keep
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The state is donated to the next step. JAX reuses no buffer that a copy on the host still
         # shows, and every checkpoint holds a digest of what it should be.
@@ -271,7 +272,7 @@ def _to_tree(state: TrainState) -> dict[str, Any]:
 def save_params(path: pathlib.Path, params: Any) -> None:
     """Writes parameters alone; the directory appears when it is complete."""
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(_Folder(path.absolute()), params)
+        checkpointer.save(_Folder(on_disk(path).absolute()), params)
 
 
 def load_params(path: pathlib.Path, like: Any) -> Any:

@@ -25,7 +25,7 @@ from dpfl_jax.accounting import digests, statement
 from dpfl_jax.audit import proof
 from dpfl_jax.config.load import other_run, with_moved, write_yaml
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.files import read_text
+from dpfl_jax.files import on_disk, read_text
 from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
@@ -110,7 +110,7 @@ class RunDirectory:
           BadInputError: it holds other files, another configuration, or a finished run, or another
             process works in it.
         """
-        self.path, self.writes = pathlib.Path(path).absolute(), True
+        self.path, self.writes = on_disk(path).absolute(), True
         self.check(self.path, config)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire_lock()
@@ -294,7 +294,7 @@ class RunDirectory:
     @staticmethod
     def check(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         """Raises BadInputError unless ``path`` is new, or an unfinished run like this one."""
-        path = pathlib.Path(path).absolute()
+        path = on_disk(path).absolute()
         if "\\" in str(path):
             raise BadInputError(
                 f"the run directory {path} has a backslash in its path, which checkpoints take for "

@@ -21,6 +21,7 @@ from dpfl_jax.config.load import read_sections
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError, positive
+from dpfl_jax.files import on_disk
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, not_reference
 from dpfl_jax.models.checkpoint import fingerprint, save_adapter, save_checkpoint
@@ -95,9 +96,9 @@ def export(
       ['guarantee', 'layout', 'out', 'parameters', 'privacy', 'step']
     """
     positive("max_file_bytes", max_file_bytes)
-    directory = pathlib.Path(run)
+    directory, out = on_disk(run), on_disk(out)
     kept = read_run(directory, which)
-    with _whole_or_nothing(pathlib.Path(out)):
+    with _whole_or_nothing(out):
         size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
         base = None
         is_central = kept.config is not None and kept.config.variant == "central"
@@ -264,7 +265,7 @@ def load_trained(
     Raises:
       BadInputError: it is not a finished run of a language model, or its base is gone.
     """
-    return language_model(read_run(pathlib.Path(run), which))
+    return language_model(read_run(on_disk(run), which))
 
 
 def language_model(

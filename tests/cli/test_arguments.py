@@ -136,3 +136,35 @@ def test_a_full_disk_is_one_sentence(monkeypatch, capsys):
     assert said.startswith("dpfl: error: runs/a/report.md cannot be used (No space left on device)")
     assert "free space" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["data", "build", "--input", "rows.jsonl", "--out", "ftp://host/store"],
+        ["data", "build", "--input", "ftp://host/rows.jsonl", "--out", "store"],
+        ["data", "inspect", "ftp://host/store"],
+        ["train", "configs/quickstart.yaml", "--run-dir", "ftp://host/run"],
+        ["train", "configs/quickstart.yaml", "--run-dir", "run", "data.path=ftp://host/rows.jsonl"],
+        ["train", "configs/quickstart.yaml", "privacy.ledger=ftp://host/ledger.jsonl"],
+        ["train", "configs/quickstart.yaml", "pretrain.cache_dir=ftp://host/cache"],
+        ["finetune", "bundled:quickstart", "ftp://host/rows.jsonl"],
+        ["sweep", "configs/quickstart.yaml", "--grid", "seed=1", "--out", "ftp://host/sweep"],
+        ["export", "run", "ftp://host/model"],
+        ["plan", "configs/quickstart.yaml", "--fit", "ftp://host/fit.json"],
+        ["verify", "ftp://host/guarantee.json"],
+        ["show", "ftp://host/run"],
+    ],
+)
+def test_an_address_is_not_taken_for_a_folder(argv, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    printed = capsys.readouterr().err
+    assert "ftp://host/" in printed
+    assert "is an address" in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_may_begin_like_an_address(tmp_path, monkeypatch):
+    argv = ["sample", "run", "--prompt", "https://example.org"]
+    assert _parse(build_parser("sample"), argv).prompt == "https://example.org"

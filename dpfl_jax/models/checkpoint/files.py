@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.files import local_path, read_text, within
+from dpfl_jax.files import local_path, on_disk, read_text, within
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -189,6 +189,7 @@ class TensorWriter:
         Raises:
           BadInputError: it is not empty.
         """
+        path = on_disk(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise BadInputError(f"{path} exists and is not an empty directory: choose another name")
         path.mkdir(parents=True, exist_ok=True)
