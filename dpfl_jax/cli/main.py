@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpfl_jax import __version__
+from dpfl_jax.buckets import as_given
 from dpfl_jax.errors import (
     FULL_DISK,
     BadInputError,
@@ -207,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sentence = _of_a_file(error)
         if verbose:
             traceback.print_exc()
-        print(plain(f"dpfl: error: {sentence}"), file=sys.stderr)
+        print(plain(f"dpfl: error: {as_given(sentence)}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)

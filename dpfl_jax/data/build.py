@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
+from dpfl_jax.buckets import address, output
 from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.documents import (
     DocumentFiles,
@@ -140,7 +141,8 @@ def build_store(
       rows: opens the stream of (user id, data); not called if an interrupted build read all rows. A
         user's rows keep their order. ``data`` is UTF-8 text, or packed records if the plan has no
         tokeniser.
-      out: folder of the store; must not exist.
+      out: folder of the store, also an address (``gs://``, ``s3://``), which gets the store when it
+        is complete; must not exist.
       plan: layout and settings.
       sources: identifies the rows (paths, sizes, times): an interrupted build of other sources is
         thrown away.
@@ -151,17 +153,18 @@ def build_store(
     Raises:
       BadInputError: ``out`` exists, a row is bad, nothing is usable, or the disk is full.
     """
-    out = pathlib.Path(out)
-    staging = prepare(out, plan, sources or {})
     progress = progress or (lambda *_: None)
-    group_rows(rows, staging, bad or BadRows(), progress)
-    encode_partitions(staging, plan, workers, progress)
-    return finish(staging, out, plan, sources or {})
+    with output(out) as folder:
+        staging = prepare(folder, plan, sources or {})
+        group_rows(rows, staging, bad or BadRows(), progress)
+        encode_partitions(staging, plan, workers, progress)
+        finish(staging, folder, plan, sources or {})
+    return ShardStore(out)
 
 
 def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> pathlib.Path:
     """Returns the staging folder, of an interrupted build with the same plan or a new one."""
-    if on_disk(out).exists():
+    if out.exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
     identity = json.dumps({"plan": dataclasses.asdict(plan), "sources": sources}, sort_keys=True)
@@ -403,7 +406,7 @@ def finish(
     plan: BuildPlan,
     sources: dict[str, Any],
     users_are_sets: bool = False,
-) -> ShardStore:
+) -> None:
     """Phase 3: writes index and manifest, removes what only the build needed, renames.
 
     ``users_are_sets``: users are sets of owners, even if each set has one owner.
@@ -454,7 +457,6 @@ def finish(
         staging.rename(out)
     except OSError as error:
         raise disk_error(staging, error) from error
-    return ShardStore(out)
 
 
 def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow") -> ShardStore:
@@ -467,22 +469,23 @@ def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow"
     size = store.num_examples * store.schema.record_dtype.itemsize
     plan = BuildPlan(store.schema, format, default_num_shards(size), tokenizer=None)
     sources = {"fingerprint": store.fingerprint, "unit_key": unit_key_of(store)}
-    staging = prepare(pathlib.Path(out), plan, sources)
     users = enumerate(store.user_ids(range(store.num_users)))
     upcoming = next(users, None)
-    for shard in range(plan.num_shards):
 
-        def members(shard: int = shard) -> Iterator[tuple[str, list[bytes]]]:
-            nonlocal upcoming
-            while upcoming is not None and plan.partition(upcoming[1]) == shard:
-                u, name = upcoming
-                positions = np.arange(store.user_offsets[u], store.user_offsets[u + 1])
-                yield name, [store.records(positions).tobytes()]
-                upcoming = next(users, None)
+    def members(shard: int) -> Iterator[tuple[str, list[bytes]]]:
+        nonlocal upcoming
+        while upcoming is not None and plan.partition(upcoming[1]) == shard:
+            u, name = upcoming
+            positions = np.arange(store.user_offsets[u], store.user_offsets[u + 1])
+            yield name, [store.records(positions).tobytes()]
+            upcoming = next(users, None)
 
-        encode_partition(members(), staging, plan, shard)
-    users_are_sets = getattr(store, "users_are_sets", False)
-    return finish(staging, pathlib.Path(out), plan, sources, users_are_sets)
+    with output(out) as folder:
+        staging = prepare(folder, plan, sources)
+        for shard in range(plan.num_shards):
+            encode_partition(members(shard), staging, plan, shard)
+        finish(staging, folder, plan, sources, getattr(store, "users_are_sets", False))
+    return ShardStore(out)
 
 
 # ---- with Apache Beam ----------------------------------------------------------------------------
@@ -535,7 +538,12 @@ def build_with_beam(
         from apache_beam.options.pipeline_options import PipelineOptions
     except ImportError as error:
         raise BadInputError("--engine beam needs Apache Beam: pip install apache-beam") from error
-    out, how = pathlib.Path(out).absolute(), how or DocumentFiles()
+    if address(out) is not None:
+        raise BadInputError(
+            f"--engine beam writes to a folder that all its workers share, and not to {out}: build "
+            "in one, and copy it there"
+        )
+    out, how = on_disk(out).absolute(), how or DocumentFiles()
     paths = [os.fspath(p.absolute()) for p in expand_paths(path)]
     identity = {"engine": "beam", **file_source(paths, how).identity}
     staging = prepare(out, plan, identity)
@@ -561,4 +569,5 @@ def build_with_beam(
     for shard in sorted(todo):
         if not side_path(staging, plan, shard).exists():  # no row fell into it
             encode_partition((), staging, plan, shard)
-    return finish(staging, out, plan, identity)
+    finish(staging, out, plan, identity)
+    return ShardStore(out)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dpfl_jax.buckets import address
 from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.documents import DocumentFiles, read_documents, store_from_documents
 from dpfl_jax.data.features import with_features
@@ -344,7 +345,9 @@ def _named(config: SourceConfig) -> LoadedExamples:
 
 def _stored(config: SourceConfig) -> LoadedExamples:
     """Reads a built store: tokens as they are, arrays as ``x`` and ``label``."""
-    path = os.fspath(expand_paths(config.path)[0])
+    path = config.path
+    if not isinstance(path, str) or address(path) is None:
+        path = os.fspath(expand_paths(path)[0])
     store, classes = open_store(path), config.classes
     if store.schema.kind in ("tokens", "answers"):
         tokenizer = load_tokenizer(config.tokenizer)

@@ -13,6 +13,7 @@ written last, then the folder is renamed into place: a folder that opens is comp
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
@@ -27,6 +28,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pydantic
 
+from dpfl_jax.buckets import CachedFolder, address
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.records import STORE_FORMATS, RecordReader, open_records
@@ -39,6 +41,7 @@ MANIFEST = "manifest.json"
 KIND = "dpfl_jax user-partitioned store"
 VERSION = 3
 USERS = "users.arrow"
+_DOWNLOADS = 8  # at once
 INDEX = pa.schema([("user", pa.large_string()), ("examples", pa.int64())])
 
 
@@ -149,7 +152,10 @@ class ShardStore(Store):
     immutable = True
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = on_disk(path)
+        where = address(path)
+        self._cached = None if where is None else CachedFolder(where, MANIFEST)
+        self._given = where or os.fspath(on_disk(path))
+        self.path = pathlib.Path(self._given) if self._cached is None else self._cached.path
         self.manifest = Manifest.read(self.path)
         self.schema, self.users_are_sets = self.manifest.schema, self.manifest.shared
         self.unit_key = _unit_key(self.manifest.build.get("sources", {}))
@@ -161,6 +167,7 @@ class ShardStore(Store):
             raise BadInputError(f"{self.path / MANIFEST} does not list {USERS}")
         for entry in (*self.manifest.shards, self.manifest.index):
             self._check_size(entry)
+        self._file(self.manifest.index)
         self._check_sum(self.manifest.index, "it belongs to another build or was damaged")
         self._ids, counts = _read_users(self.path / USERS)
         self.user_offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -173,13 +180,21 @@ class ShardStore(Store):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sends the path, not the open files."""
-        return type(self), (os.fspath(self.path),)
+        return type(self), (self._given,)
+
+    def _file(self, entry: FileEntry) -> pathlib.Path:
+        """The path of a file, which is downloaded if it is neither here nor in the cache."""
+        path = within(self.path, entry.file)
+        return path if self._cached is None else self._cached.file(entry.file, entry.sha256)
 
     def _check_size(self, entry: FileEntry) -> None:
         path = within(self.path, entry.file)
-        if not path.is_file():
+        if self._cached is not None:
+            size = self._cached.sizes.get(entry.file)
+        else:
+            size = path.stat().st_size if path.is_file() else None
+        if size is None:
             raise BadInputError(f"the store's file {path} is missing: build the store again")
-        size = path.stat().st_size
         if size != entry.bytes:
             raise BadInputError(
                 f"{path} has {size} bytes, but its manifest says {entry.bytes}: it was truncated "
@@ -210,7 +225,7 @@ class ShardStore(Store):
                 if shard not in self._readers:
                     entry = self.manifest.shards[shard]
                     self._readers[shard] = open_records(
-                        self.path / entry.file,
+                        self._file(entry),
                         self.manifest.shard_format,
                         self.schema,
                         entry.examples,
@@ -231,10 +246,17 @@ class ShardStore(Store):
         shard = np.searchsorted(self._starts, positions, side="right") - 1
         order = np.argsort(shard, kind="stable")
         bounds = np.searchsorted(shard[order], np.arange(len(self.manifest.shards) + 1))
-        for s in np.flatnonzero(np.diff(bounds)):
+        needed = np.flatnonzero(np.diff(bounds))
+        self._download([int(s) for s in needed if int(s) not in self._readers])
+        for s in needed:
             rows = order[bounds[s] : bounds[s + 1]]
             out[rows] = self._reader(int(s)).read(positions[rows] - self._starts[s])
         return out
+
+    def _download(self, shards: Sequence[int]) -> None:
+        if self._cached is not None and shards:
+            with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS) as pool:
+                list(pool.map(lambda s: self._file(self.manifest.shards[s]), shards))
 
     def verify(self) -> None:
         """Reads every file again and compares all checksums, then every record's digest.
@@ -242,6 +264,7 @@ class ShardStore(Store):
         Raises:
           BadInputError: naming the first file that is not what was built.
         """
+        self._download(range(len(self.manifest.shards)))
         for entry in self.manifest.shards:
             self._check_sum(entry, "a byte changed or it belongs to another build")
         if content_fingerprint(self) != self.manifest.fingerprint:
@@ -274,6 +297,9 @@ def _unit_key(sources: dict[str, Any]) -> str:
 
 def open_store(path: str | os.PathLike[str]) -> ShardStore | SharedStore:
     """Opens a store's folder; a ``SharedStore`` if records have several owners.
+
+    A folder in a bucket (``gs://``, ``s3://``) is read through the cache of this machine: a shard
+    is downloaded, and compared with its checksum, when one of its records is first asked for.
 
     Sizes of all files and the checksum of the index are checked; ``ShardStore.verify`` reads the
     rest.

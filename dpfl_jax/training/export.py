@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from dpfl_jax import __version__
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.statement import NAME, Statement
+from dpfl_jax.buckets import address, folder, output
 from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.config.load import read_sections
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError, positive
-from dpfl_jax.files import on_disk
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, not_reference
 from dpfl_jax.models.checkpoint import fingerprint, save_adapter, save_checkpoint
@@ -96,9 +96,9 @@ def export(
       ['guarantee', 'layout', 'out', 'parameters', 'privacy', 'step']
     """
     positive("max_file_bytes", max_file_bytes)
-    directory, out = on_disk(run), on_disk(out)
-    kept = read_run(directory, which)
-    with _whole_or_nothing(out):
+    kept, given = read_run(run, which), out
+    directory = kept.path
+    with output(given) as out, _whole_or_nothing(out):
         size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
         base = None
         is_central = kept.config is not None and kept.config.variant == "central"
@@ -131,7 +131,7 @@ def export(
         stated = kept.stated.tied(exported=digests.of_export(target, NAME))
         write_atomically(target / NAME, stated.dumps())
     return {
-        "out": str(target),
+        "out": address(target) or str(target),
         "layout": layout,
         "parameters": number,
         "step": kept.step,
@@ -265,7 +265,7 @@ def load_trained(
     Raises:
       BadInputError: it is not a finished run of a language model, or its base is gone.
     """
-    return language_model(read_run(on_disk(run), which))
+    return language_model(read_run(run, which))
 
 
 def language_model(
@@ -328,12 +328,13 @@ class FinishedRun:
     released: PyTree
 
 
-def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -> FinishedRun:
+def read_run(run: str | os.PathLike[str], which: Literal["last", "best"] = "last") -> FinishedRun:
     """Reads the directory of a finished run, and the released parameters of a checkpoint.
 
     Raises:
       BadInputError: it is not a run, is not finished, or has no such checkpoint.
     """
+    directory = folder(run)
     if not (directory / "config.yaml").is_file():
         raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
     report = finished_report(directory)

@@ -1,0 +1,550 @@
+"""Folders and files in buckets (``gs://``, ``s3://``), through fsspec.
+
+The library works with files of this machine. A folder in a bucket gets a *working copy* here, from
+which ``publish`` uploads what was written, whole file by whole file; checkpoints are not copied
+(``located``). An object is only replaced if it still is what this process last read or wrote, so
+that no process overwrites what another wrote. One process holds the *lease* of a folder, an object
+that it rewrites every few seconds: whoever saw it unchanged for long takes it over. A file that
+many append to (``append``) is replaced on the same condition, again and again until it holds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import re
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import default_cache_dir, on_disk
+
+T = TypeVar("T")
+Location = str | os.PathLike[str]
+
+_ADDRESS = re.compile(r"(gs|s3):/+([^/].*?)/*", re.DOTALL)
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+_IN_PLACE = "checkpoints"  # read and written in the bucket itself: Orbax does
+_LAST = ("manifest.json", "guarantee.json", "report.json")  # they say that the rest is complete
+_LEASE = "run.lock"
+_LARGE = 2**26
+BEAT_S, LEASE_S = 5.0, 30.0
+
+
+class ConflictError(Exception):
+    """An object is not what it was when this process last read or wrote it."""
+
+
+def address(path: Location) -> str | None:
+    """``gs://bucket/name`` or ``s3://bucket/name`` if a path is, or came from, such an address."""
+    if match := _ADDRESS.fullmatch(os.fspath(path)):
+        return f"{match[1]}://{match[2]}"
+    shown = as_given(os.fspath(path))
+    return None if shown == os.fspath(path) else shown
+
+
+def as_given(text: str) -> str:
+    """A sentence in which the folders of this module are the addresses that people gave."""
+    for path, where in _GIVEN.items():
+        text = text.replace(path, where)
+    return text
+
+
+_GIVEN: dict[str, str] = {}
+
+
+# ---- objects -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _reached(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (BadInputError, FileExistsError):
+        raise
+    except Exception as error:  # every client has its own
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise BadInputError(
+            f"{where} cannot be reached ({reason}): check the name of the bucket, and that the "
+            "credentials of this machine may list, read and write there"
+        ) from error
+
+
+def _client(where: str) -> Any:
+    """The file system of an address; Orbax uses the same ones."""
+    import fsspec
+
+    scheme = where.partition(":")[0]
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs what it also raises
+    for name in ("gs", "gcs", "s3"):  # others write there, too
+        fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
+    try:
+        return fsspec.filesystem({"gs": "gcs"}.get(scheme, scheme))
+    except ImportError as error:
+        package = _PACKAGES[scheme]
+        raise BadInputError(f"{scheme}:// needs a package: pip install {package}") from error
+
+
+def _parts(where: str) -> tuple[str, str]:
+    bucket, _, name = where.partition("://")[2].partition("/")
+    return bucket, name
+
+
+def _read(where: str) -> tuple[bytes, str | None]:
+    """An object and its version (S3's ETag, Google's generation); (b"", None) if there is none."""
+    client, (bucket, name) = _client(where), _parts(where)
+    with _reached(where):
+        try:
+            if where.startswith("gs:"):
+                headers, content = client.call("GET", client.url(f"{bucket}/{name}"))
+                return content, headers["x-goog-generation"]
+            import fsspec
+
+            found = client.call_s3("get_object", Bucket=bucket, Key=name)
+            return fsspec.asyn.sync(client.loop, found["Body"].read), found["ETag"]
+        except FileNotFoundError:
+            return b"", None
+
+
+def _replace(where: str, content: bytes, version: str | None) -> str:
+    """Writes an object in one piece if it has this version (None: if there is none).
+
+    Returns its new version.
+
+    Raises:
+      ConflictError: it has another one.
+    """
+    client, (bucket, name) = _client(where), _parts(where)
+    try:
+        with _reached(where):
+            if where.startswith("gs:"):
+                made = client.call(
+                    "POST",
+                    f"{client._location}/upload/storage/v1/b/{bucket}/o",
+                    uploadType="media",
+                    name=name,
+                    ifGenerationMatch=version or "0",
+                    data=content,
+                    headers={"Content-Type": "application/octet-stream"},
+                    json_out=True,
+                )
+                return str(made["generation"])
+            only = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+            made = client.call_s3("put_object", Bucket=bucket, Key=name, Body=content, **only)
+            return str(made["ETag"])
+    except (FileExistsError, BadInputError) as error:
+        was_replaced = _status(error) in (409, 412) or (version and _status(error) == 404)
+        if isinstance(error, FileExistsError) or was_replaced:
+            found, now = _read(where)
+            if now is not None and found == content:  # an answer was lost, and the client repeated
+                return now
+            raise ConflictError(where) from None
+        raise
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status that led to an error of botocore."""
+    while error is not None:
+        if isinstance(response := getattr(error, "response", None), dict):
+            return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        error = error.__cause__
+    return None
+
+
+def _sizes(where: str) -> dict[str, int]:
+    """The sizes of all objects below an address, by name."""
+    client, (bucket, name) = _client(where), _parts(where)
+    above = f"{bucket}/{name}/"
+    with _reached(where):
+        try:
+            found = client.find(above, detail=True)
+        except FileNotFoundError:
+            return {}
+    return {path[len(above) :]: info["size"] for path, info in found.items() if path > above}
+
+
+def append(where: str, decide: Callable[[bytes], tuple[bytes, T]]) -> T:
+    """Appends to an object what ``decide`` returns for its content, and returns the rest of that.
+
+    No other process appends in between: then it is read, and decided, again.
+    """
+    while True:
+        content, version = _read(where)
+        more, result = decide(content)
+        if not more:
+            return result
+        try:
+            _replace(where, content + more, version)
+            return result
+        except ConflictError:
+            time.sleep(0.1 * int.from_bytes(os.urandom(1)) / 255)
+
+
+def content(where: str) -> bytes:
+    """The bytes of an object; none if there is no such object."""
+    return _read(where)[0]
+
+
+# ---- working copies ------------------------------------------------------------------------------
+
+
+class _Copy:
+    """A folder of this machine with the files of a folder in a bucket.
+
+    Attributes:
+      lease: the lease of the folder in the bucket, if this process has it.
+    """
+
+    lease: Lease | None = None
+
+    def __init__(self, where: str) -> None:
+        self.address = where
+        above = tempfile.mkdtemp(prefix="dpfl-")  # only its owner can open it
+        atexit.register(shutil.rmtree, above, ignore_errors=True)
+        self.folder = pathlib.Path(above).resolve() / where.rpartition("/")[2]
+        _GIVEN[str(self.folder)] = where
+        self._versions: dict[str, str] = {}
+        self._published: dict[str, tuple[int, int]] = {}
+
+    def fetch(self) -> None:
+        """Makes the copy what the folder in the bucket is now, unless only we can change that."""
+        if self.lease is not None:
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._versions, self._published = {}, {}
+        for name, size in _sizes(self.address).items():
+            top = name.partition("/")[0]
+            if top == _IN_PLACE:
+                (self.folder / top).mkdir(parents=True, exist_ok=True)
+            elif name != _LEASE:
+                self._fetch_one(name, size)
+
+    def _fetch_one(self, name: str, size: int) -> None:
+        path = self.folder / name
+        if ".." in pathlib.PurePath(name).parts:
+            raise BadInputError(f"{self.address}/{name} would lead out of its folder: remove it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if size > _LARGE:  # weights; nobody changes them here
+            with _reached(self.address):
+                at = "/".join(_parts(f"{self.address}/{name}"))
+                _client(self.address).get_file(at, str(path))
+            return
+        found, version = _read(f"{self.address}/{name}")
+        if version is not None:
+            path.write_bytes(found)
+            self._versions[name], self._published[name] = version, _stamp(path)
+
+    def publish(self, path: pathlib.Path) -> None:
+        """Uploads a file, or the files below a folder in the order of their writing."""
+        if self.lease is not None:
+            self.lease.check()
+        files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+        for file in sorted(files, key=_order):
+            name = file.relative_to(self.folder).as_posix()
+            is_ours = not file.is_symlink() and not file.match(".*.tmp") and name != _LEASE
+            if is_ours and self._published.get(name) != (stamp := _stamp(file)):
+                at, version = f"{self.address}/{name}", self._versions.get(name)
+                try:
+                    self._versions[name] = _replace(at, file.read_bytes(), version)
+                except ConflictError:
+                    raise BadInputError(
+                        f"{at} was changed by somebody else while this process worked with it: "
+                        "only one process may write there"
+                    ) from None
+                self._published[name] = stamp
+
+    def remove(self, path: pathlib.Path) -> None:
+        name = path.relative_to(self.folder).as_posix()
+        if self._versions.pop(name, None) is not None:
+            with _reached(self.address):
+                _client(self.address).rm_file("/".join(_parts(f"{self.address}/{name}")))
+        self._published.pop(name, None)
+
+
+_COPIES: dict[str, _Copy] = {}
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _order(path: pathlib.Path) -> tuple[bool, int]:
+    return path.name in _LAST, path.stat().st_mtime_ns
+
+
+def _copy_of(path: pathlib.Path) -> _Copy | None:
+    return next((c for c in _COPIES.values() if path.is_relative_to(c.folder)), None)
+
+
+def folder(path: Location) -> pathlib.Path:
+    """The absolute path of a folder; for an address, of its working copy, as it is there now.
+
+    Raises:
+      BadInputError: it is an address of something else than a bucket, or cannot be reached.
+    """
+    if _ADDRESS.fullmatch(os.fspath(path)) is None:
+        return on_disk(path).absolute()
+    where = str(address(path))
+    if where not in _COPIES:
+        _COPIES[where] = _Copy(where)
+    _COPIES[where].fetch()
+    return _COPIES[where].folder
+
+
+def located(path: pathlib.Path) -> Any:
+    """Where the content of a path is: in the bucket, if it is not in the working copy.
+
+    Then the result is a path of ``etils.epath``, which Orbax takes, and which has the methods of
+    ``pathlib``.
+    """
+    copy = _copy_of(path)
+    if copy is None or path.relative_to(copy.folder).parts[:1] != (_IN_PLACE,):
+        return path
+    from etils import epath
+
+    _client(copy.address)
+    return epath.Path(str(address(path)))
+
+
+def files_below(path: Any) -> list[Any]:
+    """All files below a ``located`` folder."""
+    if isinstance(path, pathlib.Path):
+        return [file for file in path.rglob("*") if file.is_file()]
+    return [path / name for name in _sizes(str(path))]
+
+
+def publish(path: pathlib.Path) -> None:
+    """Uploads what was written to a path of a working copy, before it returns; else does nothing.
+
+    Raises:
+      BadInputError: another process has written there, or the bucket cannot be reached.
+    """
+    if (copy := _copy_of(path)) is not None:
+        copy.publish(path)
+
+
+def remove(path: pathlib.Path) -> None:
+    """Removes a file, and what it is a copy of."""
+    path.unlink(missing_ok=True)
+    if (copy := _copy_of(path)) is not None:
+        copy.remove(path)
+
+
+@contextlib.contextmanager
+def output(out: Location) -> Iterator[pathlib.Path]:
+    """Where to write a new folder; for an address, it is uploaded from there at the end.
+
+    Raises:
+      BadInputError: an address has something already, or cannot be reached.
+    """
+    where = address(out)
+    if where is None:
+        yield on_disk(out)
+        return
+    if _sizes(where):
+        raise BadInputError(f"{where} exists: give another name or remove it")
+    # The same folder again after an interruption, so that a build resumes.
+    above = default_cache_dir() / "uploads" / hashlib.sha256(where.encode()).hexdigest()[:16]
+    path = above.absolute() / where.rpartition("/")[2]
+    shutil.rmtree(path, ignore_errors=True)  # of an upload that was interrupted
+    above.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _GIVEN[str(path)] = where
+    yield path
+    client, (bucket, name) = _client(where), _parts(where)
+    with _reached(where):
+        for file in sorted((p for p in path.rglob("*") if p.is_file()), key=_order):
+            client.put_file(str(file), f"{bucket}/{name}/{file.relative_to(path).as_posix()}")
+    shutil.rmtree(above, ignore_errors=True)
+
+
+# ---- the lease of a folder -----------------------------------------------------------------------
+
+
+class Lease:
+    """The right of one process to write to a folder in a bucket, until it is closed or silent.
+
+    The folder of a working copy; a folder of this machine has none, and nothing happens.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        """Takes the lease, after ``LEASE_S`` if its holder died without a word.
+
+        Raises:
+          BadInputError: another process has it.
+        """
+        self._copy = _copy_of(path)
+        if self._copy is None:
+            return
+        self._where = f"{self._copy.address}/{_LEASE}"
+        self._me, self._beats, self._lost = uuid.uuid4().hex, 0, False
+        self._guard, self._ended = threading.Lock(), threading.Event()
+        self._version = self._free()
+        self._beat()
+        self._copy.fetch()  # what the last one left
+        self._copy.lease = self
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread.start()
+
+    def _free(self) -> str | None:
+        """The version of a lease that nobody has, or had for long; by the clock of this process."""
+        assert self._copy is not None
+        found, version = _read(self._where)
+        if not found or json.loads(found)["holder"] is None:
+            return version
+        host, until = json.loads(found)["host"], time.monotonic() + LEASE_S
+        logging.getLogger("dpfl_jax").warning(
+            "%s was last used by a process on %s: waiting %g s to see that it has ended",
+            self._copy.address, host, LEASE_S,
+        )  # fmt: skip
+        while time.monotonic() < until:
+            time.sleep(BEAT_S / 5)
+            if (now := _read(self._where))[1] != version:
+                if now[0] and json.loads(now[0])["holder"] is None:
+                    return now[1]
+                raise BadInputError(
+                    f"another process, on {host}, is training in {self._copy.address}: wait for "
+                    "it, or choose another --run-dir"
+                )
+        return version
+
+    def _beat(self, holder: str | None = "") -> None:
+        """Rewrites the object; raises BadInputError if another process has done so."""
+        with self._guard:
+            if self._lost:
+                self._refuse()
+            self._beats += 1
+            holder, began = self._me if holder == "" else holder, time.monotonic()
+            words = {"holder": holder, "by": self._me, "beat": self._beats}
+            content = json.dumps({**words, "host": socket.gethostname()}).encode()
+            try:
+                self._version = _replace(self._where, content, self._version)
+            except ConflictError:
+                self._lost = True
+                self._refuse()
+            self._until = began + LEASE_S
+
+    def _refuse(self) -> None:
+        assert self._copy is not None
+        raise BadInputError(
+            f"another process has taken over {self._copy.address}, as this one was silent for "
+            f"{LEASE_S:g} s: it goes on there, and this one stops"
+        )
+
+    def _keep(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with contextlib.suppress(BadInputError):  # ``check`` raises it
+                self._beat()
+
+    def check(self) -> None:
+        """Raises BadInputError unless this process still has the lease."""
+        if self._lost or time.monotonic() > self._until:
+            self._beat()
+
+    def close(self) -> None:
+        """Gives the lease back."""
+        if self._copy is None or self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        self._copy.lease = None
+        with contextlib.suppress(BadInputError):
+            self._beat(holder=None)
+
+
+# ---- files of a store ----------------------------------------------------------------------------
+
+
+class CachedFolder:
+    """The files of a folder in a bucket, in the cache of this machine, whose processes share them.
+
+    A file is downloaded when it is first asked for, and compared with its digest. A tenth of the
+    disk stays free: for that, the files of other folders that were not used for longest go.
+    """
+
+    def __init__(self, where: str, index: str) -> None:
+        """Downloads ``index``, which decides what the other files are.
+
+        Raises:
+          BadInputError: the bucket cannot be reached.
+        """
+        self._address, self.sizes = where, _sizes(where)
+        found = content(f"{where}/{index}") if index in self.sizes else b""
+        self._cache = default_cache_dir().absolute() / "stores"
+        self.path = self._cache / hashlib.sha256(f"{where}\n".encode() + found).hexdigest()[:32]
+        _GIVEN[str(self.path)] = where
+        if found:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _arriving(self.path / index) as partial:
+                partial.write_bytes(found)
+
+    def file(self, name: str, sha256: str) -> pathlib.Path:
+        """The path of a file that has this digest.
+
+        Raises:
+          BadInputError: it has another one, or there is no room for it.
+        """
+        path = self.path / name
+        with open(self.path / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be downloading it
+            if path.exists():
+                os.utime(path)
+                return path
+            self._make_room(self.sizes[name])
+            at = f"{self._address}/{name}"
+            with _arriving(path) as partial, _reached(at):
+                _client(at).get_file("/".join(_parts(at)), str(partial))
+                with partial.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                        raise BadInputError(
+                            f"{at} does not have the checksum of its manifest: it was damaged, or "
+                            "belongs to another build; build the store again"
+                        )
+            return path
+
+    def _make_room(self, size: int) -> None:
+        disk = shutil.disk_usage(self.path)
+        short = size + disk.total // 10 - disk.free
+        others = [
+            file
+            for file in self._cache.glob("*/*")
+            if file.parent != self.path
+            and file.suffix not in (".lock", ".partial")
+            # Whoever is opening it has just touched it. What is open stays readable.
+            and time.time() - file.stat().st_mtime > 60
+        ]
+        for file in sorted(others, key=lambda file: file.stat().st_mtime):
+            if short > 0:
+                short -= file.stat().st_size
+                file.unlink(missing_ok=True)
+        if short > 0:
+            raise BadInputError(
+                f"{self._address} does not fit into the cache {self._cache}: {size / 2**30:.1f} "
+                "GiB more are needed, and a tenth of the disk stays free; set DPFL_CACHE_DIR to a "
+                "folder of a larger disk"
+            )
+
+
+@contextlib.contextmanager
+def _arriving(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A name to write a file under, which gets its own when it is complete and on the disk."""
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)

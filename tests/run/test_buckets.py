@@ -1,0 +1,373 @@
+"""Runs, stores, ledgers and exports in buckets: an S3 server of moto, and one like Google's."""
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+import dpfl_jax as dpfl
+from dpfl_jax import buckets
+from dpfl_jax.accounting import Account, BudgetExceededError, Ledger, events
+from dpfl_jax.cli.main import main
+from dpfl_jax.data import shards
+from dpfl_jax.data.build import write_store
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.directory import RELEASED_STEPS, RunDirectory
+
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    moto = pytest.importorskip("moto.server")
+    started = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    started.start()
+    yield f"http://127.0.0.1:{started.get_host_and_port()[1]}"
+    started.stop()
+
+
+@pytest.fixture
+def bucket(server, request, tmp_path, monkeypatch):
+    """The address of an empty folder in a bucket; caches are in the test's folder."""
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DPFL_CACHE_DIR", str(tmp_path / "cache"))
+    client = buckets._client("s3://bucket")
+    if not client.exists("bucket"):
+        client.mkdir("bucket")
+    yield f"s3://bucket/{tmp_path.name}"
+    buckets._COPIES.clear()
+
+
+def names(where):
+    return sorted(buckets._sizes(where))
+
+
+def people(users=40):
+    rng = np.random.default_rng(0)
+    owners = np.repeat(np.arange(users), rng.integers(1, 9, users))
+    return dpfl.from_arrays({"x": rng.normal(size=(len(owners), 3)).astype("float32")}, owners)
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+def test_an_object_is_replaced_only_if_it_is_what_was_read(bucket):
+    where = f"{bucket}/a"
+    first = buckets._replace(where, b"1", None)
+    with pytest.raises(buckets.ConflictError):
+        buckets._replace(where, b"2", None)
+    second = buckets._replace(where, b"2", first)
+    with pytest.raises(buckets.ConflictError):
+        buckets._replace(where, b"3", first)
+    assert buckets._read(where) == (b"2", second)
+    assert buckets._replace(where, b"2", first) == second  # the answer to the first try was lost
+    with pytest.raises(BadInputError, match="cannot be reached"):
+        buckets._replace("s3://no-such-bucket/a", b"1", None)
+
+
+def test_what_two_write_is_not_overwritten(bucket):
+    mine = buckets.folder(f"{bucket}/run")
+    mine.mkdir()
+    (mine / "a").write_text("mine")
+    buckets.publish(mine)
+    theirs = buckets._Copy(f"{bucket}/run")
+    theirs.fetch()
+    (theirs.folder / "a").write_text("theirs")
+    theirs.publish(theirs.folder)
+    (mine / "a").write_text("mine again")
+    with pytest.raises(BadInputError, match="was changed by somebody else"):
+        buckets.publish(mine)
+    assert buckets.content(f"{bucket}/run/a") == b"theirs"
+
+
+def test_files_that_complete_a_folder_come_last(bucket, monkeypatch):
+    copy, written = buckets.folder(f"{bucket}/run"), []
+    copy.mkdir()
+    for name in ("report.json", "b", "a"):
+        (copy / name).write_text(name)
+        time.sleep(0.01)
+    real = buckets._replace
+    monkeypatch.setattr(
+        buckets, "_replace", lambda at, *rest: written.append(at) or real(at, *rest)
+    )
+    buckets.publish(copy)
+    assert [at.rpartition("/")[2] for at in written] == ["b", "a", "report.json"]
+
+
+# ---- the ledger -------------------------------------------------------------------------------
+
+
+def charge(ledger, name, barrier, results):
+    barrier.wait()
+    try:
+        event = events.uls(1.0, 0.01, steps=100)
+        Ledger(ledger).reserve(Account("people"), name, event, delta=1e-5, budget=0.8)
+        results.put(name)
+    except BudgetExceededError:
+        results.put(None)
+
+
+def test_of_six_processes_one_gets_what_is_left(bucket):
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(6), context.Queue()
+    arguments = (f"{bucket}/ledger.jsonl",)
+    made = [
+        context.Process(target=charge, args=(*arguments, f"run {i}", barrier, results))
+        for i in range(6)
+    ]
+    for process in made:
+        process.start()
+    won = [results.get(timeout=300) for _ in made]
+    for process in made:
+        process.join()
+    ledger = Ledger(arguments[0])
+    assert ledger.runs(Account("people")) == [name for name in won if name is not None]
+    assert len(ledger.runs(Account("people"))) == 1
+    ledger.commit(ledger.runs(Account("people"))[0])
+    assert len(ledger._records()) == 2
+
+
+def test_a_charge_whose_answer_is_lost_is_made_once(bucket, monkeypatch):
+    ledger, event = Ledger(f"{bucket}/ledger.jsonl"), events.uls(1.0, 0.01, steps=100)
+    real, calls = buckets._replace, []
+
+    def loses_answers(where, content, version):
+        calls.append(real(where, content, version))
+        if len(calls) == 1:
+            raise buckets.ConflictError(where)  # what a client sees that repeats its request
+        return calls[-1]
+
+    monkeypatch.setattr(buckets, "_replace", loses_answers)
+    ledger.reserve(Account("people"), "run", event, delta=1e-5, budget=0.8)
+    assert len(ledger._records()) == 1
+
+
+def test_a_damaged_ledger_is_refused(bucket):
+    ledger = Ledger(f"{bucket}/ledger.jsonl")
+    for run in ("a", "b"):
+        ledger.reserve(Account("people"), run, events.uls(1.0, 0.01, steps=10), delta=1e-5)
+    content, version = buckets._read(ledger.path)
+    buckets._replace(ledger.path, content.split(b"\n", 1)[1], version)
+    with pytest.raises(BadInputError, match="record was changed or removed"):
+        ledger.reserve(Account("people"), "c", events.uls(1.0, 0.01, steps=10), delta=1e-5)
+
+
+# ---- stores -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["arrow", "arrayrecord"])
+def test_a_store_in_a_bucket_is_the_store(bucket, form, tmp_path):
+    mine = people()
+    made = write_store(mine, f"{bucket}/store", form)
+    assert not list((tmp_path / "cache" / "uploads").glob("*/*"))
+    everything = np.arange(mine.num_examples)
+    np.testing.assert_array_equal(made.records(everything), mine.records(everything))
+    assert made.fingerprint == mine.fingerprint
+    made.verify()
+    with pytest.raises(BadInputError, match="exists"):
+        write_store(mine, f"{bucket}/store", form)
+
+
+def test_shards_are_downloaded_when_needed_once_and_compared(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr("dpfl_jax.data.build.default_num_shards", lambda size: 4)
+    mine = people()
+    made = write_store(mine, f"{bucket}/store")
+    cache = tmp_path / "cache" / "stores"
+
+    def cached():
+        return sorted(path.name for path in cache.glob("*/*.arrow"))
+
+    assert cached() == ["users.arrow"]
+    made.records(np.array([0]))
+    assert len(cached()) == 2
+    made.records(np.arange(mine.num_examples))
+    assert len(cached()) == 5
+    client = buckets._client(bucket)
+    monkeypatch.setattr(client, "get_file", None)  # nothing is downloaded again
+    again = shards.open_store(f"{bucket}/store")
+    again.records(np.arange(mine.num_examples))
+    monkeypatch.undo()
+
+
+def test_another_shard_than_the_manifest_says_is_not_read(bucket):
+    made = write_store(people(), f"{bucket}/store")
+    shard = made.manifest.shards[0].file
+    content, version = buckets._read(f"{bucket}/store/{shard}")
+    buckets._replace(f"{bucket}/store/{shard}", content[:-1] + b"!", version)
+    with pytest.raises(BadInputError, match="does not have the checksum of its manifest"):
+        shards.open_store(f"{bucket}/store").records(np.array([0]))
+    buckets._client(bucket).rm_file(f"{bucket[5:]}/store/{shard}")
+    with pytest.raises(BadInputError, match="is missing"):
+        shards.open_store(f"{bucket}/store")
+
+
+def test_the_cache_is_bounded(bucket, tmp_path, monkeypatch):
+    one, two = (write_store(people(n), f"{bucket}/store{n}") for n in (40, 50))
+    one.records(np.array([0]))
+    cache = tmp_path / "cache" / "stores"
+    files = {path: path.stat().st_size for path in cache.glob("*/shard-*.arrow")}
+    assert len(files) == 1
+    total = 10 * sum(path.stat().st_size for path in cache.glob("*/*"))
+
+    def usage(path):
+        used = sum(path.stat().st_size for path in cache.glob("*/*.arrow"))
+        return shutil._ntuple_diskusage(total, used, total // 10 + 2000)  # 2000 more may be used
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(BadInputError, match="does not fit into the cache"):
+        two.records(np.array([0]))  # what was used a moment ago stays
+    for path in files:
+        os.utime(path, (0, 0))
+    two.records(np.array([0]))
+    assert not any(path.exists() for path in files)
+    one.records(np.array([0]))  # what is open stays readable
+
+
+# ---- run directories --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(buckets, "BEAT_S", 0.2)
+    monkeypatch.setattr(buckets, "LEASE_S", 2.0)
+
+
+def killed(run):
+    """The process of a run is gone: nothing is uploaded, nothing given back."""
+    lease = buckets._COPIES.pop(run.address).lease
+    lease._ended.set()
+    lease._thread.join()
+
+
+def test_a_key_is_in_the_bucket_before_the_run_begins(bucket, quick):
+    run = RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"})
+    assert names(run.address) == [
+        "config.yaml",
+        "private/root_key.json",
+        "run.lock",
+    ]
+    run.record_released(3)
+    run.append_metrics({"step": 1})
+    killed(run)
+    again = RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"})
+    assert (again.resumed, again.released) == (True, 3)
+    assert again.root_key.fingerprint == run.root_key.fingerprint
+    assert again.run_id == run.run_id
+    again.append_metrics({"step": 2})
+    again.close()
+    assert RELEASED_STEPS in names(run.address)
+    assert buckets.content(f"{bucket}/run/metrics.jsonl") == b'{"step": 2}\n'
+
+
+def test_other_data_do_not_get_the_key_of_a_run(bucket, quick):
+    RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"}).close()
+    with pytest.raises(BadInputError, match="training data are not those"):
+        RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "other"})
+    with pytest.raises(BadInputError, match="another configuration"):
+        RunDirectory(f"{bucket}/run", {"a": 2}, None, {"data": "abc"})
+
+
+def test_one_process_works_in_a_run_directory(bucket, quick):
+    first = RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"})
+    with pytest.raises(BadInputError, match=r"another process, on .*, is training in s3://"):
+        RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"})
+    first.record_released(1)
+    first.close()
+    began = time.monotonic()
+    RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"}).close()
+    assert time.monotonic() - began < buckets.LEASE_S  # it was given back
+
+
+def test_a_process_that_was_silent_for_too_long_writes_nothing_more(bucket, quick):
+    paused = RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"})
+    paused.record_released(1)
+    copy = buckets._COPIES[paused.address]
+    killed(paused)
+    copy.lease._ended.clear()
+    second = RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"})
+    buckets._COPIES["paused"] = copy  # it wakes up
+    second.record_released(5)
+    copy.lease._until = time.monotonic() + 60  # its clock stood still
+    with pytest.raises(BadInputError, match="was changed by somebody else"):
+        paused.record_released(2)
+    copy.lease._until = 0.0
+    with pytest.raises(BadInputError, match="has taken over"):
+        paused.record_released(2)
+    assert json.loads(buckets.content(f"{bucket}/run/{RELEASED_STEPS}"))["steps"] == 5
+    second.close()
+
+
+def test_processes_of_one_run_read_its_key_in_the_bucket(bucket, quick):
+    run = RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"})
+    introduction = json.loads(json.dumps(run.introduction()))
+    assert introduction["path"] == f"{bucket}/run"
+    assert run.root_key.secret.hex() not in json.dumps(introduction)
+    joined = RunDirectory.join(introduction, {"data": "abc"}, patience_s=1)
+    assert joined.root_key.secret == run.root_key.secret
+    run.close()
+
+
+# ---- whole runs -------------------------------------------------------------------------------
+
+CONFIG = {
+    "name": "job",
+    "data": {
+        "source": "store",
+        "tokenizer": "bytes",
+        "seq_len": 16,
+        "validation_fraction": 0.1,
+        "test_fraction": 0.0,
+    },
+    "model": {"overrides": {"embed_dim": 8, "num_layers": 1, "num_heads": 1, "mlp_dim": 8}},
+    "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 16, "clip_norm": 1.0},
+    "privacy": {"epsilon": 8.0, "delta": 1e-3, "account": "people"},
+    "train": {"steps": 6, "checkpoint_every": 2, "eval_every": 3},
+    "execution": {"microbatch_size": 8, "strategy": "vmap"},
+    "eval": {"baseline": False},
+}
+
+
+@pytest.fixture
+def job(bucket, tmp_path):
+    rows = [json.dumps({"user": f"u{i // 3}", "text": f"lamp {i}"}) for i in range(300)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    build = ["data", "build", "--input", str(tmp_path / "rows.jsonl"), "--user-column", "user"]
+    build += ["--text-column", "text", "--tokenizer", "bytes", "--seq-len", "16", "--workers", "1"]
+    assert main([*build, "--out", f"{bucket}/store"]) == 0
+    config = json.loads(json.dumps(CONFIG))
+    config["data"]["path"] = f"{bucket}/store"
+    config["privacy"]["ledger"] = f"{bucket}/ledger.jsonl"
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
+    return str(tmp_path / "job.yaml")
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_from_its_data_to_its_model(job, bucket, tmp_path, capsys):
+    assert main(["train", job, "--run-dir", f"{bucket}/run"]) == 0
+    printed = capsys.readouterr()
+    assert f"{bucket}/run" in printed.out
+    assert "/dpfl-" not in printed.out + printed.err
+    assert main(["show", f"{bucket}/run"]) == 0
+    assert main(["verify", f"{bucket}/run"]) == 0
+    assert main(["export", f"{bucket}/run", f"{bucket}/model"]) == 0
+    assert names(f"{bucket}/model") == sorted(
+        ["guarantee.json", "model.json", "model.safetensors", "run.json"]
+    )
+    assert main(["verify", f"{bucket}/model"]) == 0
+    assert dpfl.load_exported(f"{bucket}/model").params
+    assert main(["train", job, "--run-dir", f"{bucket}/run"]) == 2
+    assert "is finished and is not overwritten" in capsys.readouterr().err
+    ledger = Ledger(f"{bucket}/ledger.jsonl")
+    assert len(ledger.runs(Account("people", unit_key="column user"))) == 1
