@@ -126,6 +126,29 @@ def _replace(where: str, content: bytes, version: str | None) -> str:
     Raises:
       ConflictError: it has another one.
     """
+    try:
+        made = _put(where, content, version)
+    except ConflictError:
+        found, now = _read(where)
+        if now is None or found != content:
+            raise
+        made = now  # it was written, but the answer was lost, and the client repeated
+    if (place := where.split("/")[2]) not in _CONDITIONAL:
+        for other in (None, "1" if where.startswith("gs:") else f'"{0:032}"'):
+            with contextlib.suppress(ConflictError):
+                _put(where, content, other)
+                raise BadInputError(
+                    f"the server of {where} writes although a condition does not hold, so that two "
+                    "jobs could spend one budget: use another, or a newer version of it"
+                )
+        _CONDITIONAL.add(place)
+    return made
+
+
+_CONDITIONAL: set[str] = set()  # buckets that were seen to refuse
+
+
+def _put(where: str, content: bytes, version: str | None) -> str:
     client, (bucket, name) = _client(where), _parts(where)
     try:
         with _reached(where):
@@ -145,11 +168,12 @@ def _replace(where: str, content: bytes, version: str | None) -> str:
             made = client.call_s3("put_object", Bucket=bucket, Key=name, Body=content, **only)
             return str(made["ETag"])
     except (FileExistsError, BadInputError) as error:
-        was_replaced = _status(error) in (409, 412) or (version and _status(error) == 404)
-        if isinstance(error, FileExistsError) or was_replaced:
-            found, now = _read(where)
-            if now is not None and found == content:  # an answer was lost, and the client repeated
-                return now
+        status = _status(error)
+        if (
+            isinstance(error, FileExistsError)
+            or status in (409, 412)
+            or (version and status == 404)
+        ):
             raise ConflictError(where) from None
         raise
 
@@ -172,7 +196,11 @@ def _sizes(where: str) -> dict[str, int]:
             found = client.find(above, detail=True)
         except FileNotFoundError:
             return {}
-    return {path[len(above) :]: info["size"] for path, info in found.items() if path > above}
+    return {
+        path[len(above) :]: info["size"]
+        for path, info in found.items()
+        if path.startswith(above) and info["type"] == "file" and not path.endswith("/")
+    }
 
 
 def append(where: str, decide: Callable[[bytes], tuple[bytes, T]]) -> T:
@@ -233,7 +261,7 @@ class _Copy:
 
     def _fetch_one(self, name: str, size: int) -> None:
         path = self.folder / name
-        if ".." in pathlib.PurePath(name).parts:
+        if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
             raise BadInputError(f"{self.address}/{name} would lead out of its folder: remove it")
         path.parent.mkdir(parents=True, exist_ok=True)
         if size > _LARGE:  # weights; nobody changes them here

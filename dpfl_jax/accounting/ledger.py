@@ -235,7 +235,6 @@ class Ledger:
                     if at != delta:
                         why += f" (the account also has a budget at delta {delta:g})"
                     raise BudgetExceededError("; ".join([f"{why} (ledger {self.path})", *notes]))
-            # proof: ledger-reserve-1
             promised = None if budget is None else max(budget, budgets.get(delta, 0.0))
             known = promised is None or budgets.get(delta) == promised
             limit = budgets.get(delta) if budget is None else budget
@@ -253,6 +252,7 @@ class Ledger:
             }
             return record, reservation
 
+        # proof: ledger-reserve-1
         return self._change(decide)
 
     def commit(self, run: str) -> None:

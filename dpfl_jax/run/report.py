@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dpfl_jax import __version__
+from dpfl_jax import __version__, buckets
 from dpfl_jax.accounting import REPLACE, Guarantee, Meaning, digests, plot_attacks
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import NAME as STATEMENT
@@ -140,6 +140,7 @@ def write_report(
         plot_meaning(directory / "attacks.png", meaning, statement.privacy)
     plot_curves(directory / "curves.png", metrics, report)
     write_atomically(directory / "report.md", render_markdown(report))
+    buckets.publish(directory)
     write_atomically(directory / "report.json", json.dumps(report, indent=2, default=str) + "\n")
 
 

@@ -1,15 +1,22 @@
 """Runs, stores, ledgers and exports in buckets: an S3 server of moto, and one like Google's."""
 
+import http.server
+import itertools
 import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
+import threading
 import time
+import urllib.parse
 
+import chex
 import numpy as np
 import pytest
 import yaml
+from runs import death_after_a_checkpoint
 
 import dpfl_jax as dpfl
 from dpfl_jax import buckets
@@ -18,6 +25,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.data import shards
 from dpfl_jax.data.build import write_store
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.checkpoint import released
 from dpfl_jax.run.directory import RELEASED_STEPS, RunDirectory
 
 ENVIRONMENT = {
@@ -75,6 +83,33 @@ def test_an_object_is_replaced_only_if_it_is_what_was_read(bucket):
     assert buckets._replace(where, b"2", first) == second  # the answer to the first try was lost
     with pytest.raises(BadInputError, match="cannot be reached"):
         buckets._replace("s3://no-such-bucket/a", b"1", None)
+
+
+def test_a_server_that_ignores_conditions_is_refused(bucket, monkeypatch):
+    monkeypatch.setattr(buckets, "_CONDITIONAL", set())
+    real = buckets._put
+
+    def careless(where, content, version):
+        try:
+            return real(where, content, version)
+        except buckets.ConflictError:
+            return real(where, content, buckets._read(where)[1])
+
+    monkeypatch.setattr(buckets, "_put", careless)
+    ledger = Ledger(f"{bucket}/ledger.jsonl")
+    with pytest.raises(BadInputError, match="although a condition does not hold"):
+        ledger.reserve(Account("people"), "run", events.uls(1.0, 0.01, steps=10), delta=1e-5)
+
+
+def test_an_object_cannot_lead_out_of_its_folder(bucket, tmp_path):
+    for name in (f"{tmp_path}/outside", "a/../../outside"):
+        where = f"{bucket}/run"
+        version = buckets._replace(f"{where}/{name}", b"1", None)
+        assert version
+        with pytest.raises(BadInputError, match="lead out of its folder"):
+            buckets.folder(where)
+        buckets._client(where).rm_file("/".join(buckets._parts(f"{where}/{name}")))
+    assert not (tmp_path / "outside").exists()
 
 
 def test_what_two_write_is_not_overwritten(bucket):
@@ -371,3 +406,157 @@ def test_a_run_in_a_bucket_from_its_data_to_its_model(job, bucket, tmp_path, cap
     assert "is finished and is not overwritten" in capsys.readouterr().err
     ledger = Ledger(f"{bucket}/ledger.jsonl")
     assert len(ledger.runs(Account("people", unit_key="column user"))) == 1
+
+
+def final_params(where):
+    return released(buckets.folder(where) / "checkpoints", 6)
+
+
+@pytest.mark.slow
+def test_what_is_missing_of_a_killed_run_is_noticed_or_does_not_matter(
+    job, bucket, quick, monkeypatch, capsys
+):
+    with death_after_a_checkpoint(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "close", killed)
+        main(["train", job, "--run-dir", f"{bucket}/run"])
+    left = {name: buckets.content(f"{bucket}/run/{name}") for name in names(f"{bucket}/run")}
+    assert "checkpoints/2/commit_success.txt" in left
+    assert "metrics.jsonl" in left
+    data = max((name for name in left if "/d/" in name), key=lambda name: len(left[name]))
+    assert main(["train", job, "--run-dir", f"{bucket}/run"]) == 0
+    whole = final_params(f"{bucket}/run")
+    for number, (missing, refusal) in enumerate(
+        {
+            "config.yaml": "is not empty and holds no run",
+            "private/root_key.json": "the root key in s3://.* cannot be read",
+            data: "the checkpoint of step 2 in s3://.* cannot be restored",
+            "checkpoints/2/progress/metadata": "the checkpoint of step 2 in s3://.* cannot be",
+            "checkpoints/2/commit_success.txt": None,
+            RELEASED_STEPS: None,
+            "metrics.jsonl": None,
+        }.items()
+    ):
+        where = f"{bucket}/copy{number}"
+        for name in left.keys() - {missing}:
+            buckets._replace(f"{where}/{name}", left[name], None)
+        capsys.readouterr()
+        code = main(["train", job, "--run-dir", where])
+        printed = capsys.readouterr().err
+        assert code == (0 if refusal is None else 2), (missing, printed)
+        if refusal is None:
+            chex.assert_trees_all_equal(final_params(where), whole)
+        else:
+            assert re.search(refusal, printed), (missing, printed)
+
+
+# ---- Google's store ----------------------------------------------------------------------------
+
+
+class GoogleHandler(http.server.BaseHTTPRequestHandler):
+    """As much of the JSON API as is used, with its preconditions on generations."""
+
+    protocol_version = "HTTP/1.1"
+    lock = threading.Lock()
+
+    def log_message(self, *args):
+        pass
+
+    def _answer(self, status, body=b"", **headers):
+        if not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    @property
+    def _name(self):
+        return urllib.parse.unquote(self.path.partition("/o/")[2].partition("?")[0])
+
+    @property
+    def _query(self):
+        return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.path).query))
+
+    def _about(self, name):
+        content, generation = self.server.objects[name]
+        made = {"kind": "storage#object", "name": name, "bucket": "bucket"}
+        return {**made, "size": str(len(content)), "generation": str(generation)}
+
+    def do_GET(self):
+        objects, name = self.server.objects, self._name
+        if "/o" not in self.path:
+            self._answer(200, {"kind": "storage#bucket", "name": "bucket"})
+        elif not name:
+            prefix = self._query.get("prefix", "")
+            found = [self._about(n) for n in sorted(objects) if n.startswith(prefix)]
+            self._answer(200, {"kind": "storage#objects", "items": found})
+        elif name not in objects:
+            self._answer(404, {"error": {"message": "Not Found"}})
+        elif self._query.get("alt") == "media":
+            content, generation = objects[name]
+            self._answer(200, content, x_goog_generation=generation)
+        else:
+            self._answer(200, self._about(name))
+
+    def do_POST(self):
+        data, query = self.rfile.read(int(self.headers["Content-Length"])), self._query
+        name = query.get("name")
+        if query["uploadType"] == "multipart":
+            meta, data = re.findall(rb"\n\n(.*?)\n?--==0==", data, re.DOTALL)[:2]
+            name = json.loads(meta)["name"]
+        with self.lock:
+            now = self.server.objects.get(name, (b"", 0))[1]
+            if int(query.get("ifGenerationMatch", now)) != now:
+                return self._answer(412, {"error": {"message": "conditionNotMet"}})
+            self.server.objects[name] = (data, next(self.server.generations))
+            self._answer(200, self._about(name))
+
+    def do_DELETE(self):
+        del self.server.objects[self._name]
+        self._answer(204)
+
+
+@pytest.fixture
+def google(tmp_path, monkeypatch):
+    pytest.importorskip("gcsfs")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), GoogleHandler)
+    server.objects, server.generations = {}, itertools.count(1000)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("DPFL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("fsspec.config.conf", {"gcs": {"token": "anon"}})
+    import gcsfs
+
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    yield "gs://bucket/folder"
+    buckets._COPIES.clear()
+    server.shutdown()
+
+
+def test_generations_of_google_are_preconditions(google, quick):
+    first = buckets._replace(f"{google}/a", b"1", None)
+    with pytest.raises(buckets.ConflictError):
+        buckets._replace(f"{google}/a", b"2", None)
+    assert buckets._replace(f"{google}/a", b"2", first) > first
+    with pytest.raises(buckets.ConflictError):
+        buckets._replace(f"{google}/a", b"3", first)
+    ledger, event = Ledger(f"{google}/ledger.jsonl"), events.uls(1.0, 0.01, steps=100)
+    ledger.reserve(Account("people"), "run", event, delta=1e-5, budget=0.8)
+    with pytest.raises(BudgetExceededError):
+        ledger.reserve(Account("people"), "another", event, delta=1e-5, budget=0.8)
+    run = RunDirectory(f"{google}/run", {"a": 1}, None, {"data": "abc"})
+    run.record_released(2)
+    with pytest.raises(BadInputError, match="is training in gs://"):
+        RunDirectory(f"{google}/run", {"a": 1}, None, {"data": "abc"})
+    killed(run)
+    again = RunDirectory(f"{google}/run", {"a": 1}, None, {"data": "abc"})
+    assert (again.root_key.secret, again.released) == (run.root_key.secret, 2)
+    again.close()
+
+
+def test_a_store_of_google_is_read_through_the_cache(google):
+    mine = people()
+    made = write_store(mine, f"{google}/store")
+    everything = np.arange(mine.num_examples)
+    np.testing.assert_array_equal(made.records(everything), mine.records(everything))
