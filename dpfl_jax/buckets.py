@@ -460,8 +460,11 @@ class Lease:
             try:
                 self._version = _replace(self._where, content, self._version)
             except ConflictError:
-                self._lost = True
-                self._refuse()
+                found, self._version = _read(self._where)
+                if not found or json.loads(found)["by"] != self._me:
+                    self._lost = True
+                    self._refuse()
+                # The answer to the last one was lost, and it was written.
             self._until = began + LEASE_S
 
     def _refuse(self) -> None:

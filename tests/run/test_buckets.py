@@ -519,15 +519,15 @@ class GoogleHandler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def google(tmp_path, monkeypatch):
-    pytest.importorskip("gcsfs")
+    # Its import decides whether it asks for the kind of the bucket, by gRPC.
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    gcsfs = pytest.importorskip("gcsfs")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), GoogleHandler)
     server.objects, server.generations = {}, itertools.count(1000)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("DPFL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("fsspec.config.conf", {"gcs": {"token": "anon"}})
-    import gcsfs
-
     gcsfs.GCSFileSystem.clear_instance_cache()
     yield "gs://bucket/folder"
     buckets._COPIES.clear()
