@@ -116,6 +116,36 @@ def place(tree: PyTree, shardings: PyTree, copy: bool = True) -> PyTree:
     return jax.tree.map(one, tree, jax.tree.broadcast(shardings, tree))
 
 
+def sum_over_devices(tree: PyTree, axis: str = DATA_AXIS) -> PyTree:
+    """Sums over an axis of the mesh, inside ``shard_map``; on CPUs in the order of the devices.
+
+    XLA's ``psum`` on CPUs has another order if the same devices belong to several processes, and
+    the last bits of floats differ. As much is sent here: each device sums an equal part of each
+    array, and all get the results. On TPUs and GPUs it is ``psum``, whose order follows the
+    interconnect, and which uses it better.
+
+    Args:
+      tree: pytree of arrays that vary over ``axis``.
+      axis: name of the axis.
+
+    Returns:
+      The sums: a pytree like ``tree``, the same on all devices of the axis.
+    """
+    devices = jax.lax.axis_size(axis)
+
+    def in_order(x: jax.Array) -> jax.Array:
+        parts = jnp.pad(x.reshape(-1), (0, -x.size % devices)).reshape(devices, -1)
+        part = jax.lax.all_to_all(parts, axis, 0, 0).sum(axis=0, dtype=x.dtype)
+        whole = jax.lax.all_gather(part, axis, tiled=True, to="invarying")
+        return whole[: x.size].reshape(x.shape)
+
+    return jax.lax.platform_dependent(
+        tree,
+        cpu=lambda tree: jax.tree.map(in_order, tree),
+        default=lambda tree: jax.lax.psum(tree, axis),
+    )
+
+
 def splits_parameters(mesh: Mesh) -> bool:
     """Whether parameters or positions are split, not only units."""
     return any(mesh.shape.get(axis, 1) > 1 for axis in (FSDP_AXIS, TENSOR_AXIS, SEQUENCE_AXIS))

@@ -113,14 +113,16 @@ class Met(NamedTuple):
         return {"applies": applies, **self.advisory.model_dump(mode="json")}
 
 
-def known(path: str | os.PathLike[str] = FILE) -> list[Advisory]:
-    """Returns the advisories in a file; default: those that this version knows.
+def known(*more: str | os.PathLike[str]) -> list[Advisory]:
+    """Returns the advisories that this version knows, and those of further files.
+
+    A file cannot take an advisory back: under a known identifier, both count.
 
     Raises:
       BadInputError: it is not a file of advisories.
     """
-    values = read_values(path, "file of advisories")
-    return parsed(_File, values, path).advisories
+    files = [parsed(_File, read_values(path, "file of advisories"), path) for path in (FILE, *more)]
+    return list({one.model_dump_json(): one for file in files for one in file.advisories}.values())
 
 
 def met(stated: Statement, advisories: Sequence[Advisory]) -> list[Met]:

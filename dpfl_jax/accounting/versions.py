@@ -69,6 +69,12 @@ def versions_of(text: str) -> list[Version | None]:
     return [version_of(one) for one in text.removeprefix("dpfl_jax ").split(", ")]
 
 
+def is_newer(text: str) -> bool:
+    """Whether ``library`` names a version that is newer than this one."""
+    mine = version_of(this_version())
+    return mine is not None and any(one and one.order > mine.order for one in versions_of(text))
+
+
 def version_of(text: str) -> Version | None:
     """Returns a version that can be compared, or None if it cannot be read."""
     match = _VERSION.fullmatch(text)

@@ -29,9 +29,9 @@ numbers of the data and the events that follow from them. This command
      checkpoints of a run, all files of an export. Those that are not there are named, and so are
      checkpoints of earlier steps, which a run keeps to resume from and takes no digest of;
   5. compares the file with the advisories that this version of dpfl_jax knows, or with those of a
-     newer file (--advisories): which versions stated a wrong guarantee, for which runs, and what
-     is true. An advisory that applies to this guarantee is a failure; one that may apply, which the
-     file cannot show, is named with what to check.
+     newer file, too (--advisories): which versions stated a wrong guarantee, for which runs, and
+     what is true. An advisory that applies to this guarantee is a failure; one that may apply,
+     which the file cannot show, is named with what to check.
 
 It needs nothing but the file, and nothing in the file is private. It cannot show that this
 mechanism is what ran, nor that the data are as the assumptions say, nor who wrote it: digests tie
@@ -65,7 +65,7 @@ class Options(options.Options):
     Attributes:
       file: guarantee.json, the report.json of a run, or a run directory.
       mechanism: code of a mechanism that is not the library's; it is imported.
-      advisories: file of advisories, instead of those that came with this version.
+      advisories: file of further advisories, newer than those that came with this version.
     """
 
     file: Annotated[str, Flag("FILE", is_positional=True, in_buckets=True)]
@@ -76,10 +76,11 @@ class Options(options.Options):
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Verifies; ``holds`` in the result is the verdict."""
     from dpfl_jax.accounting import advisories, digests, statement
+    from dpfl_jax.accounting.versions import is_newer
 
     if args.mechanism is not None:
         imported(args.mechanism, "--mechanism")
-    known = advisories.known() if args.advisories is None else advisories.known(args.advisories)
+    known = advisories.known(*filter(None, (args.advisories,)))
     given = pathlib.Path(args.file)
     if buckets.address(given) is not None:
         given = buckets.folder(args.file)
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "file": str(given),
         "version": stated.version,
         "library": stated.library,
+        "library_is_newer": is_newer(stated.library),
         "advisories": [one.to_json() for one in met],
         "privacy": stated.privacy.to_json(),
         "compared": files.same,
@@ -146,6 +148,8 @@ def _unlike_report(folder: pathlib.Path, stated: Any) -> list[str]:
 
 
 def _print(console: Console, stated: Any, result: dict[str, Any], met: list[Any]) -> None:
+    from dpfl_jax.accounting.versions import this_version
+
     def say(text: str, **style: Any) -> None:
         console.print(text, soft_wrap=True, highlight=False, markup=False, **style)
 
@@ -154,6 +158,12 @@ def _print(console: Console, stated: Any, result: dict[str, Any], met: list[Any]
         say("DOES NOT HOLD:", style="bold red")
         for failure in result["failures"]:
             say(f"- {failure}")
+    if result["library_is_newer"]:
+        say(
+            f"made by {stated.library}, which is newer than the {this_version()} here: this "
+            "version does not know its advisories; give a newer file with --advisories",
+            style="bold",
+        )
     possible = [one for one in met if not one.certain]
     if possible:
         say(f"made by {stated.library}, to which advisories may apply:", style="bold")

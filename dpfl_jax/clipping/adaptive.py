@@ -66,7 +66,8 @@ class Adaptive:
 
     def __post_init__(self) -> None:
         check_floats(self)
-        for name, most in (("clip_norm", _LARGEST_CLIP_NORM), ("count_weight", 1e6)):
+        most_of = {"clip_norm": _LARGEST_CLIP_NORM, "count_weight": 1e6, "learning_rate": 1e6}
+        for name, most in most_of.items():
             value, wanted = getattr(self, name), f"at most {most:g} for float32 sums"
             require(value <= most, f"Adaptive: {name}", value, wanted)
         probability("Adaptive: quantile", self.quantile, zero=False, one=False)

@@ -456,7 +456,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """``yaml.SafeDumper`` that puts the text 1e-8 in quotes."""
+    """``yaml.SafeDumper`` that puts the text 1e-8 in quotes, and writes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 for _kind in (_Loader, _Dumper):

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dpfl_jax.clipping import accumulate
 from dpfl_jax.clipping.result import StepStats, vary, varying_axes
 from dpfl_jax.federation.mechanisms import SiloMechanism
-from dpfl_jax.mesh import DATA_AXIS
+from dpfl_jax.mesh import DATA_AXIS, sum_over_devices
 from dpfl_jax.noise import compiler_options
 
 PyTree = Any
@@ -228,7 +228,7 @@ def make_release(
         )
         new_states = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), new_states)
         stats = jax.tree.map(lambda s: s.sum(), stats)
-        return jax.lax.psum(released, DATA_AXIS), new_states, jax.lax.psum(stats, DATA_AXIS)
+        return sum_over_devices(released), new_states, sum_over_devices(stats)
 
     silo_axis = PartitionSpec(DATA_AXIS)
     return jax.jit(

@@ -369,7 +369,7 @@ class PrivateSweep:
 
 def _refuse_another_version(directory: RunDirectory) -> None:
     """Raises BadInputError if another version began the sweep, as versions date the runs."""
-    first = directory.facts["versions"][0]
+    first = directory.versions[0]
     directory.note("versions", [first])
     if first != this_version():
         raise BadInputError(

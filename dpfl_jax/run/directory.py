@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field
 
 from dpfl_jax import buckets
 from dpfl_jax.accounting import digests, statement
+from dpfl_jax.accounting.versions import this_version
 from dpfl_jax.audit import proof
 from dpfl_jax.config.load import other_run, with_moved, write_yaml
 from dpfl_jax.errors import BadInputError
@@ -62,6 +64,35 @@ def open_plain(path: pathlib.Path) -> IO[str]:
         file.close()
         raise BadInputError(f"{path} is not a regular file: remove it")
     return file
+
+
+class _Facts(BaseModel):
+    """What is kept of a run, as far as every kind of run has it; config.yaml is somebody else's."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    data: str | None = None
+    versions: list[str] = Field(default=[], min_length=1)
+    hardware: list[str] = []
+    layouts: list[str] = []
+    caveats: list[str] = []
+    terms: dict[str, Any] = {}
+    start: dict[str, Any] = {}
+    streams: str = ""
+    delta: float | None = None
+    noise: list[float | None] | None = None
+    mechanism: dict[str, Any] = {}
+    base: dict[str, Any] = {}
+
+
+class _Envelope(BaseModel):
+    """config.yaml of a run."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    run_id: str
+    facts: _Facts
+    config: dict[str, Any]
 
 
 class RunDirectory:
@@ -153,25 +184,40 @@ class RunDirectory:
                 "out to resume, or start another run in another directory"
             )
         self._content = _parsed(self.path / "config.yaml")
+        statement.parsed(_Envelope, self._content, self.path / "config.yaml")
         if self._content.pop("seal", None) != seal_of(self._content, self.root_key):
             raise BadInputError(
                 f"{self.path / 'config.yaml'} was changed after the run began, and what it "
                 "says would become the guarantee: bring the file back, or start another run in "
                 "another --run-dir"
             )
-        self.run_id, self.facts = str(self._content["run_id"]), self._content["facts"]
+        self.run_id, self.facts = self._content["run_id"], self._content["facts"]
         self.released = self._read_released()
         if self.facts.get("data") != self._sealed(facts).get("data"):
             raise BadInputError(
                 f"the training data are not those that the run in {self.path} began with: "
                 "bring them back, or start another run in another --run-dir"
             )
-        if (now := with_moved(self._content["config"], config)) != self._content["config"]:
-            self._content["config"] = now  # an export reads the path of the base model there
+        # An export reads the path of the base model there.
+        self._content["config"] = with_moved(self._content["config"], config)
+
+    @property
+    def versions(self) -> list[str]:
+        """The versions of this library that took its steps, or will; the newest is the last."""
+        # A run without a note is older than such notes.
+        known = self.facts.get("versions", ["0.1.0"] if self.resumed else [])
+        return list(dict.fromkeys((*known, this_version())))
+
+    def begin_steps(self) -> None:
+        """Notes the version, and removes the reports of an interrupted run; nothing refuses it now.
+
+        What was stated before understates what will be spent.
+        """
+        self.facts["versions"] = self.versions
+        if self.writes:
             self._write_content()
-        # Reports of the interrupted run understate what will be spent.
-        for name in REPORTS:
-            buckets.remove(self.path / name)
+            for name in REPORTS:
+                buckets.remove(self.path / name)
 
     def note(self, name: str, value: Any) -> None:
         """Keeps a further fact (plain JSON) for resuming; all processes pass the same."""
@@ -374,7 +420,7 @@ class RunDirectory:
         try:
             content = json.loads((private / _KEY).read_text())
             return RootKey(bytes.fromhex(content["secret"]), public=content["public"])
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInputError(
                 f"the root key in {private} cannot be read ({error}), so this run cannot go on "
                 "with the noise it began with: start a new one in another --run-dir"
@@ -456,7 +502,7 @@ def refuse_changed(path: pathlib.Path, stated: statement.Statement, name: str) -
 
 
 def _parsed(file: pathlib.Path) -> dict[str, Any]:
-    parse = json.loads if file.suffix == ".json" else yaml.safe_load
+    parse = json.loads if file.suffix == ".json" else _without_aliases
     try:
         result = parse(read_text(file))
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -467,6 +513,13 @@ def _parsed(file: pathlib.Path) -> dict[str, Any]:
             "another --run-dir"
         )
     return result
+
+
+def _without_aliases(text: str) -> Any:
+    """Reads YAML; raises yaml.YAMLError for aliases, a few of which can make terabytes."""
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, yaml.SafeLoader)):
+        raise yaml.YAMLError("aliases")
+    return yaml.safe_load(text)
 
 
 def seal_of(content: Mapping[str, Any], key: RootKey) -> str:

@@ -275,6 +275,7 @@ class _Driven:
             self.caveats.append(MOVED_CAVEAT)
         if self.resumed is not None:
             self.state = self.checkpoints.restore(self.state, self.root, self.terms, self.resumed)
+        run_dir.begin_steps()
         self.done = int(self.state.step)
         self.has_checked_losses = self.done > 0
         self.log.start_at(self.done)

@@ -365,11 +365,7 @@ def open_directory(
     """
     mine = processes.on_primary(lambda: RunDirectory(run_dir, content, key, facts))
     introduction = processes.broadcast(None if mine is None else mine.introduction())
-    directory = processes.on_all_hosts(lambda: mine or RunDirectory.join(introduction, facts))
-    # The versions that took its steps; a run without a note is older than such notes.
-    versions = directory.facts.get("versions", ["0.1.0"] if directory.resumed else [])
-    directory.note("versions", list(dict.fromkeys((*versions, this_version()))))
-    return directory
+    return processes.on_all_hosts(lambda: mine or RunDirectory.join(introduction, facts))
 
 
 def warn_of_advisories(
@@ -382,7 +378,7 @@ def warn_of_advisories(
       stated: returns the statement of the whole run; called if another version took earlier steps.
       console: prints for people.
     """
-    versions = directory.facts["versions"]
+    versions = directory.versions
     if not directory.resumed or versions == [this_version()]:
         return ()
     met = advisories.met(stated().made_by(versions), advisories.known())

@@ -1,6 +1,8 @@
 """What a run directory holds, and what it must not."""
 
+import copy
 import errno
+import json
 import os
 import pathlib
 import stat
@@ -10,7 +12,7 @@ import yaml
 
 from dpfl_jax.config import config_to_dict, validate_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.run.directory import RunDirectory, write_atomically
+from dpfl_jax.run.directory import RunDirectory, seal_of, write_atomically
 from dpfl_jax.training.start import _alone
 
 
@@ -70,6 +72,7 @@ def test_another_configuration_is_refused_by_its_key(tmp_path):
         facts = {"data": "the same"}
         content = config_to_dict(config)
         found = RunDirectory(tmp_path / "run", content, None, facts)
+        found.begin_steps()
         found.close()
         return found
 
@@ -130,6 +133,7 @@ def test_going_on_takes_back_the_report_of_the_interruption(tmp_path):
     first.close()
     again = RunDirectory(tmp_path / "run", {}, None)
     assert again.resumed
+    again.begin_steps()
     assert not [name for name in told if (again.path / name).exists()]
     again.close()
 
@@ -205,3 +209,71 @@ def test_a_run_that_was_sent_writes_nowhere_else(tmp_path, name):
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInputError, match=f"holds a link, .*{name}"):
         RunDirectory(tmp_path / "run", {})
+
+
+FORGED = {
+    "run_id": [["a"], None, {}],
+    "config": [None, "a", ["a"]],
+    "facts": [None, [], "a"],
+    "facts.data": [1, ["a"]],
+    "facts.versions": ["1.0", [], [1], {}],
+    "facts.hardware": ["a", [["a"]], 3],
+    "facts.layouts": [None, [{}]],
+    "facts.caveats": ["a", [None]],
+    "facts.terms": [[], "a"],
+    "facts.start": [[], 1.0],
+    "facts.streams": [["a"], 1],
+    "facts.delta": ["1e-5", []],
+    "facts.noise": [1.0, ["1"]],
+    "facts.mechanism": ["uls"],
+}
+
+
+@pytest.mark.parametrize("place", FORGED)
+def test_a_sealed_file_of_somebody_else_with_other_types_gets_one_sentence(place, tmp_path):
+    run = RunDirectory(tmp_path / "run", {}, None, {"data": "abc"})
+    run.close()
+    file = tmp_path / "run" / "config.yaml"
+    content = yaml.safe_load(file.read_text())
+    content.pop("seal")
+    for value in FORGED[place]:
+        forged = copy.deepcopy(content)
+        *above, last = place.split(".")
+        (forged[above[0]] if above else forged)[last] = value
+        forged["seal"] = seal_of(forged, run.root_key)
+        file.write_text(yaml.safe_dump(forged))
+        with pytest.raises(BadInputError, match=f"config.yaml.*{last}|damaged|belongs to another"):
+            RunDirectory(tmp_path / "run", {}, None, {"data": "abc"})
+
+
+def test_aliases_and_keys_of_other_types_get_one_sentence(tmp_path):
+    RunDirectory(tmp_path / "run", {}).close()
+    key = tmp_path / "run" / "private" / "root_key.json"
+    kept = key.read_text()
+    for content in ("[]", "1", '{"secret": 3, "public": false}', "[" * 10**5):
+        key.write_text(content)
+        with pytest.raises(BadInputError, match="root key"):
+            RunDirectory(tmp_path / "run", {})
+    key.write_text(kept)
+    lines = ["a0: &a0 [1, 1]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)]
+    (tmp_path / "run" / "config.yaml").write_text("\n".join(lines))
+    with pytest.raises(BadInputError, match="damaged"):
+        RunDirectory(tmp_path / "run", {})
+
+
+def test_a_refused_resume_leaves_the_run_as_it_is(tmp_path):
+    """The guarantee of what an interrupted run had released, say."""
+    run = RunDirectory(tmp_path / "run", {}, None, {"data": "abc"})
+    run.begin_steps()
+    run.close()
+    stated = tmp_path / "run" / "guarantee.json"
+    stated.write_text(json.dumps({"status": "interrupted"}))
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    again = RunDirectory(tmp_path / "run", {}, None, {"data": "abc"})
+    again.close()  # something refused it
+    assert stated.exists()
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+    again = RunDirectory(tmp_path / "run", {}, None, {"data": "abc"})
+    again.begin_steps()
+    again.close()
+    assert not stated.exists()

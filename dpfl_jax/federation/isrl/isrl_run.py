@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import dp_accounting
-import jax
 import numpy as np
 from rich.console import Console
 
@@ -37,7 +36,6 @@ from dpfl_jax.federation.isrl.privacy import (
 from dpfl_jax.federation.isrl.rounds import IsrlAlgorithm, make_scores
 from dpfl_jax.federation.isrl.silos import SiloRecords, load_silos
 from dpfl_jax.mesh import data_parallel_mesh
-from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import RunResult
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate, LoopConfig
@@ -157,7 +155,7 @@ class IsrlRun(IsrlStudy):
     ) -> IsrlAlgorithm:
         del directory, console
         check_noise(self.config, self.sizes, self.parameters)
-        mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
+        mesh = data_parallel_mesh()
         return IsrlAlgorithm(self.config, self.loss, self.records.train, self.parameters, mesh)
 
     def without_privacy(self, algorithm: Any = None) -> IsrlAlgorithm:

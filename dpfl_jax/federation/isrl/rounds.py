@@ -254,6 +254,8 @@ class IsrlSteps(Steps):
             values, row = _take((run.method.values, rows), r)
             w = self.round.where(now, values)
             sent = self.round.messages(w, row, self.data, self.schedule.rank)
+            # Each device has all messages, and sums them in their order.
+            sent = place(sent, replicated(run.mesh), copy=False)
             now = self.round.server(now, values, w, sent, row)
         state = run.packed(now, end)
         answered = int(self.present[begin:end].sum())

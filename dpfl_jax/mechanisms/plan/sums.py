@@ -28,6 +28,7 @@ from dpfl_jax.mesh import (
     parameter_shardings,
     replicated,
     splits_parameters,
+    sum_over_devices,
 )
 from dpfl_jax.models.transformer import constrain_activations
 
@@ -241,7 +242,7 @@ def _shard_mapped(
         total = accumulate.over_microbatches(
             one, carry, units, mask, num_microbatches, compensated=mechanism.rule.compensated
         )
-        return jax.lax.psum(total, DATA_AXIS)
+        return sum_over_devices(total)
 
     return jax.shard_map(
         local,
