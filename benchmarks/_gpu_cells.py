@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from benchmarks.clipping import machine, non_private
 from benchmarks.pods import MODELS
 from dpfl_jax.clipping import PerLayer, clipped_grad, join, split
+from dpfl_jax.clipping.cost import peak_flops
 from dpfl_jax.clipping.jaxprs import count_flops, jaxpr_flops
 from dpfl_jax.models import LanguageModel, transformer_config
 from dpfl_jax.models.params import is_adapter
 from dpfl_jax.noise import Noise
-from dpfl_jax.planning.costs import PEAK
 
 PyTree = Any
 GROUP_SIZE = 4  # examples of a user
@@ -260,7 +260,7 @@ def _measured(cell: Cell, asked: Measuring, with_noise: bool) -> Iterator[dict[s
             row["flops_ratio"] = row["flops"] / base["flops"]
         if "seconds" in row and not row["variant"].startswith("noise"):
             row["tokens_per_second"] = cell.examples * cell.seq_len / row["seconds"]
-            peak = _peak()
+            peak = peak_flops(jax.devices()[0].device_kind)
             row["mfu"] = None if peak is None else needed / row["seconds"] / peak
         if "seconds" in row and "seconds" in base:
             row["over_non_private"] = row["seconds"] / base["seconds"]
@@ -318,12 +318,6 @@ def _told(error: Exception) -> str:
     return f"out of memory: {first}" if "RESOURCE_EXHAUSTED" in first else first
 
 
-def _peak() -> float | None:
-    """Bfloat16 FLOP/s of the device, by its name; None for one that ``PEAK`` does not hold."""
-    kind = jax.devices()[0].device_kind.lower()
-    return next((PEAK[name] for name in PEAK if name in kind), None)
-
-
 def write(line: dict[str, Any]) -> None:
     """A line for the process that has asked."""
     sys.stdout.write(json.dumps(line) + "\n")
@@ -333,7 +327,10 @@ def write(line: dict[str, Any]) -> None:
 def main() -> None:
     """Reads what to measure, and writes a line of JSON for each row."""
     asked = Measuring.parse(sys.stdin.read())
-    told = {"machine": machine() | {"clock": "wall seconds"}, "peak_flops": _peak()}
+    told = {
+        "machine": machine() | {"clock": "wall seconds"},
+        "peak_flops": peak_flops(jax.devices()[0].device_kind),
+    }
     write(told)
     for row in rows(asked):
         write(row)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+import tempfile
 import time
 from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks.clipping import machine
 from dpfl_jax.cli.options import Options, add_options
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.data import ArrayStore, Schema, Store, from_texts, load_tokenizer
+from dpfl_jax.data import ArrayStore, Schema, Store, UserView, from_texts, load_tokenizer
+from dpfl_jax.data.build import write_store
+from dpfl_jax.data.packing import choose_shapes
+from dpfl_jax.data.pipeline import Pipeline
 from dpfl_jax.data.rows import guess_format, read_rows
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, els, uls
@@ -33,8 +39,12 @@ sums is relative to the sum. Of --steps steps each; the model is a transformer.
 Without --texts the data are synthetic: users of up to 32 sequences, whose lengths are log-normal
 with median 60 and 99th percentile 4,000, cut at the longest.
 
+With --processes nothing is computed: for each number of processes it says what one of them reads of
+a packed ULS step: bytes, examples, and CPU seconds on one thread.
+
 examples:
   dpfl bench packing
+  dpfl bench packing --processes 1,2,4,8 --seq-len 1024 --users 256
   dpfl bench packing --texts speeches.jsonl --user speaker --seq-len 128,512,1024 --json
 """
 
@@ -52,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=64, help="of the model (default 64)")
     parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--processes", default="", help="count what each reads (comma between)")
     parser.add_argument("--places-only", action="store_true", help="count, and compute nothing")
     add_options(parser, Options)
 
@@ -59,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures and prints."""
     rows = []
+    if args.processes:
+        return _of_processes(args)
     for text in args.seq_len.split(","):
         if not text.isdigit() or int(text) < 2:
             raise BadInputError(f"bench packing: --seq-len has {text!r}, which is no length")
@@ -148,10 +161,58 @@ def _one(
     return row
 
 
-def _print(result: dict[str, Any], to_stderr: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _of_processes(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = write_store(_store(args, int(args.seq_len)), f"{folder}/store")
+        users = uls(group_size=args.group_size, cohort_size=args.users, clip_norm=1.0)
+        rows = [
+            {"processes": n, **reads(store, users, n, args.shapes, args.steps)}
+            for n in map(int, args.processes.split(","))
+        ]
+    for row in rows:
+        Console(stderr=args.json).print(row)
+    return {"machine": machine(), "rows": rows}
 
+
+def reads(
+    store: Any, mechanism: Mechanism, processes: int, shapes: int = 8, steps: int = 2
+) -> dict[str, float]:
+    """Bytes and examples that the last of so many processes reads in some packed steps, and time.
+
+    Args:
+      store: a store on disk.
+      mechanism: samples units.
+      processes: number of processes, with a device each.
+      shapes: most shapes of packed rows.
+      steps: number of steps.
+    """
+    bytes_read, examples = 0, 0
+
+    class Counting(UserView):
+        def records(self, positions: np.ndarray) -> np.ndarray:
+            nonlocal bytes_read, examples
+            result = super().records(positions)
+            bytes_read, examples = bytes_read + result.nbytes, examples + len(positions)
+            return result
+
+    class Share(Pipeline):
+        def _columns(self, shape: Any = None) -> np.ndarray:
+            return np.array_split(super()._columns(shape), processes)[-1]
+
+    counting = Counting(store, np.arange(store.num_users))
+    sampler = mechanism.sampler(counting.user_offsets, RootKey.from_seed(0))
+    chosen, _ = choose_shapes(
+        counting, sampler.group_size, sampler.expected_size, 8, processes, shapes
+    )
+    pipeline = Share(counting, sampler, 8, shapes=chosen)
+    bytes_read, examples, begun = 0, 0, time.process_time()
+    for step in range(steps):
+        pipeline.build(step)
+    seconds = round((time.process_time() - begun) / steps, 4)
+    return {"bytes": bytes_read, "examples": examples, "seconds_per_step": seconds}
+
+
+def _print(result: dict[str, Any], to_stderr: bool) -> None:
     table = Table(title="Packed rows against a row for each text")
     columns = {
         "unit": "unit",

@@ -28,14 +28,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, extra
 from dpfl_jax.files import default_cache_dir, on_disk
 
 T = TypeVar("T")
 Location = str | os.PathLike[str]
 
 _ADDRESS = re.compile(r"(gs|s3):/+([^/].*?)/*", re.DOTALL)
-_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 _IN_PLACE = "checkpoints"  # read and written in the bucket itself: Orbax does
 _LAST = ("manifest.json", "guarantee.json", "report.json")  # they say that the rest is complete
 _LEASE = "run.lock"
@@ -84,17 +83,20 @@ def _reached(where: str) -> Iterator[None]:
 
 def _client(where: str) -> Any:
     """The file system of an address; Orbax uses the same ones."""
+    if where.startswith("gs:"):
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs what it also raises
+        with extra("gcs", "gs://"):
+            return _file_system("gcs")
+    with extra("s3", "s3://"):
+        return _file_system("s3")
+
+
+def _file_system(name: str) -> Any:
     import fsspec
 
-    scheme = where.partition(":")[0]
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs what it also raises
-    for name in ("gs", "gcs", "s3"):  # others write there, too
-        fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
-    try:
-        return fsspec.filesystem({"gs": "gcs"}.get(scheme, scheme))
-    except ImportError as error:
-        package = _PACKAGES[scheme]
-        raise BadInputError(f"{scheme}:// needs a package: pip install {package}") from error
+    # Others write there, too.
+    fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
+    return fsspec.filesystem(name)
 
 
 def _parts(where: str) -> tuple[str, str]:
@@ -318,13 +320,13 @@ def _copy_of(path: pathlib.Path) -> _Copy | None:
 
 
 def folder(path: Location) -> pathlib.Path:
-    """The absolute path of a folder; for an address, of its working copy, as it is there now.
+    """The path of a folder; for an address, of its working copy, as it is there now.
 
     Raises:
       BadInputError: it is an address of something else than a bucket, or cannot be reached.
     """
     if _ADDRESS.fullmatch(os.fspath(path)) is None:
-        return on_disk(path).absolute()
+        return on_disk(path)
     where = str(address(path))
     if where not in _COPIES:
         _COPIES[where] = _Copy(where)

@@ -231,10 +231,30 @@ def _current_folder_on_path() -> Iterator[None]:
             sys.path.remove("")
 
 
+@contextlib.contextmanager
+def extra(name: str, what: str) -> Iterator[None]:
+    """Turns the error of an import in the block into one sentence, with the extra that mends it.
+
+    Args:
+      name: the extra, one of ``project.optional-dependencies`` in pyproject.toml.
+      what: what needs it, in words.
+
+    Raises:
+      BadInputError: a package could not be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        package = "" if error.name is None else f" {error.name.partition('.')[0]}"
+        raise BadInputError(
+            f"{what} needs the package{package}: pip install 'dpfl_jax[{name}]'"
+        ) from error
+
+
 def ignore_matplotlibrc() -> None:
     """Keeps matplotlib from reading a matplotlibrc of the current folder, which may run TeX."""
     if os.path.lexists("matplotlibrc"):
-        with contextlib.chdir(os.sep):
+        with contextlib.chdir(os.sep), contextlib.suppress(ImportError):
             importlib.import_module("matplotlib")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import os
 import pathlib
@@ -92,6 +93,11 @@ def csv_text(rows: Iterable[Sequence[Any]]) -> str:
 def unquoted(cell: str) -> str:
     """Restores a cell of ``csv_text``."""
     return cell[1:] if cell.startswith("'") and cell[1:].startswith(_FORMULA) else cell
+
+
+def can_draw() -> bool:
+    """Whether Matplotlib is installed (extra ``plots``); without it a run has no pictures."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def save_figure(figure: Any, path: pathlib.Path, dpi: int = 150) -> None:

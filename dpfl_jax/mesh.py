@@ -64,10 +64,12 @@ def make_mesh(
 
     Returns:
       A mesh with the axis data if all others are 1, else with data, fsdp, tensor and, if it is
-      above 1, sequence.
+      above 1, sequence. Of several TPU slices, each holds whole copies of the parameters: only data
+      goes over the network between them.
 
     Raises:
-      BadInputError: the product of the axes is not the number of devices.
+      BadInputError: the product of the axes is not the number of devices, or a copy of the
+        parameters would not lie within one slice.
     """
     chosen = list(jax.devices() if devices is None else devices)
     parts = fsdp * tensor * sequence
@@ -82,11 +84,28 @@ def make_mesh(
         return data_parallel_mesh(chosen)
     shape = {DATA_AXIS: data, FSDP_AXIS: fsdp, TENSOR_AXIS: tensor}
     shape |= {SEQUENCE_AXIS: sequence} if sequence > 1 else {}
+    slices = num_slices(chosen)
+    if data % slices:
+        raise BadInputError(
+            f"mesh: data is {data}, but the devices are {slices} slices, and only copies of the "
+            f"parameters may be in different slices: lower fsdp x tensor x sequence, {parts}, to "
+            f"the {len(chosen) // slices} devices of a slice, or a divisor of it"
+        )
+    within = (data // slices, *list(shape.values())[1:])
     # An axis may be part of a side of a TPU slice (fsdp 2 on a 4 x 4): JAX refuses by default.
-    grid = mesh_utils.create_device_mesh(
-        tuple(shape.values()), chosen, allow_split_physical_axes=True
-    )
+    if slices > 1:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            within, (slices, *[1] * (len(shape) - 1)), chosen, allow_split_physical_axes=True
+        )
+    else:
+        grid = mesh_utils.create_device_mesh(within, chosen, allow_split_physical_axes=True)
     return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def num_slices(devices: Sequence[jax.Device]) -> int:
+    """The number of TPU slices that the devices belong to, between which the network is slow."""
+    # Not of GPUs, where each host counts as a slice for JAX.
+    return len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -15,7 +15,7 @@ keys, and wrote its silo.yaml. With --resume, for one that this script made, eve
 PORT (default 8000) is the server's.
 TEXT
 }
-dry= resume=
+dry='' resume=''
 case ${1:-} in
   -h | --help) usage; exit 0 ;;
   --dry-run) dry=1; shift ;;

@@ -18,6 +18,9 @@ all nodes and is requeued too; it goes on from the last checkpoint.
   --time T             time limit, default 24:00:00
   --partition P, --account A, --qos Q    as SLURM's
   --setup COMMAND      run on the first node before, e.g. 'source ~/venv/bin/activate'
+  --container-image IMAGE, --container-mounts FROM:TO,...
+                       run in a container, where SLURM has NVIDIA's pyxis (launch/Dockerfile makes
+                       an image); RUN_DIR, CONFIG and the data must be mounted
   --restarts N         requeue at most N times, default 20
   --dry-run            print the batch script and stop
 
@@ -26,13 +29,13 @@ TEXT
 }
 
 nodes=1 gpus_per_node=8 cpus_per_gpu=8 time=24:00:00 partition='' account='' qos='' setup=''
-restarts=20 dry_run=0
+container_image='' container_mounts='' restarts=20 dry_run=0
 while [ $# -gt 0 ]; do
   case "$1" in
     -h | --help) usage; exit 0 ;;
     --dry-run) dry_run=1; shift ;;
     --nodes | --gpus-per-node | --cpus-per-gpu | --time | --partition | --account | --qos | \
-      --setup | --restarts)
+      --setup | --container-image | --container-mounts | --restarts)
       if [ $# -lt 2 ]; then echo "slurm: $1 needs a value" >&2; exit 2; fi
       name=${1#--}; printf -v "${name//-/_}" '%s' "$2"; shift 2 ;;
     --*) echo "slurm: unknown option $1 (see --help)" >&2; exit 2 ;;
@@ -43,7 +46,11 @@ if [ $# -lt 2 ]; then usage >&2; exit 2; fi
 for number in "$nodes" "$gpus_per_node" "$cpus_per_gpu" "$restarts"; do
   case "$number" in '' | *[!0-9]*) echo "slurm: $number is no whole number" >&2; exit 2 ;; esac
 done
-printf -v train '%q ' dpfl train "$1" "${@:3}" --run-dir "$2"
+# srun does not take the CPUs of a task from the job (SLURM 22.05 and later).
+task=(--cpus-per-task="$cpus_per_gpu")
+if [ -n "$container_image" ]; then task+=(--container-image="$container_image"); fi
+if [ -n "$container_mounts" ]; then task+=(--container-mounts="$container_mounts"); fi
+printf -v train '%q ' "${task[@]}" dpfl train "$1" "${@:3}" --run-dir "$2"
 # Programs, for later starts: in a folder of our own, as they are run, and RUN_DIR may be sent.
 printf -v compiled '%q' "${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/dpfl_jax/compiled}"
 
@@ -60,9 +67,9 @@ script() {
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
 TEXT
-  for option in partition account qos; do
-    if [ -n "${!option}" ]; then echo "#SBATCH --$option=${!option}"; fi
-  done
+  if [ -n "$partition" ]; then echo "#SBATCH --partition=$partition"; fi
+  if [ -n "$account" ]; then echo "#SBATCH --account=$account"; fi
+  if [ -n "$qos" ]; then echo "#SBATCH --qos=$qos"; fi
   echo 'set -uo pipefail'
   echo "export JAX_COMPILATION_CACHE_DIR=$compiled"
   if [ -n "$setup" ]; then echo "$setup"; fi

@@ -23,6 +23,7 @@ from scipy import stats
 from dpfl_jax.run.directory import write_atomically
 from reproductions import registry
 from reproductions.headlines import HEADLINES
+from reproductions.quotes import quoted
 from reproductions.runner import ARCHIVE, ROOT, manifest
 
 Rows = Sequence[Mapping[str, Any]]
@@ -144,13 +145,25 @@ def _content(name: str, found: Found) -> str:
 
 
 def _provenance(entry: Mapping[str, Any]) -> str:
-    size = "full size" if entry["form"] == "full" else "reduced size"
     option = "" if entry["form"] == "full" else " --quick"
     option += f" --seeds {entry['seeds']}" if entry["seeds"] else ""
     return (
-        f"`dpfl reproduce {entry['figure']}{option}`: {size}, {_time(entry['cpu_seconds'])} of a "
-        f"processor, commit {entry['commit'][:9]}."
+        f"`dpfl reproduce {entry['figure']}{option}`: {_time(entry['cpu_seconds'])} of a "
+        f"processor, commit {entry['commit'][:9]}. {_tried(entry)}"
     )
+
+
+def _tried(entry: Mapping[str, Any]) -> str:
+    """At which size, and what was tuned."""
+    tried = entry["tried"]
+    if tried is None:
+        return "Nothing is trained or tuned."
+    size = "the paper's" if tried["is_papers_size"] else "not the paper's"
+    text = f"Size ({size}): {tried['size']}. Tuned: {tried['tuned'] or 'nothing'}."
+    if tried["unfair"]:
+        text += f" No comparison counts: {tried['unfair']}."
+    data = ", ".join(f"{name} {digest[:12]}" for name, digest in tried["data"].items())
+    return f"{text} Data: {data}." if data else text
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -189,15 +202,15 @@ def _replication(found: Found) -> str:
         if claim["claim"] in again
     ]
     same = sum(first == second for *_, first, second in pairs)
-    decided = {"holds", "does not hold"}
+    decided = {registry.VERDICTS[True], registry.VERDICTS[False]}
     opposite = [p for p in pairs if p[2] != p[3] and {p[2], p[3]} == decided]
-    told = (
+    head = (
         f"Of {len(pairs)} verdicts of {len(found.again)} experiments, {same} are the same with "
         f"other seeds, {len(pairs) - same - len(opposite)} are undecided with one of the two, and "
         f"{len(opposite)} are contradicted"
     )
     lines = [f"* `{figure}`, {claim}: {a}, then {b}" for figure, claim, a, b in opposite]
-    return "\n".join([told + (":" if lines else "."), *([""] if lines else []), *lines])
+    return "\n".join([head + (":" if lines else "."), *([""] if lines else []), *lines])
 
 
 def _headlines(found: Found) -> str:
@@ -205,19 +218,26 @@ def _headlines(found: Found) -> str:
     for paper, lines in HEADLINES.items():
         rows = []
         for line in lines:
-            verdicts, forms = [], set()
+            verdicts, sizes = [], set()
             for figure, pattern in line.figures.items():
                 claims = found.claims(figure, pattern)
                 if claims:
-                    forms.add(found.entries[figure]["form"])
+                    sizes.add(_size(found.entries[figure]))
                     verdicts.append(f"[{figure}](#{_anchor(figure)}): {_summary(claims)}")
-            form = " and ".join({"full": "full", "quick": "small"}[f] for f in sorted(forms))
+            form = " and ".join(sorted(sizes))
             if not verdicts:
                 why = line.instead or "not run yet"
                 form, verdicts = ("not run", [why.removeprefix("not run: ")])
             rows.append([line.claim, line.where, form, "; ".join(verdicts)])
         out.append(f"### {paper}\n\n" + _table(["claim", "where", "size", "verdict"], rows))
     return "\n\n".join(out)
+
+
+def _size(entry: Mapping[str, Any]) -> str:
+    tried = entry["tried"]
+    if tried is None:
+        return "computed"
+    return "the paper's" if tried["is_papers_size"] else "not the paper's"
 
 
 def _anchor(figure: str) -> str:
@@ -237,15 +257,30 @@ def _summary(claims: Sequence[Mapping[str, Any]]) -> str:
 def _claims(found: Found, figure: str) -> str:
     again = found.again.get(figure)
     header = ["claim", "source", "measured", "expected", "verdict"]
+    header += [] if again is None else ["other seeds"]
     rows = [
-        [c["claim"], c["source"], c["measured"], c["expected"], c["verdict"]]
+        [
+            c["claim"],
+            _source(figure, c),
+            c["measured"],
+            c["expected"],
+            c["verdict"],
+            *([] if again is None else [again.get(c["claim"], "")]),
+            c["note"],
+        ]
         for c in found.claims(figure)
     ]
-    if again is not None:
-        header.append("other seeds")
-        for row in rows:
-            row.append(again.get(row[0], ""))
+    header.append("how, and why")
     return f"{_table(header, rows)}\n\n{_provenance(found.entries[figure])}"
+
+
+def _source(figure: str, claim: Mapping[str, Any]) -> str:
+    """Who says so: of a paper where, and in which words."""
+    said = quoted(figure, claim["claim"]) if claim["source"] == "paper" else {}
+    if not said:
+        return str(claim["source"])
+    words = f': "{said["quote"]}"' if said["quote"] else ""
+    return f"paper, {said['where']}{words}"
 
 
 def _details(found: Found) -> str:
@@ -295,8 +330,8 @@ def _pivot(rows: Rows, index: Sequence[str], column: str, value: str, **only: An
     names = list(dict.fromkeys(r[column] for r in some))
     lines: dict[tuple[Any, ...], dict[Any, str]] = {}
     for r in some:
-        told = _mean(r[value]) if isinstance(r[value], list) else _text(r[value])
-        lines.setdefault(tuple(r[k] for k in index), {})[r[column]] = told
+        shown = _mean(r[value]) if isinstance(r[value], list) else _text(r[value])
+        lines.setdefault(tuple(r[k] for k in index), {})[r[column]] = shown
     header = [*index, *(f"{column} {n}" if isinstance(n, int | float) else n for n in names)]
     header = [str(name).replace("_", " ") for name in header]
     return _table(header, ([*key, *(of.get(n, "") for n in names)] for key, of in lines.items()))
@@ -339,8 +374,8 @@ TABLES: dict[str, tuple[str, Any]] = {
     "recipes": (
         "subject/audit",
         lambda rows: _plain(
-            rows, "mechanism", "claimed", "one_silo_100_rounds", "16_silos_25_rounds",
-            local_steps=62,
+            rows, "mechanism", "claimed", "one_silo", "16_silos_fewer_rounds",
+            "16_silos_more_noise", local_steps=62,
         ),
     ),
     "subjects": (
@@ -394,8 +429,12 @@ TABLES: dict[str, tuple[str, Any]] = {
     "isrl noise": (
         "isrl/closed-forms",
         lambda rows: _plain(
-            rows, "epsilon", "theorem", "experiments", "experiments_local", "sound"
+            rows, "epsilon", "theorem", "one_pass_theorem", "local_sgd_at_most", "sound"
         ),
+    ),
+    "isrl experiments": (
+        "isrl/closed-forms",
+        lambda rows: _plain(rows, "experiment", "K of", "stated", "K", "at_least", "at_most"),
     ),
     "isrl audit": (
         "isrl/audit",

@@ -282,7 +282,7 @@ def _result(job: Job, code: int, out: pathlib.Path) -> dict[str, Any]:
     lines = (out / "logs" / f"{stem}.json").read_text().strip().splitlines()
     if code in (0, 3) and lines:
         found = json.loads(lines[-1])
-        kept = ("claims", "rows", "notes")
+        kept = ("claims", "rows", "notes", "tried")
         files = [pathlib.Path(file).name for file in found["files"]]
         return {**{name: found[name] for name in kept}, "files": files}
     said = (out / "logs" / f"{stem}.log").read_text().strip().splitlines()

@@ -38,6 +38,36 @@ said = json.load(open(f"{run}-run/report.json"))["eval"]["final"]["auc"]
 assert abs(auc - said) < 1e-9, (auc, said)
 END
 
+cat >bare.py <<'END'
+"""What works with the hard dependencies alone, and what each extra's absence says."""
+import importlib.util, subprocess, sys
+missing = {"matplotlib": "plots", "jinja2": "chat", "duckdb": "build", "sklearn": "sklearn", "flwr": "flower"}
+assert not [name for name in missing if importlib.util.find_spec(name)], "not a bare environment"
+import jax, jax.numpy as jnp
+import dpfl_jax as dpfl
+from dpfl_jax import accounting
+from dpfl_jax.noise import Noise
+gradient = jax.jit(dpfl.clipped_grad(lambda w, x: (x @ w - 1.0) ** 2, clip_norm=1.0))
+noise, key, w = Noise(stddev=2.0, sensitivity=1.0), dpfl.RootKey.generate(), jnp.zeros(3)
+for step in range(5):
+    total = gradient(w, jax.random.normal(jax.random.key(step), (16, 3))).sum
+    w = w - 0.1 * noise.add(jnp.asarray(key.words("noise", step)), total) / 16
+assert jnp.isfinite(w).all()
+assert accounting.epsilon(accounting.events.gaussian(2.0, steps=5), delta=1e-5) < 10
+dpfl_ = [sys.executable, "-m", "dpfl_jax"]
+account = [*dpfl_, *"account els --noise-multiplier 1 --delta 1e-6 --steps 9 --group-size 4 --sampling-prob 0.01".split()]
+subprocess.run(account, check=True, capture_output=True)
+for command, extra in [
+    ([*account, "--plot", "x.png"], "plots"),
+    ([*dpfl_, "data", "build", "--source", "shakespeare", "--out", "s"], "build"),
+    ([*dpfl_, "silo", "run", "folder"], "flower"),
+    ([*dpfl_, "completion", "bash"], "completion"),
+]:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and f"pip install 'dpfl_jax[{extra}]'" in " ".join(done.stderr.split()), done
+print("bare: a loop of one's own, dpfl account, and the sentences of what is missing")
+END
+
 smoke() { # name, Python, archive
   uv venv --quiet --python "$2" "$1"
   case $1 in
@@ -46,6 +76,7 @@ smoke() { # name, Python, archive
     uv pip install --quiet --python "$1/bin/python" --no-deps "$3" ;;
   *) uv pip install --quiet --python "$1/bin/python" "$3" ;;
   esac
+  "$1/bin/python" bare.py
   "$1/bin/dpfl" init table/uls --out "$1.yaml" >/dev/null
   "$1/bin/dpfl" train "$1.yaml" data.path=visits.csv data.user_column=patient privacy.account=patients \
     data.target_column=ill data.classes=2 'data.delimiter=";"' data.decimal=comma train.steps=5 \

@@ -9,6 +9,7 @@ import numpy as np
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.clipping import Adaptive
 from dpfl_jax.experimental import individual, individual_els
+from dpfl_jax.federation.client import restate
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee, federated_statement
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, isrl_statement, worst_guarantee
@@ -38,6 +39,7 @@ from dpfl_jax.mechanisms import (
 )
 from dpfl_jax.planning.selection import RunCount, Selection
 from dpfl_jax.run.report import render_markdown
+from dpfl_jax.synthesis.histogram import with_histogram
 
 EXTRA = ("a caveat of the run alone",)
 
@@ -88,7 +90,15 @@ def isrl(sampling="poisson"):
     return isrl_statement(noise * 2, worst_guarantee(noise * 2, EXTRA))
 
 
+def client():
+    basis = {"unit": "silo", "epsilon": 8.0, "delta": 1e-5, "rounds": 20, "clip_norm": 0.5}
+    made = restate({**basis, "noise_multiplier": 5.4})
+    caveats = (*made.privacy.caveats, *EXTRA)
+    return made.about(dataclasses.replace(made.privacy, caveats=caveats))
+
+
 SOUND = {
+    "histogram": lambda: with_histogram(SOUND["uls"](), 8.0, 3),
     "els": lambda: central(els(group_size=4, batch_size=30), 2.0),
     "uls": lambda: central(uls(group_size=3, cohort_size=20), 1.0),
     "adaptive": lambda: central(uls(group_size=3, cohort_size=20, clip=Adaptive()), 1.0),
@@ -152,6 +162,7 @@ SOUND = {
     "personal": personal,
     "isrl": isrl,
     "isrl, one pass": lambda: isrl("disjoint"),
+    "client": client,
 }
 
 

@@ -33,7 +33,7 @@ for python in "$@"; do
   dpfl=("${run[@]}" dpfl_jax)
   [ "$how" = uv ] && dpfl=("${run[@]}" --no-dev dpfl)
   step first "${dpfl[@]}" train configs/quickstart.yaml --run-dir runs/first
-  test "$(head -c4 runs/first/curves.png | tail -c3)" = PNG
+  test -s runs/first/report.json
   awk 'BEGIN { print "author,body"; for (i = 0; i < 3000; i++)
     printf "a%d,\"the %dth thing that I, a%d, have to say\"\n", i % 600, i, i % 600 }' >posts.csv
   step csv "${dpfl[@]}" train configs/quickstart.yaml data.source=csv data.path=posts.csv \

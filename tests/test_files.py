@@ -149,10 +149,12 @@ def test_no_function_takes_an_address_for_a_folder(tmp_path, monkeypatch):
     from dpfl_jax.data import load_tokenizer
     from dpfl_jax.data.build import write_store
     from dpfl_jax.data.shards import open_store
+    from dpfl_jax.federation import PrivateClient
     from dpfl_jax.models.checkpoint import save_checkpoint
     from dpfl_jax.planning.scaling_law import ScalingLaw
     from dpfl_jax.run.checkpoint import Checkpoints, save_params
     from dpfl_jax.run.directory import RunDirectory
+    from dpfl_jax.synthesis import synthesize
 
     monkeypatch.chdir(tmp_path)
     store = dpfl.from_arrays({"x": np.zeros((2, 1), "float32")}, users=[0, 1])
@@ -174,6 +176,10 @@ def test_no_function_takes_an_address_for_a_folder(tmp_path, monkeypatch):
         lambda: save_checkpoint(at, LLAMA, params),
         lambda: statement.read(at),
         lambda: ScalingLaw.load(at),
+        lambda: synthesize("run", f"{at}/rows.jsonl", 1),
+        lambda: synthesize(at, "rows.jsonl", 1),
+        lambda: synthesize("run", "rows.jsonl", 1, report=at),
+        lambda: PrivateClient(at, epsilon=1.0, delta=1e-5, rounds=1, clip_norm=1.0),
     ):
         with pytest.raises(BadInputError, match="is an address"):
             call()

@@ -21,7 +21,7 @@ FLOORS = (
     ("run",),
     ("mechanisms",),
     ("training", "experimental"),
-    ("federation", "planning"),
+    ("federation", "planning", "synthesis"),
     ("audit.attacks", "flower"),
     ("cli",),
     ("__main__",),

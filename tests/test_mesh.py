@@ -37,6 +37,9 @@ LAYOUTS = {
     "mixed": {"data": 2, "fsdp": 2, "tensor": 2},
     "tensor": {"data": 4, "tensor": 2},
 }
+# When the sum over fsdp is taken, in layouts that split it.
+ONCE = {"fsdp": "step", "mixed, once": "step"}
+LAYOUTS["mixed, once"] = LAYOUTS["mixed"]
 LENGTH, VOCAB, CLIP = 16, 64, 0.1
 MODEL = LanguageModel(
     TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, vocab_size=VOCAB, max_seq_len=LENGTH)
@@ -78,9 +81,10 @@ def test_sums_and_sensitivity_are_the_same_on_every_layout(kind, params):
     mechanism = MECHANISMS[kind]
     units, mask, used = buffers(mechanism)
     want = None
-    for name in LAYOUTS if kind == "els" else ("data", "mixed"):
+    for name in LAYOUTS if kind == "els" else ("data", "mixed", "mixed, once"):
         mesh = make_mesh(**LAYOUTS[name])
-        total = jax.jit(clipped_sum_over_microbatches(mechanism, MODEL.loss, mesh))
+        once = {"sum_over_fsdp": ONCE.get(name, "auto")}
+        total = jax.jit(clipped_sum_over_microbatches(mechanism, MODEL.loss, mesh, **once))
         placed = jax.device_put(params, parameter_shardings(params, mesh))
         got, stats = total(placed, units, mask, used)
         want = (got, stats) if want is None else want
@@ -163,6 +167,70 @@ def test_gradients_meet_over_data_once_a_step(sizes, params):
     assert one_inside > 0
     assert two_inside <= 1.05 * one_inside
     assert two_after > one_after + 4 * MODEL.num_params / 4  # the reduction over data
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ghost", "scan"])
+def test_gradients_may_meet_over_fsdp_once_a_step(strategy, params):
+    """The loop then sends only parameters. The sum and its sensitivity stay the same."""
+    mechanism, mesh = MECHANISMS["els"], make_mesh(data=2, fsdp=4)
+    units, mask, used = buffers(mechanism)
+    rows = NamedSharding(mesh, PartitionSpec(None, unit_axes(mesh)))
+    placed = jax.device_put(params, parameter_shardings(params, mesh))
+
+    def compiled(when):
+        options = {"strategy": strategy, "sum_over_fsdp": when}
+        summed = jax.jit(clipped_sum_over_microbatches(mechanism, MODEL.loss, mesh, **options))
+        program = summed.lower(placed, *jax.device_put((units, mask), rows), used).compile()
+        found = collectives(program.as_text())
+        sent = [sum(c.sent for c in found if c.in_loop is inside) for inside in (True, False)]
+        return lambda *given: program(placed, *jax.device_put(given, rows), used), sent
+
+    each_time, (in_loop, after) = compiled("microbatch")
+    at_once, (less_in_loop, more_after) = compiled("step")
+    (often, stats), (once, same) = each_time(units, mask), at_once(units, mask)
+    close(often, once, 3e-6)
+    close(stats, same, 2e-4)
+    close(once, by_definition(params, units), 3e-6)
+    for unit in ((0, 0), (0, 15), (1, 7)):
+        less, _ = at_once(*removed(units, mask, unit))
+        moved = norm(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), once, less))
+        assert CLIP * (1 - 1e-2) <= moved <= CLIP * (1 + 1e-4)
+    for x, place in zip(jax.tree.leaves(once), jax.tree.leaves(parameter_shardings(once, mesh))):
+        assert x.sharding.is_equivalent_to(place, x.ndim)
+    matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
+    assert less_in_loop < in_loop - 2 * matrices
+    assert more_after > after
+
+
+def by_definition(params, units):
+    """The sum of the clipped gradients of the 24 units, by plain vmap(grad)."""
+    flat = jax.tree.map(lambda x: x.reshape(48, *x.shape[2:])[:24], units)
+    each = jax.jit(jax.vmap(jax.grad(MODEL.loss), (None, 0)))(params, flat)
+    squared = sum(jnp.sum(g.reshape(24, -1) ** 2, -1) for g in jax.tree.leaves(each))
+    weights = jnp.minimum(1.0, CLIP / jnp.sqrt(squared))
+    return jax.tree.map(lambda g: np.asarray(jnp.einsum("n...,n->...", g, weights)), each)
+
+
+class Chip:
+    """A device of a TPU slice, as far as a mesh asks."""
+
+    platform, device_kind, core_on_chip = "tpu", "TPU v5 lite", 0
+
+    def __init__(self, slice_index, x, y):
+        self.slice_index, self.coords, self.process_index = slice_index, (x, y, 0), slice_index
+        self.id = 100 * slice_index + 4 * y + x
+
+
+def test_copies_of_the_parameters_lie_within_slices():
+    chips = [Chip(s, x, y) for s in range(2) for y in range(4) for x in range(4)]
+    mesh = make_mesh(fsdp=4, tensor=2, devices=chips)
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 4, "tensor": 2}
+    assert [{chip.slice_index for chip in copy.flat} for copy in mesh.devices] == [{0}] * 2 + [
+        {1}
+    ] * 2
+    with pytest.raises(BadInputError, match="lower fsdp x tensor x sequence, 32, to the 16"):
+        make_mesh(fsdp=32, devices=chips)
 
 
 def store():

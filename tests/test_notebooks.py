@@ -30,8 +30,8 @@ def numbers(text):
     return [float(n.replace(",", "")) for n in NUMBER.findall(text)]
 
 
-def test_there_are_eight_which_install_alike():
-    assert len(NOTEBOOKS) == 8
+def test_there_are_nine_which_install_alike():
+    assert len(NOTEBOOKS) == 9
     (install,) = {cells_of(path, "code")[0][1] for path in NOTEBOOKS}
     assert "%pip install" in install
     assert "git+" in install

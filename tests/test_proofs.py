@@ -127,7 +127,7 @@ def test_every_mechanism_has_a_page_of_a_page():
         for kind in kinds.names()
         if kinds[kind].__module__.startswith("dpfl_jax.") and kind not in ("none", "fed_avg")
     }
-    others = {"isrl", "ledger", "selection", "README"}
+    others = {"client", "histogram", "isrl", "ledger", "selection", "README"}
     assert ours | others == {page.removesuffix(".md") for page in PAGES}
     for page, text in PAGES.items():
         if page != "README.md":

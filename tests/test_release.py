@@ -54,5 +54,5 @@ def test_workflows_call_scripts_that_are_there():
         steps = [step for job in jobs.values() for step in job["steps"]]
         for step in steps:
             called |= set(re.findall(r"(?:^|\s)((?:tests|\.ci)/\S+)", step.get("run", "")))
-    assert called == {".ci/run", "tests/versions.sh", "tests/release.sh"}
+    assert called == {".ci/run", "tests/notebooks.sh", "tests/versions.sh", "tests/release.sh"}
     assert all(os.access(ROOT / script, os.X_OK) for script in called)

@@ -485,7 +485,9 @@ def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
     missing = [caveat for caveat in made.pop("caveats") if caveat not in said["caveats"]]
     for caveat in missing:
         problems.append(f"a caveat of the mechanism is missing: {caveat[:80]}...")
-    for name in made.keys() - {"epsilon", *_OF_THE_RUN}:
+    # All that a client of somebody else's federation states follows from its settings.
+    of_the_run = () if stated.basis["system"] == "client" else _OF_THE_RUN
+    for name in made.keys() - {"epsilon", *of_the_run}:
         if (place := _unequal(said[name], made[name], f"privacy.{name}")) is not None:
             problems.append(f"{place} by the mechanism in `basis`")
     problems += _public_inputs_unlike(said["public_inputs"], made["public_inputs"])

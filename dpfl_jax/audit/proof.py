@@ -33,7 +33,8 @@ from dpfl_jax.accounting.attacks import Meaning, meaning
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.audit.trials import Trials, scaled
-from dpfl_jax.errors import BadInputError, require
+from dpfl_jax.errors import BadInputError, extra, require
+from dpfl_jax.files import can_draw
 
 # Factors by which the claimed noise is divided, 2 % apart; an audit refutes one of these events.
 _FACTORS = 1.02 ** np.arange(-125, 71)
@@ -409,8 +410,8 @@ def plot_audits(audits: Sequence[Audit]) -> Any:
     Returns:
       A Matplotlib figure.
     """
-    from matplotlib.figure import Figure
-
+    with extra("plots", "a picture"):
+        from matplotlib.figure import Figure
     figure = Figure(figsize=(5.6 * len(audits), 4.2), layout="constrained")
     axes = figure.subplots(1, len(audits), squeeze=False)
     for ax, audit in zip(axes[0], audits, strict=True):
@@ -520,7 +521,8 @@ class RunAudit:
         temporary = directory / f".{SEEN}.tmp.npz"
         np.savez(temporary, allow_pickle=False, **arrays)
         os.replace(temporary, directory / SEEN)
-        plot_audits(audits).savefig(directory / PICTURE, dpi=130)
+        if can_draw():
+            plot_audits(audits).savefig(directory / PICTURE, dpi=130)
         (directory / SUMMARY).write_text(json.dumps(values, indent=2) + "\n")
         return values
 

@@ -31,7 +31,7 @@ from dpfl_jax.accounting.cells import (
 )
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, extra
 from dpfl_jax.files import save_figure
 from dpfl_jax.run.console import Console
 from dpfl_jax.sampling import schemes
@@ -255,8 +255,9 @@ def _plot(
     row: Row, noise: float, values: Values, args: argparse.Namespace, meaning: Any
 ) -> pathlib.Path:
     import numpy as np
-    from matplotlib.figure import Figure
 
+    with extra("plots", "--plot"):
+        from matplotlib.figure import Figure
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     if args.plot_against == "attacks":

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import extra
 
 DESCRIPTION = """\
 Print a script that makes the shell complete `dpfl`. It needs the package `shtab`
-(pip install shtab).
+(pip install 'dpfl_jax[completion]').
 
 examples:
   dpfl completion bash > ~/.local/share/bash-completion/completions/dpfl
@@ -33,8 +33,6 @@ def run(args: argparse.Namespace) -> None:
     """Prints a completion script for the user's shell."""
     from dpfl_jax.cli.main import COMMANDS, build_parser
 
-    try:
+    with extra("completion", "`dpfl completion`"):
         import shtab
-    except ImportError as error:
-        raise BadInputError("completion needs a package: pip install shtab") from error
     print(shtab.complete(build_parser(*COMMANDS), args.shell))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,6 +28,7 @@ examples:
   dpfl data build --input speeches.jsonl.gz --user-column '{play}/{speaker}' --out STORE
   dpfl data build --input visits.csv --delimiter ';' --user-column name --out STORE
   dpfl data build --input chats.jsonl --messages-column messages --tokenizer CHECKPOINT --out STORE
+  dpfl data build --input posts.jsonl --remove-near-duplicates-of 'public/*.jsonl' --out STORE
   dpfl data build --source python_source --out STORE --store-format arrayrecord
   dpfl data build --source tfds --input DIR --user-column user_id --text-column text --out STORE
   dpfl data build --source shakespeare --out STORE
@@ -45,6 +47,8 @@ class Build(options.Options):
       format: jsonl, parquet, csv, folder or huggingface (else from the name of the files).
       split: which split (tfds and named data sets).
       data_dir: folder of prepared TFDS data (tfds).
+      remove_near_duplicates_of: public texts, such as those of pre-training: files, patterns or
+        folders. Rows of which four fifths are in one of them are left out.
       out: folder to make.
       store_format: arrow (memory-mapped) or arrayrecord (compressed, for object stores).
       shards: number of shards (default: from the input size).
@@ -66,6 +70,7 @@ class Build(options.Options):
     format: str | None = None
     split: str = "train"
     data_dir: str | None = None
+    remove_near_duplicates_of: Annotated[tuple[str, ...] | None, Flag("PATH")] = None
     out: Annotated[str, Flag("STORE", in_buckets=True)]
     store_format: str = "arrow"
     shards: int | None = None
@@ -120,6 +125,15 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         raise BadInputError("--on-bad-row drop is for files, read by the local engine")
     conversations = _conversations(args)
     source = _source(args, conversations)
+    if args.remove_near_duplicates_of:
+        from dpfl_jax.data.sources import without_near_duplicates
+
+        if source.schema is not None or conversations is not None or args.engine == "beam":
+            raise BadInputError(
+                "--remove-near-duplicates-of compares texts, read by the local engine: leave it out"
+            )
+        public = dataclasses.replace(_document_files(args, None), format=None)
+        source = without_near_duplicates(source, args.remove_near_duplicates_of, public)
     settings: dict[str, Any] = {
         "shard_format": args.store_format,
         "num_shards": args.shards or default_num_shards(source.size),
@@ -182,7 +196,8 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         f"{result['shards']} shards, {float(result['bytes']) / 1e6:.1f} MB, {result['seconds']} s"
     )
     if result["dropped_rows"]:
-        console.print(f"{result['dropped_rows']} bad rows left out: a number no guarantee covers")
+        left_out = "bad rows and near-duplicates" if args.remove_near_duplicates_of else "bad rows"
+        console.print(f"{result['dropped_rows']} {left_out} left out: a number no guarantee covers")
     return result
 
 

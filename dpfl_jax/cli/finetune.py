@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 import shlex
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
+from dpfl_jax.data.rows import FORMATS
 from dpfl_jax.data.sections import CONVERSATION
 from dpfl_jax.errors import BadInputError
 
@@ -19,14 +22,18 @@ configuration with the usual choices, prints it, trains, and exports:
   OUT/config.yaml   the configuration, for `dpfl train` once you want to change more
   OUT/run/          the run, as `dpfl train` leaves it; the same command resumes it
   OUT/model/        the model, for `transformers`, with guarantee.json
+  OUT/synthetic/    with --synthesize: rows that the model wrote (`dpfl synthesize`)
 
 CHECKPOINT is a folder in the Hugging Face layout, hf:org/name of the local cache, or
 bundled:quickstart. DATA is a JSONL, CSV, TSV or Parquet file (or a pattern), hf:org/name/FILES, or
 a store of `dpfl data build`. Every row belongs to the person in --user-column.
 
-Usual choices: user-level sampling (ULS), epsilon 8 for each person; adapters of rank 16 on the
-attention's projections, the rest frozen in bfloat16 (float32 on a CPU); short texts packed into
-shared rows; Adam; one person in twenty held out. Any key of the configuration can be given, too.
+Usual choices: user-level sampling (ULS), epsilon 8 for each person; adapters of rank 4 on all
+linear layers, the rest frozen in bfloat16 (float32 on a CPU); short texts packed into shared rows;
+DP-AdamBC with a learning rate that falls with the number of steps; as many people in a step as
+lower the noise, within a compute budget of 76,800 people over all steps (or 256 a step); one person
+in twenty held out. Any key of the configuration can be given, too. `dpfl sweep OUT/config.yaml
+--private` tries other choices on the same people, with one epsilon for all.
 
 examples:
   dpfl finetune checkpoints/llama posts.jsonl --user-column author --dry-run
@@ -38,6 +45,12 @@ exit status: 0 done; 2 bad input (one sentence on stderr); 1 anything else, inte
 """
 SEQ_LEN = 512  # tokens of an example, or fewer if the model takes fewer
 SHAPES = 8  # shapes of packed rows
+# Compute budget: people in a step, and in all steps if that is more.
+COHORT, VISITS = 256, 300 * 256
+# Adam's learning rate times the square root of the number of steps: how far noise moves a parameter
+# in all. Found at 12 steps of a small model (docs/results/quality.md).
+REACH, REACH_OF_ADAPTERS = 0.026, 0.07
+ADAMS = ("adam", "adamw", "dp_adam_bc")
 COLUMNS = ("text", *CONVERSATION)
 
 
@@ -51,6 +64,7 @@ class Options(options.MayRunCode):
       full: train all parameters instead of adapters.
       out: folder of configuration, run and model.
       dry_run: print and price the configuration; train nothing.
+      synthesize: number of synthetic rows to write once it is trained.
     """
 
     keys: ClassVar[dict[str, Any]] = {
@@ -67,6 +81,7 @@ class Options(options.MayRunCode):
     full: bool = False
     out: Annotated[str, Flag("OUT")] = "finetuned"
     dry_run: bool = False
+    synthesize: Annotated[int | None, Flag("ROWS")] = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -78,11 +93,12 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from dpfl_jax.training.export import export
 
     out = pathlib.Path(args.out)
-    raw = configuration(args)
+    raw, console = configuration(args), RunConsole(stderr=args.json)
     # This also writes the overrides into `raw`.
     config = make_config(raw, args.overrides, out / "config.yaml", args.allow_code)
-    text = write_yaml(raw)
-    console = RunConsole(stderr=args.json)
+    chosen = choose(raw, config, args.overrides)
+    config = make_config(raw, (), out / "config.yaml", args.allow_code)
+    text = "".join(f"# {sentence}\n" for sentence in chosen) + write_yaml(raw)
     if processes.is_primary():
         console.print(text, highlight=False, soft_wrap=True, markup=False)
         if not args.dry_run:
@@ -92,7 +108,21 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         return report
     made = export(out / "run", out / "model")
     console.print(f"the model is in {out / 'model'}, and its guarantee in guarantee.json there")
-    return report | {"model": str(made["out"])}
+    rate = config.optimizer.learning_rate
+    console.print(
+        f"to try other choices with one epsilon for all: dpfl sweep {out / 'config.yaml'} "
+        f"eval.max_users=null --grid learning_rate={rate / 2:g},{rate:g},{2 * rate:g} --private",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if args.synthesize is None:
+        return report | {"model": str(made["out"])}
+    from dpfl_jax.synthesis import synthesize
+
+    written = synthesize(
+        out / "run", out / "synthetic" / "rows.jsonl", args.synthesize, console=console
+    )
+    console.print(f"{written['rows']:,} synthetic rows are in {written['out']}", highlight=False)
+    return report | {"model": str(made["out"]), "synthetic": written["out"]}
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +143,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     pairs = args.chosen_column is not None
     model: dict[str, Any] = {"checkpoint": args.checkpoint}
     if not args.full:
-        model["lora"] = {"rank": 16, "alpha": 32, "targets": ["*/attention/*"]}
+        model["lora"] = {"rank": 4, "alpha": 8, "targets": ["*/attention/*", "*/mlp/*"]}
         model |= {} if on_cpu else {"frozen_dtype": "bfloat16"}
     model |= {} if on_cpu else {"overrides": {"dtype": "bfloat16"}}
     model |= {"dpo": {"beta": 0.1}} if pairs else {}
@@ -124,22 +154,73 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         "mechanism": {
             "kind": "uls",
             "group_size": 4,
-            "cohort_size": 256,
+            "cohort_size": COHORT,  # until the people are counted
             "clip_norm": 0.1,
             "clipping": "normalized",
         },
         "privacy": {"epsilon": args.epsilon},
-        "optimizer": {
-            "name": "adam",
-            "learning_rate": 2e-4 if args.full else 1e-3,
-            "schedule": "linear",
-            "warmup_steps": min(20, args.steps // 10),
-        },
+        "optimizer": {"name": "dp_adam_bc"},
         "train": {"steps": args.steps, "checkpoint_every": 50},
         # Preference pairs are two rows each, which are not packed.
         "execution": {"microbatch_size": 4, "packing": 0 if pairs else SHAPES},
-        "eval": {"split": "validation"},
+        # Of many people this is enough, and evaluating all may take longer than training.
+        "eval": {"split": "validation", "max_users": 1000, "max_examples_per_user": 8},
     }
+
+
+def choose(raw: dict[str, Any], config: Any, overrides: Sequence[str]) -> list[str]:
+    """Sets the learning rate and the cohort in ``raw`` if not given; returns sentences about them.
+
+    Raises:
+      BadInputError: the optimiser is none that a learning rate is known for, or the people cannot
+        be counted.
+    """
+    given, said = {override.partition("=")[0] for override in overrides}, []
+    name, steps = config.optimizer.name, config.train.steps
+    if given.isdisjoint({"optimizer", "optimizer.learning_rate"}):
+        if name not in ADAMS:
+            raise BadInputError(
+                f"dpfl finetune knows learning rates of {', '.join(ADAMS)}, but optimizer.name is "
+                f"{name}: give optimizer.learning_rate, too"
+            )
+        reach = REACH if config.model.lora is None else REACH_OF_ADAPTERS
+        rate = float(f"{reach / math.sqrt(steps):.2g}")
+        raw["optimizer"]["learning_rate"] = rate
+        what = "all parameters" if config.model.lora is None else "adapters"
+        said.append(f"the learning rate is {rate:g}, the usual one for {steps} steps of {what}")
+    if name in ADAMS and given.isdisjoint({"optimizer", "optimizer.options"}):
+        # Momentum over at most a fifth of the steps.
+        raw["optimizer"]["options"] = {"b1": round(max(0.0, min(0.9, 1 - 5 / steps)), 2)}
+    is_counted = config.data.source in ("store", *FORMATS) or config.population is not None
+    is_open = given.isdisjoint({"mechanism", "mechanism.cohort_size"})
+    if is_counted and is_open and config.mechanism.kind == "uls":
+        said.append(_choose_cohort(raw, config))
+    return said
+
+
+def _choose_cohort(raw: dict[str, Any], config: Any) -> str:
+    from dpfl_jax.data.load import count_users
+    from dpfl_jax.mechanisms import Population
+    from dpfl_jax.planning.candidates import sufficient_cohort
+    from dpfl_jax.training.start import data_section
+
+    steps, privacy, declared = config.train.steps, config.privacy, config.population
+    if declared is None:
+        users, texts = count_users(data_section(config))
+        kept = 1 - config.data.validation_fraction - config.data.test_fraction
+        trained = max(1, round(kept * users))
+    else:
+        trained, texts = declared.num_users, declared.num_examples
+    most = max(COHORT, VISITS // steps)
+    cohort = sufficient_cohort(
+        config.mechanism, Population(trained, texts, trained), steps, most,
+        epsilon=privacy.epsilon, noise_multiplier=privacy.noise_multiplier, delta=privacy.delta,
+    )  # fmt: skip
+    raw["mechanism"]["cohort_size"] = cohort
+    why = "more would lower the noise by less than a tenth"
+    if 2 * cohort > min(most, trained // 2):
+        why = "more would lower the noise further, and take longer"
+    return f"a step draws {cohort} of about {trained:,} people: {why} (mechanism.cohort_size)"
 
 
 def source_of(data: str) -> str:

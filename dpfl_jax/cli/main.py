@@ -54,6 +54,7 @@ COMMANDS = {
     "export": "write a run's model for `transformers`, with its guarantee",
     "predict": "predict for new rows with the model of a run",
     "sample": "continue a prompt with the model of a run",
+    "synthesize": "write synthetic rows with the model of a run, under its guarantee",
     "completion": "print a script for shell completion",
 }
 

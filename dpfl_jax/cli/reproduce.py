@@ -9,6 +9,7 @@ import time
 from typing import Annotated, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from dpfl_jax.cli import options
 from dpfl_jax.cli.bench import from_checkout
@@ -21,15 +22,19 @@ Reproduce a figure or a table of a paper: what it claims, what is measured, whet
 the figure as a PNG. Reproductions on real data read them from the folder in DPFL_DATA_DIR and fall
 back to smaller, bundled data (which the notes then say).
 
-Each claim has a source: the paper, its authors' code, arithmetic, or this project ("ours"). That
-one mean lies below another is a paired test over seeds, at an error rate of 5 % a figure (Holm); it
-holds, does not hold, or is undecided at so many seeds.
+Each claim has a source: the paper (with its words and their place), its authors' code, arithmetic,
+or this project ("ours"). That one mean lies below another is a paired test over seeds, at an error
+rate of 5 % a figure (Holm). A claim of a paper about trained models fails at the paper's own size
+and with a power of 80 % only, and only if all arms are tuned alike: else it is undecided at this
+size.
 
 Reproductions are not part of the installed package: run this in a checkout of the repository.
 
-`all` and PAPER/all run each figure in a separate process, at reduced size unless --full is given,
+`all` and PAPER/all run each figure in a separate process, in its quick form unless --full is given,
 and say beforehand how long it should take. They write manifest.json (commit, versions, hardware,
-times, every number and verdict) next to the figures; the same command resumes an interrupted one.
+times, fingerprints of data, every number and verdict) next to the figures; the same command resumes
+an interrupted one. --full goes as far as two cores go: to the paper's size where no network is
+trained, and below it where one is.
 
 examples:
   dpfl reproduce list
@@ -49,8 +54,8 @@ class Options(options.Options):
 
     Attributes:
       figure: PAPER/FIGURE, PAPER/all, all, or list.
-      quick: reduced size, for a laptop.
-      full: the paper's size, of all figures, too.
+      quick: a short form, of minutes.
+      full: the longest form, of all figures, too.
       out: folder for the figures.
       seeds: seeds per training, where the figure has several (default: as in the paper).
       minutes: start no training after so many minutes, if finished trainings are kept.
@@ -155,7 +160,7 @@ def _print(console: Console, result: dict[str, Any]) -> None:
     table = Table("claim", "source", "measured", "expected", "verdict")
     for claim in result["claims"]:
         style = {True: "green", False: "red", None: "yellow"}[claim["holds"]]
-        verdict = f"[{style}]{claim['verdict']}[/{style}]"
+        verdict = Text(claim["verdict"], style=style)
         values = (_text(claim[key]) for key in ("measured", "expected"))
         table.add_row(claim["claim"], claim["source"], *values, verdict)
     console.print(table)

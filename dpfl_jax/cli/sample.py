@@ -33,6 +33,7 @@ class Options(options.Options):
       max_tokens: most tokens to sample.
       temperature: temperature of sampling; 0 takes the most likely token.
       top_k: draw from the k most likely tokens.
+      top_p: draw from the most likely tokens that together have this probability.
       seed: seed of the draws.
       tokenizer: a tokeniser's file, or bytes; default the run's or checkpoint's.
     """
@@ -42,12 +43,13 @@ class Options(options.Options):
     max_tokens: int = 64
     temperature: float = 1.0
     top_k: int | None = None
+    top_p: float | None = None
     seed: int = 0
     tokenizer: str | None = None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Samples a text, and prints each token at once."""
+    """Samples a text, and prints it as it grows."""
     import sys
 
     import jax
@@ -69,6 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         key=jax.random.key(args.seed),
         temperature=args.temperature,
         top_k=args.top_k,
+        top_p=args.top_p,
         stop_ids=tokenizer.stop_ids,
     ):
         tokens.append(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pathlib
 import shlex
@@ -12,11 +13,11 @@ from rich.table import Table
 
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, extra
 from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
-Train with silos in separate processes, on Flower (pip install 'flwr>=1.41,<1.42').
+Train with silos in separate processes, on Flower (pip install 'dpfl_jax[flower]').
 
 A silo's folder holds its root key, its policy (silo.yaml), its ledger and its log. Its records stay
 where they are: what leaves the silo is what it has sampled, clipped and noised. docs/guides/
@@ -230,11 +231,10 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _flower() -> None:
-    import importlib.util
     import os
 
-    if importlib.util.find_spec("flwr") is None:
-        raise BadInputError("`dpfl silo` needs Flower: pip install 'flwr>=1.41,<1.42'")
+    with extra("flower", "`dpfl silo`"):
+        importlib.import_module("flwr")
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 

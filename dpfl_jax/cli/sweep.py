@@ -88,7 +88,7 @@ class Options(Configured):
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs this process's cells, then tabulates all."""
     from dpfl_jax.accounting import LedgerError
-    from dpfl_jax.planning.figures import draw_sweep
+    from dpfl_jax.files import can_draw
 
     console = Console(stderr=args.json)
     sweep = _sweep(args)
@@ -113,7 +113,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     files = sweep.write_tables()
     best = sweep.best()
     fixed = [axis for axis in sweep.axes if axis not in sweep.tuned]
-    if best:
+    if best and can_draw():
+        from dpfl_jax.planning.figures import draw_sweep
+
         figure = sweep.directory / "sweep.png"
         draw_sweep(best, fixed, figure)
         files.append(figure)

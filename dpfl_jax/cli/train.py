@@ -151,6 +151,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     from rich.text import Text
 
     from dpfl_jax.accounting import Guarantee
+    from dpfl_jax.files import can_draw
     from dpfl_jax.run.report import evaluated, taken
 
     guarantee = Guarantee.from_json(report["privacy"])
@@ -188,9 +189,10 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(f"audit of {line}", highlight=False, soft_wrap=True)
     for line in filter(None, (_in_one_line(report), _got_worse(report))):
         console.print(line, highlight=False)
+    picture = "a picture in curves.png" if can_draw() else "no pictures, without dpfl_jax[plots]"
     console.print(
         f"{report['status']} after {taken(report)} {_steps(report)}: "
-        f"{report['run_dir']}/report.md, and a picture in curves.png"
+        f"{report['run_dir']}/report.md, and {picture}"
     )
 
 

@@ -56,6 +56,7 @@ _SYSTEMS = {
     "federated": "dpfl_jax.federation.guarantee",
     "personal": "dpfl_jax.federation.personal",
     "isrl": "dpfl_jax.federation.isrl.privacy",
+    "client": "dpfl_jax.federation.client",
 }
 
 
@@ -123,6 +124,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _restate(basis: dict[str, Any]) -> Any:
+    if "histogram" in basis:  # of labels, beside a run
+        name = "dpfl_jax.synthesis.histogram"
+        return importlib.import_module(name).restate(basis)
     name = basis["system"]
     if name not in _SYSTEMS:
         raise BadInputError(f"basis.system is {name!r}, and should be one of {', '.join(_SYSTEMS)}")

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dpfl_jax.clipping import cost
 from dpfl_jax.clipping.cost import Machine
@@ -184,15 +185,20 @@ def decide(problem: ClippingProblem, machine: Machine, memory_limit: float | Non
         return units * held / parts + (0.0 if units == n else 2.0 * size)
 
     products = machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0)
+    sent = _sent(problem)
+
+    def sending(units: int) -> float:  # seconds per unit of a device
+        return machine.sending(sent) * parts / units
 
     def beyond(units: int) -> float:  # seconds per unit for memory, adding up, and few rows
         few = _FEW_ROWS * products / units  # on one device, which has its part of the units
-        return (machine.holding(memory(units)) + few) / n + adding(units)
+        return (machine.holding(memory(units)) + few) / n + adding(units) + sending(units)
 
     units = min(fitting, key=beyond)
     if n * (beyond(fitting[0]) - beyond(units)) < _WORTH * products:
         units = fitting[0]
-    book = per_unit + adding(units)
+    book = per_unit + adding(units) + sending(units)
+    scan += sending(parts)
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "
         f"{n / parts * held / 1e6:.1f} MB, a scan over units {scan * 1e6:.0f} us (estimates)"
@@ -207,6 +213,19 @@ def decide(problem: ClippingProblem, machine: Machine, memory_limit: float | Non
     if scan < book:
         return Explanation("scan", parts, numbers)
     return Explanation("ghost", None if units == n else units, numbers, reports)
+
+
+def _sent(problem: ClippingProblem) -> float:
+    """Bytes that a device sends for a microbatch if parameters are split over ``fsdp``.
+
+    All parameters are gathered for the forward and for the backward pass, most often in half
+    precision. The float32 sum is scattered if the units are split, too.
+    """
+    if problem.sharding is None or problem.sharding.mesh.shape.get("fsdp", 1) == 1:
+        return 0.0
+    trained = sum(p.size for p in problem.leaves)
+    frozen = sum(x.size for x in trace_loss(problem)[0].consts if jnp.ndim(x) > 1)
+    return 4.0 * (trained + frozen) + (4.0 * trained if problem.parts > 1 else 0.0)
 
 
 def _recomputes(plan: TapPlan) -> bool:

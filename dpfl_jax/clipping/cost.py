@@ -25,6 +25,7 @@ class Machine:
       gram: FLOPs per second for Gram matrices, whose products have small blocks.
       exact: FLOPs per second for Gram matrices of float32 operands, which must not be rounded.
       bandwidth: bytes per second to and from its memory.
+      interconnect: bytes per second to other devices; None: the memory is shared.
       rounding: relative rounding of a float32 operand in a product of default precision (bfloat16
         on TPUs, TensorFloat-32 on GPUs).
       keep_factor: per-unit gradients may be kept where they take at most this many times the
@@ -43,6 +44,7 @@ class Machine:
     exact: float
     bandwidth: float
     rounding: float
+    interconnect: float | None = None
     keep_factor: float = 2.0
     scan_traffic: float = 7.0
     working_set: float | None = None
@@ -52,6 +54,10 @@ class Machine:
     def seconds(self, flops: float, moved: float) -> float:
         """Returns the seconds that so many operations, followed by moving so many bytes, take."""
         return flops / self.flops + moved / self.bandwidth
+
+    def sending(self, sent: float) -> float:
+        """Returns the seconds for sending so many bytes to other devices."""
+        return 0.0 if self.interconnect is None else sent / self.interconnect
 
     def holding(self, held: float) -> float:
         """Returns the extra seconds of a call that holds so many (estimated) bytes of memory."""
@@ -88,6 +94,7 @@ MACHINES = {
         gram=1.5e14,
         exact=4e13,
         bandwidth=3e12,
+        interconnect=1e11,  # between the GPUs of a host
         rounding=2.0**-10,  # TensorFloat-32; some units truncate operands instead of rounding
     ),
     "tpu": Machine(
@@ -95,10 +102,36 @@ MACHINES = {
         gram=1.5e14,
         exact=1.5e14,
         bandwidth=8e11,
+        interconnect=1e11,
         rounding=2.0**-8,
         keep_factor=1.0,
     ),
 }
+
+
+# Peak bfloat16 FLOP/s of one chip, dense: Google Cloud's TPU pages, NVIDIA's data sheets.
+PEAK = {
+    "v2": 45e12,
+    "v3": 123e12,
+    "v4": 275e12,
+    "v5e": 197e12,
+    "v5p": 459e12,
+    "v6e": 918e12,
+    "tpu7x": 2307e12,
+    "a100": 312e12,
+    "h100": 989e12,
+    "h200": 989e12,
+}
+# Chips that are two devices for JAX.
+_HALVES = ("v2", "v3", "tpu7x")
+
+
+def peak_flops(kind: str) -> float | None:
+    """Returns the peak FLOP/s of one device by its ``device_kind``; None if it is not known."""
+    name = kind.lower().removeprefix("tpu ").replace(" lite", "e").replace("-", " ")
+    name = {"v5": "v5p"}.get(name, name)
+    found = next((chip for chip in PEAK if chip == name or f" {chip} " in f" {name} "), None)
+    return None if found is None else PEAK[found] / (2 if found in _HALVES else 1)
 
 
 def machine_for(platform: str | None) -> Machine:

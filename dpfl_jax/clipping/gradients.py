@@ -18,6 +18,7 @@ from dpfl_jax.clipping import per_unit
 from dpfl_jax.clipping.auto import Explanation, decide, with_leaf_reports
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.isolation import check_isolated
+from dpfl_jax.clipping.jaxprs import traced_once
 from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem, as_arrays, count_units
 from dpfl_jax.clipping.result import ClippedGradResult, leaf_name, real_units, vary, varying_axes
 from dpfl_jax.clipping.rules import Flat, PerGroup, Rule
@@ -255,6 +256,7 @@ class ClippedGrad:
         train = trainable_mask(params, self.trainable)
         everything = [x for _, x in flat]
 
+        @traced_once
         def loss(leaves: Any, unit: Any) -> tuple[jax.Array, PyTree]:
             example, key = unit
             trained = iter(leaves)
@@ -572,6 +574,7 @@ def unclipped_sum(
             losses=losses,
             nonfinite=jnp.logical_and(mask, ~jnp.isfinite(losses)),
             aux=None,
+            leaf_norms=jax.tree.map(lambda _: jnp.zeros_like(weights), grad),
         )
 
     return summed

@@ -34,6 +34,34 @@ _FREE = frozenset(
 )
 
 
+def traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``function``, whose Python code runs once for each type of arguments.
+
+    Tracing a model takes longer than evaluating its jaxpr, and a clipped gradient needs the loss
+    several times: to see that units do not mix, to choose a strategy, and to compute.
+    """
+    known: dict[Any, tuple[Callable[..., Any], Any]] = {}
+
+    def evaluated(*args: Any) -> Any:
+        tree: Any
+        flat, tree = jax.tree.flatten(args)
+        kind = tree, tuple(map(jax.typeof, flat))
+        if kind not in known:
+            structures: list[Any] = []
+
+            def outputs(*flat: Any) -> list[Any]:
+                leaves, structure = jax.tree.flatten(function(*tree.unflatten(flat)))
+                structures.append(structure)
+                return leaves
+
+            jaxpr = jax.make_jaxpr(outputs)(*flat)
+            known[kind] = jex.core.jaxpr_as_fun(jaxpr), structures[-1]
+        run, structure = known[kind]
+        return structure.unflatten(run(*flat))
+
+    return evaluated
+
+
 def every_program(program: Any) -> Iterator[Any]:
     """Yields a ClosedJaxpr or Jaxpr and every program that it calls."""
     yield program

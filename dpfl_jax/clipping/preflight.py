@@ -170,7 +170,7 @@ def away_from_zero(params: PyTree) -> PyTree:
 
     def one(x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.floating) or bool(jnp.any(x != 0)):
+        if not jnp.issubdtype(x.dtype, jnp.floating) or bool(_any(x)):
             return x
 
         def draw() -> jax.Array:
@@ -179,6 +179,11 @@ def away_from_zero(params: PyTree) -> PyTree:
         return jax.jit(draw, out_shardings=x.sharding)()
 
     return jax.tree.map(one, params)
+
+
+@jax.jit
+def _any(x: jax.Array) -> jax.Array:
+    return jnp.any(x != 0)
 
 
 def _finite(x: jax.Array) -> jax.Array:

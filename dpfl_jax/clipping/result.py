@@ -63,6 +63,8 @@ class StepStats:
       nonfinite: number of units whose loss or gradient had a NaN or infinity. Such a gradient was
         replaced by zero, and such a unit counts in no other sum except ``units``.
       clip_norm: clip norm of this step, if it adapts; it follows from releases, and is public.
+      leaf_norms: float32 [trained parameters], sums over units of the norms of each parameter's
+        gradients, for the check before the first step; None where they were not asked for.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -78,15 +80,19 @@ class StepStats:
     norm: jax.Array
     nonfinite: jax.Array
     clip_norm: jax.Array | None = None
+    leaf_norms: jax.Array | None = None
 
     @classmethod
-    def of(cls, result: ClippedGradResult, mask: jax.Array, bound: Any) -> StepStats:
+    def of(
+        cls, result: ClippedGradResult, mask: jax.Array, bound: Any, leaf_norms: bool = False
+    ) -> StepStats:
         """Returns the sums over the units of a clipped gradient's result.
 
         Args:
           result: what the clipped gradient returned.
           mask: bool, int or float [n], the units that count.
           bound: the clip norm.
+          leaf_norms: whether norms of single parameters' gradients are added up, too.
         """
         real = mask.astype(bool)
         finite = real & ~result.nonfinite & jnp.isfinite(result.losses)
@@ -100,6 +106,9 @@ class StepStats:
             clipped=total(result.norms > bound),
             norm=total(result.norms),
             nonfinite=(real & ~finite).astype(jnp.float32).sum(),
+            leaf_norms=jnp.stack([total(x) for x in jax.tree.leaves(result.leaf_norms)])
+            if leaf_norms
+            else None,
         )
 
     @classmethod

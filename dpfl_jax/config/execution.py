@@ -146,6 +146,11 @@ class Execution(Section):
       split_users: split each user's examples (ULS) over the fsdp devices, each of which then
         forms a part of the gradient, instead of one user on a device. Needed if no device holds a
         whole gradient.
+      sum_over_fsdp: when gradients are summed over the fsdp devices. ``microbatch`` sends all
+        gradients for every microbatch, and each device holds a part of their sum. ``step`` sends
+        them once a step, and each device holds all of its sum (8 bytes a trained parameter).
+        ``auto`` takes ``step`` if that is at most a quarter of a device's memory. With
+        ``split_users`` it is always ``microbatch``.
       attention: how a transformer computes attention. ``plain`` holds the scores of all pairs of
         positions, ``blockwise`` those of two blocks, so that memory grows linearly with the length;
         ``auto`` is plain up to 1,024 positions.
@@ -168,6 +173,7 @@ class Execution(Section):
     packing: int = Field(0, ge=0)
     examples_at_once: int | None = Field(None, gt=0)
     split_users: bool = False
+    sum_over_fsdp: Literal["auto", "microbatch", "step"] = "auto"
     mesh: MeshConfig = MeshConfig()
     width: int = Field(1, gt=0)
     chunk_silos: int | None = Field(None, gt=0)

@@ -31,7 +31,7 @@ _KEYS = {
         model.frozen_dtype model.dpo
         train.steps train.log_every
         execution.attention execution.group_buckets execution.packing execution.examples_at_once
-        execution.split_users execution.mesh
+        execution.split_users execution.sum_over_fsdp execution.mesh
         eval.split eval.personalize eval.prompt
     """,
     ("silos",): """

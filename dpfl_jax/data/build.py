@@ -20,7 +20,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
@@ -39,12 +38,23 @@ from dpfl_jax.data.owners import grouped_by_owner_set
 from dpfl_jax.data.records import STORE_FORMATS, disk_error, write_records
 from dpfl_jax.data.rows import BadRows, expand_paths
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.shards import INDEX, USERS, FileEntry, Manifest, ShardStore
+from dpfl_jax.data.shards import (
+    INDEX,
+    LENGTHS,
+    LENGTHS_INDEX,
+    USERS,
+    FileEntry,
+    Manifest,
+    ShardStore,
+)
 from dpfl_jax.data.sources import Row, file_source
 from dpfl_jax.data.store import Store, combine_digests, unit_key_of, user_digest, user_order_key
 from dpfl_jax.data.tokenizers import load_tokenizer
-from dpfl_jax.errors import BadInputError, at_least, one_of
+from dpfl_jax.errors import BadInputError, at_least, extra, one_of
 from dpfl_jax.files import on_disk
+
+with extra("build", "building a store"):
+    import duckdb
 
 PARTITION_BYTES = 256 * 2**20
 MEMORY = 384  # MiB that DuckDB may take; what does not fit goes to the staging folder
@@ -167,7 +177,8 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
     if out.exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
-    identity = json.dumps({"plan": dataclasses.asdict(plan), "sources": sources}, sort_keys=True)
+    known = {"plan": dataclasses.asdict(plan), "sources": sources, "keeps": "lengths"}
+    identity = json.dumps(known, sort_keys=True)
     marker = staging / "build.json"
     try:
         if staging.exists() and not (marker.is_file() and marker.read_text() == identity):
@@ -317,6 +328,7 @@ def encode_partition(
     names: list[str] = []
     counts: list[int] = []
     digests: list[bytes] = []
+    lengths: list[int] = []
     bad = BadRows()
 
     def blocks() -> Iterator[np.ndarray]:
@@ -331,6 +343,8 @@ def encode_partition(
             if len(records):
                 names.append(user)
                 counts.append(len(records))
+                if schema.has_lengths:
+                    lengths.extend(schema.lengths(records).tolist())
                 digests.append(user_digest(user, records))
                 yield records
 
@@ -341,6 +355,7 @@ def encode_partition(
         "users": names,
         "counts": counts,
         "digests": [d.hex() for d in digests],
+        "lengths": lengths,
         "dropped": bad.dropped,
     }
     try:
@@ -414,6 +429,7 @@ def finish(
     noted = staging / _GROUPED
     dropped = int(noted.read_text()) if noted.exists() else 0
     entries, names, counts, digests = [], [], [], []
+    lengths: list[np.ndarray] = []
     for shard in range(plan.num_shards):
         side = json.loads(side_path(staging, plan, shard).read_text())
         path = _shard_path(staging, plan, shard)
@@ -424,6 +440,7 @@ def finish(
         names += side["users"]
         counts += side["counts"]
         digests += side["digests"]
+        lengths.append(np.array(side["lengths"], "<u4"))
         dropped += side["dropped"]
     if not names:
         shutil.rmtree(staging)
@@ -432,6 +449,13 @@ def finish(
         with pa.ipc.new_file(os.fspath(staging / USERS), INDEX) as writer:
             writer.write_table(pa.table([names, counts], schema=INDEX))
         index = FileEntry.of(staging / USERS)
+        of_examples = None
+        if plan.schema.has_lengths:
+            # In one piece, to be mapped.
+            tokens = pa.record_batch([np.concatenate(lengths)], schema=LENGTHS_INDEX)
+            with pa.ipc.new_file(os.fspath(staging / LENGTHS), LENGTHS_INDEX) as writer:
+                writer.write_batch(tokens)
+            of_examples = FileEntry.of(staging / LENGTHS)
         manifest = Manifest(
             plan.schema,
             plan.shard_format,
@@ -441,6 +465,7 @@ def finish(
             tuple(entries),
             index,
             users_are_sets or any(SEPARATOR in name for name in names),
+            of_examples,
             {
                 "sources": sources,
                 "max_examples_per_user": plan.max_examples_per_user,
@@ -448,7 +473,7 @@ def finish(
             },
         )
         manifest.write(staging)
-        keep = {e.file for e in (*entries, index)} | {"manifest.json"}
+        keep = {entry.file for entry in manifest.files} | {"manifest.json"}
         for path in staging.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -533,11 +558,9 @@ def build_with_beam(
     Raises:
       BadInputError: Beam is not installed, ``out`` exists, or a row is bad.
     """
-    try:
+    with extra("beam", "--engine beam"):
         import apache_beam as beam
         from apache_beam.options.pipeline_options import PipelineOptions
-    except ImportError as error:
-        raise BadInputError("--engine beam needs Apache Beam: pip install apache-beam") from error
     if address(out) is not None:
         raise BadInputError(
             f"--engine beam writes to a folder that all its workers share, and not to {out}: build "

@@ -19,15 +19,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dpfl_jax.data.rows import no_column, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.tokenizers import Tokenizer, named_tokens, read_json_object, tokenizer_settings
-from dpfl_jax.errors import BadInputError, unrepeated
+from dpfl_jax.errors import BadInputError, extra, unrepeated
 from dpfl_jax.files import local_path, read_text
 
 # ---- chat templates ------------------------------------------------------------------------------
@@ -37,24 +34,6 @@ Spans = list[tuple[int, int]]
 # Put around what a template marks as an answer: noncharacters (Unicode, section 23.7).
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class _Generation(Extension):
-    """``{% generation %}`` ... ``{% endgeneration %}`` marks an answer."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +51,10 @@ class ChatTemplate:
     name: str = "the chat template"
 
     @functools.cached_property
-    def _compiled(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        environment.globals["raise_exception"] = _refuse
-        try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise BadInputError(
-                f"{self.name} is not a Jinja template: line {error.lineno}, {error.message}"
-            ) from error
+    def _compiled(self) -> Any:
+        with extra("chat", "a chat template"):
+            from dpfl_jax.data.chat_templates import compiled
+        return compiled(self.source, self.name, (_BEGIN, _END))
 
     def _render(self, messages: Sequence[Mapping[str, Any]], where: str, prompt: bool) -> str:
         compiled = self._compiled
@@ -94,6 +65,10 @@ class ChatTemplate:
         except Exception as error:  # whatever the template's expressions raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise BadInputError(f"{where}: {self.name} does not take it: {reason}") from error
+
+    def render_prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+        """Renders messages, and the beginning of the answer that follows them."""
+        return _unmarked(self._render(messages, where, True))[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, Spans]:
         """Renders a conversation.
@@ -271,6 +246,32 @@ class Conversations:
         except (TypeError, ValueError, RecursionError) as error:
             raise BadInputError(f"{where}: it cannot be written as text ({error})") from error
         return json.dumps(sequences)
+
+    def prompt_of(self, row: Mapping[str, Any], where: str) -> tuple[str, bool, Any]:
+        """Returns a row's prompt: what comes before the last answer of a whole conversation.
+
+        Returns:
+          The prompt's text; whether the tokenizer adds its beginning-of-text token; and the prompt
+          as the row has it.
+
+        Raises:
+          BadInputError: naming ``where``, if the row has no prompt.
+        """
+        column = self.prompt or self.messages
+        if column is None:
+            raise BadInputError(
+                "these conversations have no prompts: data.prompt_column is not set"
+            )
+        if column not in row:
+            raise no_column(where, column, sorted(row))
+        if column == self.prompt and isinstance(row[column], str | bytes):
+            return text_of(row, column, where), True, row[column]
+        messages = _messages(row, column, where)
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if self.template is None or not messages:
+            raise BadInputError(f"{where}: {column!r} holds no message that an answer could follow")
+        return self.template.render_prompt(messages, where), False, messages
 
     def _rendered(self, messages: Messages, where: str) -> tuple[str, Spans]:
         if self.template is None:

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from dpfl_jax.data.rows import (
 )
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore, Store, user_order_key
+from dpfl_jax.data.table import user_key
+from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import within
@@ -41,17 +44,22 @@ class DocumentFiles:
 
     Attributes:
       format: one of ``FORMATS``, or None to go by each file's name.
-      user_column: column of the user id, or a key expression (``keys``).
+      user_column: column of the user id, or a key expression (``keys``); None, with a template:
+        every row is a user.
       text_column: column of the text, if there are no ``conversations``.
       csv: how CSV files are written.
       conversations: how to read conversations.
+      template: how columns make a text.
+      decimal: the decimal separator of numbers in its columns.
     """
 
     format: str | None = None
-    user_column: str = "user"
+    user_column: str | None = "user"
     text_column: str = "text"
     csv: CsvFormat = PLAIN_CSV
     conversations: Conversations | None = None
+    template: RowTemplate | None = None
+    decimal: str = "point"
 
 
 def read_documents(
@@ -68,15 +76,19 @@ def read_documents(
       BadInputError: naming the file and the line or row; or all texts of CSV files are numbers.
     """
     how, bad, any_row, any_word = how or DocumentFiles(), bad or BadRows(), False, False
-    key, text_column, conversations = UserKey(how.user_column), how.text_column, how.conversations
+    text_column, conversations = how.text_column, how.conversations
+    key: Any = UserKey(how.user_column or "") if how.template is None else user_key(how.user_column)
     texts = [text_column] if conversations is None else conversations.columns
-    columns = None if key.columns is None else list(dict.fromkeys([*key.columns, *texts]))
+    if (template := how.template) is not None:
+        texts = [column.name for column in template.columns]
+    named = getattr(key, "columns", None)
+    columns = None if named is None else list(dict.fromkeys([*named, *texts]))
     for path in paths:
         kind = how.format or guess_format(path)
         if kind not in FORMATS:
             raise BadInputError(f"unknown data format {kind!r}: use one of {', '.join(FORMATS)}")
         if kind == "folder":
-            if conversations is not None:
+            if conversations is not None or template is not None:
                 raise BadInputError(f"the folder {path} holds texts, which have no columns")
             yield from read_folder(path)
             continue
@@ -85,6 +97,8 @@ def read_documents(
                 user = key(row, where)
                 if conversations is not None:
                     document = user, conversations.document(row, where)
+                elif template is not None:
+                    document = user, template.write([row], where, how.decimal)
                 else:
                     document = user, text_of(row, text_column, where)
             except BadInputError as error:
@@ -173,10 +187,12 @@ def encode_user(
     schema: Schema,
     max_examples: int | None = None,
     bad: BadRows | None = None,
+    one_each: bool = False,
 ) -> np.ndarray:
     """Returns the records of one user's documents, in order, at most ``max_examples``.
 
-    ``bad`` counts the conversations left out because no answer begins within ``seq_len``.
+    ``bad`` counts the conversations left out because no answer begins within ``seq_len``. With
+    ``one_each`` a document makes one record, and what is too long is cut off.
     """
     step = max_examples or max(len(texts), 1)
     parts, count = [np.empty(0, schema.record_dtype)], 0
@@ -188,6 +204,8 @@ def encode_user(
                 bad.dropped += dropped
         else:
             ids = [_bare(document, tokenizer) for document in tokenizer.encode_batch(batch)]
+            if one_each:
+                ids = [document[: schema.seq_len] for document in ids]
             records = chunk_documents(ids, schema, tokenizer.eos_id)[0]
         parts.append(records)
         count += len(parts[-1])
@@ -223,12 +241,14 @@ def store_from_documents(
     max_examples: int | None = None,
     conversations: Conversations | None = None,
     bad: BadRows | None = None,
+    template: RowTemplate | None = None,
 ) -> Store:
     """Groups documents, (user, text) pairs, by user in memory, tokenises and cuts them.
 
     A user's documents keep their order; a user may be the id of a set of owners
     (``keys.owners_to_id``). ``max_examples`` keeps each user's first examples; ``bad`` counts
-    conversations that are too long.
+    conversations that are too long. Documents of a ``template`` are its rows: as many as it takes
+    make one text, which is cut to one example.
 
     Raises:
       BadInputError: there is no document, or none yields an example.
@@ -247,7 +267,11 @@ def store_from_documents(
         raise BadInputError("the data hold no users: there is not one row")
     packed: dict[str, np.ndarray] = {}
     for user in sorted(texts, key=user_order_key):
-        records = encode_user(texts.pop(user), tokenizer, schema, max_examples, bad)
+        of_user = texts.pop(user)
+        if template is not None:
+            of_user = template.joined(of_user)
+        is_row = template is not None
+        records = encode_user(of_user, tokenizer, schema, max_examples, bad, is_row)
         if len(records):
             packed[user] = records
     if not packed:

@@ -16,7 +16,7 @@ from dpfl_jax.buckets import as_given
 from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.store import Store
-from dpfl_jax.errors import BadInputError, at_least, positive, probability
+from dpfl_jax.errors import BadInputError, at_least, extra, positive, probability
 from dpfl_jax.randomness import RootKey
 
 
@@ -156,9 +156,9 @@ def private_summary(
 
 def plot_sizes(store: Store, path: str | os.PathLike[str]) -> None:
     """Draws users and their examples by size class (log scale) into a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    with extra("plots", "a picture"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
     counts = _examples_of_each(store)
     edges = [2.0**k for k in range(int(np.log2(counts.max())) + 2)]
     figure = Figure(figsize=(7, 4), layout="constrained")

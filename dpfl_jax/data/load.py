@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import os
@@ -12,7 +13,12 @@ import numpy as np
 
 from dpfl_jax.buckets import address
 from dpfl_jax.data.chats import conversations_in
-from dpfl_jax.data.documents import DocumentFiles, read_documents, store_from_documents
+from dpfl_jax.data.documents import (
+    Document,
+    DocumentFiles,
+    read_documents,
+    store_from_documents,
+)
 from dpfl_jax.data.features import with_features
 from dpfl_jax.data.keys import key_name, value_to_id
 from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set, store_from_users
@@ -30,6 +36,7 @@ from dpfl_jax.data.store import (
     with_unit_key,
 )
 from dpfl_jax.data.table import read_table
+from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, at_least, expect, probability
 from dpfl_jax.task import EACH_ROW, Task
@@ -37,6 +44,9 @@ from dpfl_jax.task import EACH_ROW, Task
 # Settings for tables and stores of arrays, and for tables only.
 _ARRAY_SETTINGS = ("target_column", "input_columns", "classes", "silo_column")
 _TABLE_SETTINGS = ("scale", "categories", "missing", "dates")
+# Those of them that templates take, too.
+_TEMPLATE_SETTINGS = ("categories", "missing")
+_RANDOM_TEXTS = 10_000  # of data.public=template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +135,9 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> LoadedExamp
     is_table = is_file and config.target_column is not None
     if not is_table:
         of_arrays = () if config.source == "store" else _ARRAY_SETTINGS
+        of_template = () if config.template is None else _TEMPLATE_SETTINGS
         for name in (*of_arrays, *_TABLE_SETTINGS):
-            if getattr(config, name):
+            if getattr(config, name) and name not in of_template:
                 more = ", whose data.target_column is set" if is_file else ""
                 if name in _ARRAY_SETTINGS and not is_file:
                     more = " and stores of arrays"
@@ -135,6 +146,16 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> LoadedExamp
         raise BadInputError(
             f"data.{config.conversations[0]} is for files of conversations (of a store: dpfl data "
             "build), not for tables and other sources"
+        )
+    if config.template is None:
+        if config.ranges or config.rows_per_text > 1:
+            name = "ranges" if config.ranges else "rows_per_text"
+            raise BadInputError(f"data.{name} is for texts that data.template makes: set that")
+    elif is_table or config.conversations or not is_file:
+        other = config.conversations[:1] or (("target_column",) if is_table else ("source",))
+        raise BadInputError(
+            f"data.template makes texts of the columns of a file, which data.{other[0]} does not "
+            "go with: leave one out"
         )
     if is_table:
         users, task = read_table(config, keep, bad=bad)
@@ -291,6 +312,34 @@ def hold_out(
     return parts
 
 
+def count_users(config: SourceConfig) -> tuple[int, int]:
+    """Counts the users and the texts of a store, or of files of texts, which are not tokenised.
+
+    Raises:
+      BadInputError: as in ``load_examples``.
+    """
+    if config.source == "store":
+        store = open_store(os.fspath(expand_paths(config.path)[0]))
+        return store.num_users, store.num_examples
+    documents, _ = _documents(config, BadRows(config.on_bad_row == "drop"))
+    texts = collections.Counter(user for user, _ in documents)
+    return len(texts), texts.total()
+
+
+def _documents(config: SourceConfig, bad: BadRows) -> tuple[Iterator[Document], DocumentFiles]:
+    columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
+    how = DocumentFiles(
+        config.source,
+        config.user_column,
+        config.text_column,
+        config.csv,
+        conversations_in(columns, config.tokenizer, config.chat_template),
+        template_of(config),
+        config.decimal,
+    )
+    return read_documents(expand_paths(config.path), how, bad), how
+
+
 def _texts(config: SourceConfig, bad: BadRows) -> LoadedExamples:
     tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
     if config.source == "python_source":
@@ -299,16 +348,24 @@ def _texts(config: SourceConfig, bad: BadRows) -> LoadedExamples:
         texts = ((user, files[user].decode()) for user in users)
         store = store_from_documents(texts, tokenizer, config.seq_len, limit)
         return _tokens(store, tokenizer, "a source file of an installed package")
-    columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
-    conversations = conversations_in(columns, config.tokenizer, config.chat_template)
-    how = DocumentFiles(
-        config.source, config.user_column or "", config.text_column, config.csv, conversations
-    )
-    documents = read_documents(expand_paths(config.path), how, bad)
+    documents, how = _documents(config, bad)
     store = store_from_documents(
-        documents, tokenizer, config.seq_len, limit, conversations=conversations, bad=bad
+        documents, tokenizer, config.seq_len, limit, how.conversations, bad, how.template
     )
     return _tokens(store, tokenizer, config.user_column or "a document")
+
+
+def template_of(config: SourceConfig) -> RowTemplate | None:
+    """The template of a data section; None without one.
+
+    Raises:
+      BadInputError: it is malformed, or does not fit the settings of its columns.
+    """
+    if config.template is None:
+        return None
+    return RowTemplate.parse(
+        config.template, config.categories, config.ranges, config.missing, config.rows_per_text
+    )
 
 
 def _tokens(
@@ -444,6 +501,16 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
         library = standard_library_files().items()
         texts = ((name, data.decode()) for name, data in library)
         return store_from_documents(texts, tokenizer, config.seq_len)
+    if kind == "template":
+        if (template := template_of(config)) is None:
+            raise BadInputError(
+                "data.public=template draws random rows of data.template, which is not set: set "
+                "it, or name a public text"
+            )
+        generator = np.random.default_rng(0)
+        rows = [("random rows", template.draw(generator)) for _ in range(_RANDOM_TEXTS)]
+        single = dataclasses.replace(template, rows=1)  # each is a whole text already
+        return store_from_documents(rows, tokenizer, config.seq_len, template=single)
     paths = expand_paths(kind)
     if paths[0].is_dir():
         return store_from_documents(

@@ -100,6 +100,13 @@ class SharedStore(Store):
     def records(self, positions: np.ndarray) -> np.ndarray:
         return self.sets.records(positions)
 
+    @property
+    def has_lengths(self) -> bool:  # type: ignore[override]
+        return self.sets.has_lengths
+
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        return self.sets.lengths(positions)
+
     def bounded(self, limit: int, whole: bool = False) -> BoundedStore:
         """The part in which no user owns more than ``limit`` records, or sets (``whole``).
 
@@ -181,6 +188,13 @@ class BoundedStore(Store):
     def records(self, positions: np.ndarray) -> np.ndarray:
         return self.shared.records(self._kept[positions])
 
+    @property
+    def has_lengths(self) -> bool:  # type: ignore[override]
+        return self.shared.has_lengths
+
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        return self.shared.lengths(self._kept[self._check(positions)])
+
     @functools.cached_property
     def bounding(self) -> Bounding:
         """What was left out; reads the lengths of all texts."""
@@ -207,7 +221,7 @@ class BoundedStore(Store):
 
 def _tokens(store: SharedStore | BoundedStore) -> int:
     return sum(
-        int(store.records(np.arange(low, min(low + _BLOCK, store.num_examples)))["length"].sum())
+        int(store.lengths(np.arange(low, min(low + _BLOCK, store.num_examples))).sum())
         for low in range(0, store.num_examples, _BLOCK)
     )
 

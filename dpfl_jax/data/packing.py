@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from dpfl_jax.data.schema import ends
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import Draw
@@ -46,17 +48,28 @@ class Shape:
         return self.rows * self.length
 
 
-def example_lengths(store: Readable, positions: np.ndarray) -> np.ndarray:
-    """Tokens of the examples at ``positions`` (-1: none), up to the last that is predicted."""
+def example_lengths(store: Any, positions: np.ndarray) -> np.ndarray:
+    """Tokens of the examples at ``positions`` (-1: none), up to the last that is predicted.
+
+    They come from the store's index if it has one, else from the examples.
+    """
     real = positions >= 0
     lengths = np.zeros(positions.shape, np.int64)
-    lengths[real] = _ends(store.read(positions[real])["mask"])
+    if hasattr(store, "lengths"):
+        lengths[real] = store.lengths(positions[real])
+    else:
+        lengths[real] = ends(store.read(positions[real])["mask"])
     return lengths
 
 
-def _ends(mask: np.ndarray) -> np.ndarray:
-    """One past the last True of each row; 0 if there is none."""
-    return np.where(mask.any(1), mask.shape[1] - mask[:, ::-1].argmax(1), 0)
+def lengths_warning(store: Any) -> str | None:
+    """Returns a warning if packing has to read examples for their lengths, in every process."""
+    if getattr(store, "has_lengths", True):
+        return None
+    return (
+        "the store was built before it kept the lengths of its examples, so that every process "
+        "reads every example of a step to pack them: build it again (dpfl data build)"
+    )
 
 
 def first_fit(
@@ -194,11 +207,14 @@ def pack_units(
     real = positions >= 0
     read = store.read(positions[real])
     lengths = np.zeros(positions.shape, np.int64)
-    lengths[real] = _ends(read["mask"])
+    lengths[real] = ends(read["mask"])
     lengths = np.minimum(lengths, shape.length) if partial else lengths
     row, start, complete = first_fit(lengths, real, shape)
     kept = row >= 0
-    assert partial or complete.all(), "a unit is in a shape that does not hold it"
+    if not (partial or complete.all()):
+        raise BadInputError(
+            "the store's examples are longer than its index says: build it again (dpfl data build)"
+        )
     read = {name: array[kept[real]] for name, array in read.items()}
     unit, number = np.nonzero(kept)
     size = lengths[kept]

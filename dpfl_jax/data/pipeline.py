@@ -190,7 +190,7 @@ class Pipeline:
         if self.shapes is None:
             parts = split_into_buckets(draw, self.group_sizes)
         else:
-            # Every process needs all lengths: all must agree on the buffer of each unit.
+            # Every process looks up all lengths: all must agree on the buffer of each unit.
             lengths, shapes = packing.example_lengths(self.store, draw.positions), [*self.shapes]
             parts = packing.split_by_shape(draw, lengths, self.shapes)
         if self.capacities is None:

@@ -115,6 +115,11 @@ class Schema:
         """Whether an example is a preference pair."""
         return self.kind == "answers" and len(self.fields[0].shape) == 2
 
+    @property
+    def has_lengths(self) -> bool:
+        """Whether an example is one sequence of tokens, which has a length (``lengths``)."""
+        return self.kind != "arrays" and not self.pairs
+
     @functools.cached_property
     def record_dtype(self) -> np.dtype[Any]:
         """The structured type of a stored record (little-endian, unpadded)."""
@@ -141,6 +146,12 @@ class Schema:
             bits = np.unpackbits(records["mask"], axis=-1, count=self.seq_len)
             return {"tokens": records["tokens"].astype(np.int32), "mask": bits.astype(bool)}
         return {f.name: np.ascontiguousarray(records[f.name]) for f in self.fields}
+
+    def lengths(self, records: np.ndarray) -> np.ndarray:
+        """Returns the tokens of stored records [n], up to the last that is predicted: int [n]."""
+        if self.kind == "tokens":
+            return records["length"]
+        return ends(np.unpackbits(records["mask"], axis=-1, count=self.seq_len))
 
     def unpack_on_device(self, raw: Any) -> dict[str, Any]:
         """Turns raw records into ``tokens`` and ``mask``, inside jit (``"tokens"`` only).
@@ -208,3 +219,10 @@ class Schema:
             for name, array in arrays.items():
                 records[name] = array
         return records
+
+
+def ends(mask: np.ndarray) -> np.ndarray:
+    """One past the last nonzero of each row; 0 if there is none."""
+    present = mask.astype(bool)
+    last = mask.shape[-1] - present[..., ::-1].argmax(-1)
+    return np.where(present.any(-1), last, 0)

@@ -19,6 +19,7 @@ def _no_bool(value: object) -> object:
 
 
 _Count = Annotated[int, Field(gt=0)]
+_Number = Annotated[int | float, Field(allow_inf_nan=False), BeforeValidator(_no_bool)]
 _Word = Annotated[str | int, BeforeValidator(_no_bool)]
 # NAME_column of a section is NAME of ``chats.Conversations``.
 CONVERSATION = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -47,6 +48,12 @@ class SourceConfig:
       chosen_column, rejected_column: two answers, of which the first was preferred (``model.dpo``);
         without a prompt_column both are whole conversations.
       chat_template: file of a Jinja template for messages; default the tokeniser's.
+      template: how columns make a text, such as "<label> | <title> | <text>", instead of a
+        text_column: their words are ``categories``, their numbers ``ranges``, others are any text.
+        A language model of such texts writes rows (``dpfl synthesize``).
+      ranges: by column of a template, its least and largest number, known without these data; how
+        they are written is how many decimals each number gets ([18, 65], [15.0, 55.0]).
+      rows_per_text: rows of a user in a text of a template, one in a line, in their order.
       target_column: column of a table that is predicted from others; in a store of arrays the field
         (default ``label``).
       input_columns: columns that it is predicted from, names or shell patterns; default all others.
@@ -98,6 +105,9 @@ class SourceConfig:
     chosen_column: str | None = None
     rejected_column: str | None = None
     chat_template: str | None = None
+    template: str | None = None
+    ranges: dict[str, tuple[_Number, _Number]] = dataclasses.field(default_factory=dict, hash=False)
+    rows_per_text: _Count = 1
     target_column: str | None = None
     input_columns: tuple[str, ...] | None = None
     categories: dict[str, tuple[_Word, ...]] = dataclasses.field(default_factory=dict, hash=False)
@@ -136,7 +146,8 @@ class SourceConfig:
 
     def caveats(self) -> tuple[str, ...]:
         """Caveats of a guarantee that follow from these settings."""
-        table, caveats = self.target_column is not None, []
+        caveats = list[str]()
+        table = self.target_column is not None
         if self.max_users is not None:
             caveats.append(
                 "data.max_users keeps a fixed number of users, so that adding a person to the raw "
@@ -147,7 +158,7 @@ class SourceConfig:
                 f"users are synthetic, {self.records_per_user} records each drawn at random: the "
                 "guarantee is for such a group, not for a real person, who would deal all anew"
             )
-        if table and self.user_column is None:
+        if (table or self.template) and self.user_column is None:
             caveats.append(
                 "every row counts as a person of its own (data.user_column is null): somebody with "
                 "several rows is protected less"
@@ -164,7 +175,7 @@ class SourceConfig:
                 "the chat template is taken as known without these data; how many conversations "
                 "were too long is counted without noise: the guarantee does not cover that number"
             )
-        declared = ("scale", "categories", "missing", "dates")
+        declared = ("template", "scale", "categories", "ranges", "missing", "dates")
         if named := [f"data.{name}" for name in declared if getattr(self, name)]:
             are = "is" if len(named) == 1 else "are"
             caveats.append(f"{', '.join(named)} {are} taken as known without these data")
@@ -190,7 +201,8 @@ class DataConfig(SourceConfig):
         set with a test part keeps it, and ``test_fraction`` is not used.
       held_out_max: most held-out examples of a user in each part (``within_user``).
       public: public corpus for pre-training: ``"auto"`` (the standard library for
-        ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, or a text file or folder.
+        ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, a text file or folder, or
+        ``"template"``: random rows of ``template``, whose words and numbers are equally likely.
       max_norm: each record's features (with their constant) are scaled down to this norm.
       max_target: each record's target (regression, scaled) is clipped to this.
 

@@ -29,7 +29,7 @@ from dpfl_jax.data.documents import Document
 from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.rows import FORMATS, expand_paths, guess_format, open_binary, read_rows, text_of
 from dpfl_jax.data.sections import SourceConfig
-from dpfl_jax.errors import BadInputError, imported
+from dpfl_jax.errors import BadInputError, extra, imported
 from dpfl_jax.task import Task
 
 
@@ -527,13 +527,8 @@ BREAST_CANCER_RANGES = np.array(
 
 
 def _load(name: str) -> tuple[np.ndarray, np.ndarray]:
-    try:
+    with extra("sklearn", f"data.source={name}"):
         from sklearn import datasets
-    except ImportError:
-        raise BadInputError(
-            f"data.source={name} needs scikit-learn, which bundles it: install it, or use a source "
-            "with data.path"
-        ) from None
     bunch: Any = getattr(datasets, f"load_{name}")()
     return np.asarray(bunch.data, np.float64), np.asarray(bunch.target)
 

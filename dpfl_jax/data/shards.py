@@ -4,17 +4,19 @@ Layout of a store's folder::
 
     manifest.json            version, schema, counts, checksums, tokeniser, how it was built
     users.arrow              id and number of examples of each user, in store order
+    lengths.arrow            tokens of each example, in store order (sequences of tokens only)
     shard-00000-of-00016.*   examples, users in store order, no user in two shards
 
 Shards are Arrow files (memory-mapped: the fastest random access) or ArrayRecord files (compressed,
-for object stores). Opening reads the manifest and 8 bytes a user; ids stay on disk. The manifest is
-written last, then the folder is renamed into place: a folder that opens is complete.
+for object stores). Opening reads the manifest and 8 bytes a user; ids and lengths stay on disk. The
+manifest is written last, then the folder is renamed into place: a folder that opens is complete.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -43,6 +45,8 @@ VERSION = 3
 USERS = "users.arrow"
 _DOWNLOADS = 8  # at once
 INDEX = pa.schema([("user", pa.large_string()), ("examples", pa.int64())])
+LENGTHS = "lengths.arrow"
+LENGTHS_INDEX = pa.schema([("tokens", pa.uint32())])
 
 
 def sha256_file(path: pathlib.Path) -> str:
@@ -79,6 +83,8 @@ class Manifest:
       shards: entries of the shards, in store order.
       index: entry of ``users.arrow``.
       shared: whether users are sets of owners (``owners``).
+      lengths: entry of ``lengths.arrow``; None for arrays and pairs, and in stores that were built
+        before there was one.
       build: facts about the build (sources, settings), which are not part of the content.
     """
 
@@ -90,7 +96,13 @@ class Manifest:
     shards: tuple[FileEntry, ...]
     index: FileEntry
     shared: bool = False
+    lengths: FileEntry | None = None
     build: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """The entries of all files."""
+        return (*self.shards, self.index, *([] if self.lengths is None else [self.lengths]))
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes ``manifest.json``, durably and in one step."""
@@ -165,7 +177,7 @@ class ShardStore(Store):
             )
         if self.manifest.index.file != USERS:
             raise BadInputError(f"{self.path / MANIFEST} does not list {USERS}")
-        for entry in (*self.manifest.shards, self.manifest.index):
+        for entry in self.manifest.files:
             self._check_size(entry)
         self._file(self.manifest.index)
         self._check_sum(self.manifest.index, "it belongs to another build or was damaged")
@@ -258,6 +270,28 @@ class ShardStore(Store):
             with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS) as pool:
                 list(pool.map(lambda s: self._file(self.manifest.shards[s]), shards))
 
+    @property
+    def has_lengths(self) -> bool:  # type: ignore[override]
+        return self.manifest.lengths is not None
+
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        if self.manifest.lengths is None:
+            return super().lengths(positions)
+        return self._lengths[self._check(positions)]
+
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray:
+        assert self.manifest.lengths is not None
+        path = self._file(self.manifest.lengths)
+        try:
+            table = pa.ipc.open_file(pa.memory_map(os.fspath(path))).read_all()
+            if table.schema != LENGTHS_INDEX or table.num_rows != self.num_examples:
+                raise ValueError("another number of examples, or other columns than tokens")
+            tokens = table.column(0).chunk(0)
+            return np.frombuffer(tokens.buffers()[1], "<u4", len(tokens))
+        except (OSError, ValueError, IndexError) as error:
+            raise BadInputError(f"{path} does not hold the lengths of a store ({error})") from error
+
     def verify(self) -> None:
         """Reads every file again and compares all checksums, then every record's digest.
 
@@ -265,7 +299,7 @@ class ShardStore(Store):
           BadInputError: naming the first file that is not what was built.
         """
         self._download(range(len(self.manifest.shards)))
-        for entry in self.manifest.shards:
+        for entry in self.manifest.files:
             self._check_sum(entry, "a byte changed or it belongs to another build")
         if content_fingerprint(self) != self.manifest.fingerprint:
             raise BadInputError(

@@ -16,11 +16,12 @@ import numpy as np
 
 from dpfl_jax.data.documents import DocumentFiles, read_documents
 from dpfl_jax.data.keys import UserKey
+from dpfl_jax.data.near_duplicates import NearDuplicates, read_public_texts
 from dpfl_jax.data.rows import BadRows, expand_paths, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.data.sets import data_source, installed_package_files
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, extra
 
 Row = tuple[str, bytes]  # user, and text or packed records
 
@@ -55,7 +56,7 @@ def file_source(
 ) -> Source:
     """Returns the documents of JSONL, Parquet, CSV, Hugging Face files or folders of text."""
     how = how or DocumentFiles()
-    UserKey(how.user_column)
+    UserKey(how.user_column or "")
     paths, bad = expand_paths(path), BadRows(drop)
     files = [entry for p in paths for entry in file_identity(p)]
 
@@ -69,6 +70,31 @@ def file_source(
     packed = (".gz", ".parquet")
     size = sum(s * (3 if name.endswith(packed) else 1) for name, s, _ in files)
     return Source(rows, identity, size, bad=bad)
+
+
+def without_near_duplicates(
+    source: Source, public: str | Sequence[str], how: DocumentFiles
+) -> Source:
+    """Returns a source of texts without those that public files hold, which ``bad`` counts.
+
+    Args:
+      source: source of texts.
+      public: files, patterns or folders of public texts.
+      how: their format, and the column of their text.
+    """
+    paths = expand_paths(public)
+    files = [entry for path in paths for entry in file_identity(path)]
+
+    def rows() -> Iterator[Row]:
+        known = NearDuplicates(read_public_texts(paths, how))
+        for user, data in source.rows():
+            if data.decode() in known:
+                source.bad.dropped += 1
+            else:
+                yield user, data
+
+    identity = {**source.identity, "near_duplicates_of": files}
+    return dataclasses.replace(source, rows=rows, identity=identity)
 
 
 def python_files_source() -> Source:
@@ -138,12 +164,8 @@ def tfds_source(
 
 
 def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
-    try:
+    with extra("tfds", "reading TFDS data"):
         import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise BadInputError(
-            "reading TFDS data needs its library: pip install tensorflow-datasets"
-        ) from error
     try:
         # Without code for a name, the library reads the prepared files.
         prepared = pathlib.Path(name)

@@ -93,6 +93,13 @@ class Store(abc.ABC):
         """
         return self.schema.unpack(self.records(self._check(positions)))
 
+    # Whether ``lengths`` reads no records.
+    has_lengths: bool = True
+
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        """Returns how many tokens the examples at ``positions`` have (``Schema.lengths``)."""
+        return self.schema.lengths(self.records(self._check(positions)))
+
     def _check(self, positions: np.ndarray) -> np.ndarray:
         positions = np.asarray(positions, dtype=np.int64)
         if positions.ndim != 1:
@@ -289,6 +296,13 @@ class ArrayStore(Store):
     def records(self, positions: np.ndarray) -> np.ndarray:
         return self._records[positions]
 
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        return self._lengths[self._check(positions)]
+
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray:
+        return self.schema.lengths(self._records)
+
 
 class UserView(Store):
     """Some users of another store, and a range of examples of each.
@@ -351,9 +365,19 @@ class UserView(Store):
         return self.parent.user_ids(self._users[np.asarray(indices, dtype=np.int64)])
 
     def records(self, positions: np.ndarray) -> np.ndarray:
+        return self.parent.records(self._in_parent(positions))
+
+    @property
+    def has_lengths(self) -> bool:  # type: ignore[override]
+        return self.parent.has_lengths
+
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        return self.parent.lengths(self._in_parent(self._check(positions)))
+
+    def _in_parent(self, positions: np.ndarray) -> np.ndarray:
         user = np.searchsorted(self.user_offsets, positions, side="right") - 1
         place = self._every * (positions - self.user_offsets[user])
-        return self.parent.records(self._first[user] + place)
+        return self._first[user] + place
 
 
 def unit_key_of(store: Any) -> str:

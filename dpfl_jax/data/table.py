@@ -196,7 +196,7 @@ def read_cell(cell: Any, column: str, table: Table) -> float | str:
     if column in table.dates:
         value = _date(cell, table.dates[column])
     else:
-        value = _number(cell, table.decimal)
+        value = read_number(cell, table.decimal)
     if isinstance(value, str):
         if not is_missing(cell):
             return value
@@ -218,12 +218,13 @@ def as_category(cell: Any) -> str:
     return str(cell).strip()
 
 
-def _number(cell: Any, decimal: str) -> float | str:
+def read_number(cell: Any, decimal: str) -> float | str:
+    """Returns a cell as a number, or the kind of problem."""
     if isinstance(cell, str):
         cell = cell.strip()
         if decimal == "comma":
             if "." in cell and (
-                _COMMAS.fullmatch(cell) or isinstance(_number(cell, "point"), float)
+                _COMMAS.fullmatch(cell) or isinstance(read_number(cell, "point"), float)
             ):
                 return "points"
             cell = cell.replace(",", ".")

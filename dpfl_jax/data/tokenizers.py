@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, extra
 from dpfl_jax.files import local_path
 
 
@@ -162,12 +162,8 @@ class SentencePieceTokenizer(Tokenizer):
         Raises:
           BadInputError: it is missing or not a model, or the library is not installed.
         """
-        try:
+        with extra("sentencepiece", str(path)):
             import sentencepiece
-        except ImportError as error:
-            raise BadInputError(
-                f"{path} needs the sentencepiece library: pip install sentencepiece"
-            ) from error
         data = _read(path)
         self._model: Any = sentencepiece.SentencePieceProcessor()
         try:

@@ -6,6 +6,7 @@ batches, and ``federated`` runs all of it. ``accountant`` and ``guarantee`` say 
 """
 
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon
+from dpfl_jax.federation.client import PrivateClient
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import OptimizerServer, ServerRule
 from dpfl_jax.federation.federated import run_rounds
@@ -54,6 +55,7 @@ __all__ = [
     "ArrayRecords",
     "assign_to_silos",
     "cap_per_subject",
+    "PrivateClient",
     "ServerRule",
     "OptimizerServer",
 ]

@@ -219,6 +219,9 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
 
     # ---- a unit ----------------------------------------------------------------------------
 
+    # Whether a unit's loss is the mean of its examples' losses (``mean_of_examples``).
+    averages_examples: ClassVar[bool] = False
+
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """Returns the loss of one unit, made from the loss of one example."""
         return loss_fn
@@ -376,6 +379,8 @@ class _SeveralExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
     group_size: int
     cohort_size: float
     scheme: Annotated[SamplingScheme, SCHEMES] = Poisson()
+
+    averages_examples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ NormKind = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "light", "full"]
+PROJECTIONS = ("query", "key", "value", "out", "up", "gate", "down")
 AttentionForm = Literal["auto", "plain", "blockwise"]
 _CHOICES = {"activation": Activation, "norm": NormKind, "positions": Positions,
             "dtype": ComputeDtype, "remat": Remat, "attention": AttentionForm}  # fmt: skip
@@ -127,7 +128,8 @@ class TransformerConfig:
         trained alone; 0: one stack.
       remat: what the backward pass recomputes instead of storing. ``"light"``: all of a block but
         the results of its projections, so that no attention matrix is stored (also the fastest on a
-        CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing.
+        CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing. Names of
+        projections (query, key, value, out, up, gate, down): all of a block but their results.
       attention: ``"plain"`` holds the scores of all pairs of positions; ``"blockwise"`` those of
         two blocks of 512, so that memory grows linearly with length; ``"auto"``: plain up to 1,024
         positions.
@@ -175,7 +177,7 @@ class TransformerConfig:
     tie_embeddings: bool = True
     scan_layers: bool = True
     last_layers: int = 0
-    remat: Remat | bool = "light"
+    remat: Remat | bool | tuple[str, ...] = "light"
     attention: AttentionForm = "auto"
     dtype: str = "float32"
     bos_id: int | None = 1
@@ -186,6 +188,11 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "full" if self.remat else "none")
+        if isinstance(self.remat, list | tuple):
+            object.__setattr__(self, "remat", tuple(self.remat))
+            unknown = [name for name in self.remat if name not in PROJECTIONS]
+            allowed = f"names among {', '.join(PROJECTIONS)}"
+            require(self.remat and not unknown, "model: remat", unknown, allowed)
         for name, kind in (("rope_scaling", RopeScaling), ("lora", Lora)):
             value = getattr(self, name)
             if isinstance(value, dict):
@@ -197,6 +204,8 @@ class TransformerConfig:
             require(good, f"model: {name}", value, "a whole number, at least 1")
         for name, options in _CHOICES.items():
             value, known = getattr(self, name), get_args(options)
+            if name == "remat" and self.remat_saves:
+                continue
             require(value in known, f"model: {name}", value, f"one of {', '.join(known)}")
         for name in _POSITIVE:
             positive(f"model: {name}", getattr(self, name))
@@ -236,6 +245,11 @@ class TransformerConfig:
             raise BadInputError(
                 f"model: bos_id {self.bos_id} is not below vocab_size {self.vocab_size}"
             )
+
+    @property
+    def remat_saves(self) -> tuple[str, ...]:
+        """The projections whose results are stored, if ``remat`` names them."""
+        return self.remat if isinstance(self.remat, tuple) else ()
 
     @property
     def kv_heads(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.attention import (
@@ -92,6 +93,8 @@ class Linear(nn.Module):
             b = self.param("lora_b", nn.initializers.zeros, (*lead, lora.rank, self.features))
             inner = _product(x, a.astype(x.dtype), True)
             y = y + _product(inner, b.astype(x.dtype), x.ndim == 2) * lora.scale
+        if self.name in self.config.remat_saves:
+            y = checkpoint_name(y, self.name)
         return _constrained(y)
 
 
@@ -345,8 +348,11 @@ class Transformer(nn.Module):
         block = Block
         if c.remat != "none" and not self.decode:
             # Projections are the matrix products without batch axes (the others have heads).
-            kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            policy = kept if c.remat == "light" else None
+            policies, policy = jax.checkpoint_policies, None
+            if c.remat_saves:
+                policy = policies.save_only_these_names(*c.remat_saves)
+            elif c.remat == "light":
+                policy = policies.dots_with_no_batch_dims_saveable
             block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=policy)
         if c.scan_layers:
             local = c.local_layers

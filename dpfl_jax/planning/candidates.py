@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from dpfl_jax.config.kinds import CENTRAL, options
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.mechanism import Mechanism
+from dpfl_jax.mechanisms.participation import Population
 
 # Options of presets of all kinds.
 _USER_UPDATE = ("user_learning_rate", "user_batch_size", "user_epochs")
+_ENOUGH = 1.1  # more users do not pay if they lower the noise by less than a tenth
 _COMMON = ("clip_norm", "clipping", "clip", "arithmetic", *_USER_UPDATE)
 
 
@@ -112,3 +115,37 @@ def at_budget(
     made |= {name: value for name, value in (sizes | more).items() if name in known}
     mechanism: Mechanism = CENTRAL.parse({"kind": kind, **made})
     return mechanism
+
+
+def sufficient_cohort(
+    mechanism: Mechanism, users: Population, steps: int, most: int, **target: float | None
+) -> int:
+    """Returns the smallest cohort whose noise is within a tenth of the least, or the largest.
+
+    The largest is ``most``, or half of the users if they are fewer.
+
+    The noise on the mean gradient falls with the cohort: at first almost in proportion, and hardly
+    any more once the noise multiplier grows as fast as the cohort. Where that is depends on the
+    number of users, the steps and the guarantee.
+
+    Args:
+      mechanism: ULS with any cohort size.
+      users: those who are trained on.
+      steps: number of steps.
+      most: largest cohort that the compute budget pays for.
+      **target: epsilon and delta, or noise_multiplier, as in ``Mechanism.calibrate``.
+
+    Returns:
+      A power of two.
+    """
+
+    def noise(cohort: int) -> float:
+        drawn = dataclasses.replace(mechanism.participation, cohort_size=cohort)  # type: ignore[call-arg]
+        sized = dataclasses.replace(mechanism, participation=drawn)
+        return float(sized.calibrate(users, steps, **target).noise_on_gradients[0])
+
+    cohort = 2 ** int(math.log2(max(1, min(most, users.num_users // 2))))
+    enough = _ENOUGH * noise(users.num_users)
+    while cohort > 1 and noise(cohort // 2) <= enough:
+        cohort //= 2
+    return cohort

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from scipy import stats
 
+from dpfl_jax.clipping.cost import PEAK
 from dpfl_jax.config import RunConfig
 from dpfl_jax.errors import BadInputError, positive, probability, require
 from dpfl_jax.mechanisms import Mechanism
@@ -26,19 +27,6 @@ from dpfl_jax.planning.candidates import CANDIDATES, at_budget, draws_examples, 
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import slices
 
-# Peak bfloat16 FLOP/s of one chip, dense: Google Cloud's TPU pages, NVIDIA's data sheets.
-PEAK = {
-    "v2": 45e12,
-    "v3": 123e12,
-    "v4": 275e12,
-    "v5e": 197e12,
-    "v5p": 459e12,
-    "v6e": 918e12,
-    "tpu7x": 2307e12,
-    "a100": 312e12,
-    "h100": 989e12,
-    "h200": 989e12,
-}
 # Memory of one GPU, in bytes (NVIDIA's data sheets; the smaller A100).
 GPU_BYTES = {"a100": 40 * 10**9, "h100": 80 * 10**9, "h200": 141 * 10**9}
 

@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
+from dpfl_jax.errors import extra
 from dpfl_jax.files import save_figure
 from dpfl_jax.planning.candidates import CANDIDATES, draws_examples, plain
+
+with extra("plots", "a picture"):
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
 
 def draw_heat_map(planner: Any, plan: Any, file: pathlib.Path) -> None:

@@ -57,6 +57,10 @@ class RunResult:
       examples: number of examples processed in that time.
       tokens: real tokens processed in that time (0 if examples are not token sequences).
       padded_tokens: tokens processed in that time, padding included.
+      goodput: share of the time that went into these steps; the rest is compilation, the check
+        before the first step, evaluation and checkpoints (not imports and reading data).
+      mfu: share of the devices' peak FLOP/s that non-private training would have needed for these
+        steps (model FLOPs utilisation); None where either is not known.
       planned: number of planned steps.
       clipping: how gradients were clipped; None if the run is not private.
       best: the checkpoint with the lowest held-out loss, if it was kept.
@@ -78,6 +82,8 @@ class RunResult:
     best: Best | None = None
     private_state: Any = dataclasses.field(default=None, repr=False)
     padded_tokens: int = 0
+    goodput: float | None = None
+    mfu: float | None = None
     released: int = 0
     audit: RunAudit | None = None
 
@@ -201,6 +207,11 @@ class Algorithm(abc.ABC):
         """What an attack on a finished run observed; None if the run had no canaries."""
         del result
         return None
+
+    def flops(self, examples: float, tokens: int) -> float:
+        """Operations that non-private training needs for these; 0 if that is not known."""
+        del examples, tokens
+        return 0.0
 
     @abc.abstractmethod
     def row(self, stats: Any) -> dict[str, Any]:

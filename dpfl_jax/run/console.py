@@ -110,6 +110,12 @@ class RunConsole(Console):
             thread.join()
 
 
+def phase(console: rich.console.Console | None, doing: str) -> None:
+    """Names what is being done, for the lines that ``alive`` prints, and prints nothing."""
+    if isinstance(console, RunConsole):
+        console.begin(doing)
+
+
 class StepProgress:
     """Context manager around a bar with step, loss, fraction clipped, tokens/s and epsilon."""
 
@@ -118,8 +124,7 @@ class StepProgress:
     ) -> None:
         self._console, self._label, self._total = console, label, total
         self._line = time.monotonic()
-        if isinstance(console, RunConsole):
-            console.begin(f"at {label} (compiling, or a long one)")
+        self.begin(completed, " (compiling, or a long one)")
         self._progress = None
         if draws(console):
             self._progress = Progress(
@@ -143,8 +148,14 @@ class StepProgress:
         if self._progress is not None:
             self._progress.stop()
 
+    def begin(self, completed: int, more: str = "") -> None:
+        """Names the step that comes after ``completed`` ones as what is being done."""
+        step = min(completed + 1, self._total)
+        phase(self._console, f"at {self._label} {step} of {self._total}{more}")
+
     def update(self, completed: int, status: str) -> None:
         """Moves the bar; off a terminal prints a line every ``LINE_EVERY`` s, and the last."""
+        self.begin(completed)
         if self._progress is not None:
             self._progress.update(self._task, completed=completed, status=status)
             return
@@ -180,16 +191,22 @@ class StopRequest:
     A second signal of the same kind acts as it would without this context.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    def __init__(self, elsewhere: bool = False) -> None:
+        """Listens for SIGTERM and SIGINT.
 
-    def __init__(self) -> None:
+        Args:
+          elsewhere: whether JAX's preemption service listens for SIGTERM. It gets one in place of
+            SIGINT, too.
+        """
+        self.signals = (signal.SIGINT,) if elsewhere else (signal.SIGTERM, signal.SIGINT)
+        self._elsewhere = elsewhere
         self.requested: str | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         """Installs the handlers (only possible in the main thread; elsewhere does nothing)."""
         if threading.current_thread() is threading.main_thread() and not _DEFAULT.get():
-            for number in self.SIGNALS:
+            for number in self.signals:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -200,3 +217,5 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number).name
         signal.signal(number, self._previous[number])
+        if self._elsewhere:
+            signal.raise_signal(signal.SIGTERM)

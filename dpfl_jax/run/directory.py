@@ -144,7 +144,7 @@ class RunDirectory:
           BadInputError: it holds other files, another configuration, or a finished run, or another
             process works in it.
         """
-        self.path, self.writes = buckets.folder(path), True
+        self.path, self.writes = buckets.folder(path).absolute(), True
         self.check(path, config)
         self._lock = self._acquire_lock()
         private, self._opened = self.path / "private", uuid.uuid4().hex
@@ -177,7 +177,7 @@ class RunDirectory:
     def _resume(
         self, private: pathlib.Path, config: Mapping[str, Any], key: RootKey | None, facts: Any
     ) -> None:
-        self.root_key = self._read_key(private)
+        self.root_key = read_root_key(private)
         if key is not None and key.fingerprint != self.root_key.fingerprint:
             raise BadInputError(
                 f"the run in {self.path} has its own root key, and another was given: leave key "
@@ -321,7 +321,7 @@ class RunDirectory:
         while True:
             self.path = buckets.folder(introduction["path"])
             try:
-                self.root_key = self._read_key(self.path / "private")
+                self.root_key = read_root_key(self.path / "private")
                 if self.root_key.fingerprint == introduction["root_key"]:
                     break
             except BadInputError:
@@ -351,7 +351,7 @@ class RunDirectory:
     @staticmethod
     def check(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         """Raises BadInputError unless ``path`` is new, or an unfinished run like this one."""
-        path = buckets.folder(path)
+        path = buckets.folder(path).absolute()
         if "\\" in str(path):
             raise BadInputError(
                 f"the run directory {path} has a backslash in its path, which checkpoints take for "
@@ -416,16 +416,6 @@ class RunDirectory:
             ) from None
         return held
 
-    def _read_key(self, private: pathlib.Path) -> RootKey:
-        try:
-            content = json.loads((private / _KEY).read_text())
-            return RootKey(bytes.fromhex(content["secret"]), public=content["public"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadInputError(
-                f"the root key in {private} cannot be read ({error}), so this run cannot go on "
-                "with the noise it began with: start a new one in another --run-dir"
-            ) from None
-
     def _write_key(self, private: pathlib.Path) -> None:
         content = {"secret": self.root_key.secret.hex(), "public": self.root_key.public}
         write_atomically(private / _KEY, json.dumps(content), mode=0o600)
@@ -469,6 +459,22 @@ class RunDirectory:
             return
         kept = [row for row in self.read_metrics() if row["step"] <= step]
         write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def read_root_key(private: pathlib.Path) -> RootKey:
+    """Reads the root key in the folder ``private`` of a run.
+
+    Raises:
+      BadInputError: it cannot be read.
+    """
+    try:
+        content = json.loads((private / _KEY).read_text())
+        return RootKey(bytes.fromhex(content["secret"]), public=content["public"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadInputError(
+            f"the root key in {private} cannot be read ({error}), so this run cannot go on "
+            "with the noise it began with: start a new one in another --run-dir"
+        ) from None
 
 
 def finished_report(path: pathlib.Path) -> dict[str, Any] | None:

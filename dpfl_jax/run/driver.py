@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting.guarantee import rounded_up
+from dpfl_jax.clipping.cost import peak_flops
 from dpfl_jax.errors import BadInputError, at_least, one_of, probability, too_little_memory
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import average, processes
@@ -32,7 +33,7 @@ from dpfl_jax.run.checkpoint import (
     shapes_of,
     stopped_caveat,
 )
-from dpfl_jax.run.console import RunConsole, StepProgress, StopRequest
+from dpfl_jax.run.console import StepProgress, StopRequest, phase
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import TrainState, content_digest
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
@@ -204,7 +205,7 @@ class _Driven:
     """A run of ``drive``, phase by phase.
 
     Attributes:
-      state: after ``done`` steps.
+      state: after ``done`` steps, ``turns`` of the loop.
       ended: whether no step is left, or a rule has stopped the run.
       stopping: name of the signal that stops it.
     """
@@ -228,7 +229,7 @@ class _Driven:
     ) -> None:
         self.algorithm, self.run_dir, self.loop = algorithm, run_dir, loop
         self._evaluate, self.console = evaluate, console
-        self.log, self.meter = _Log(run_dir, hooks), _Meter()
+        self.log, self.meter = _Log(run_dir, hooks), _Meter(algorithm)
         self.caveats: list[str] = []
         self.checkpoints: Checkpoints | None = None
         self.resumed: int | None = None
@@ -236,13 +237,14 @@ class _Driven:
             self.checkpoints = Checkpoints(run_dir.path / "checkpoints", loop.keep_checkpoints)
             self.resumed = self.checkpoints.resumed_step()
         self.released = _ReleasedSteps(run_dir, algorithm.steps, self.resumed or 0)
-        self.done, self.ended, self.has_checked_losses = 0, False, False
+        self.done, self.turns, self.ended, self.has_checked_losses = 0, 0, False, False
 
     # ---- before the first step -------------------------------------------------------------
 
     def begin(self, key: RootKey | None) -> None:
         """Compares the run with what it began with, and derives the key of its draws."""
         algorithm, run_dir = self.algorithm, self.run_dir
+        phase(self.console, "placing the parameters and taking their digest")
         self.root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
         if self.root.public and algorithm.private:
             self.caveats.append(PUBLIC_KEY_CAVEAT)
@@ -274,6 +276,7 @@ class _Driven:
         if run_dir.computed_with(algorithm.hardware, algorithm.layout_fingerprint):
             self.caveats.append(MOVED_CAVEAT)
         if self.resumed is not None:
+            phase(self.console, f"restoring the checkpoint of {algorithm.word} {self.resumed}")
             self.state = self.checkpoints.restore(self.state, self.root, self.terms, self.resumed)
         run_dir.begin_steps()
         self.done = int(self.state.step)
@@ -285,6 +288,7 @@ class _Driven:
     def evaluate(self) -> None:
         if self._evaluate is None or evaluation_after(self.log.rows, self.done) is not None:
             return
+        phase(self.console, f"evaluating held-out data after {self.algorithm.word} {self.done}")
         evaluation = self._evaluate(self.model(self.state))
         if self.done == 0 and not math.isfinite(evaluation["loss"]):
             before = "before the first step the mean loss of held-out examples is"
@@ -326,10 +330,12 @@ class _Driven:
                     self.work.check(
                         self.state, functools.partial(_show_progress, self.console, line)
                     )
+            phase(self.console, "finding out how gradients are clipped")
             self.clipping = self.work.clipping()
             if self.clipping is not None:
                 _warn_of(self.clipping, self.console)
         self.ended = exhausted(self.log.rows, self.loop.patience)
+        phase(self.console, "bounding epsilon after each part of the run")
         self.spent = Spent(algorithm)
 
     # ---- the steps -------------------------------------------------------------------------
@@ -338,7 +344,7 @@ class _Driven:
         """Takes the remaining steps, until the last one, a signal, or a rule stops the run."""
         algorithm, log = self.algorithm, self.log
         with (
-            StopRequest() as stop,
+            StopRequest(elsewhere=processes.hear_sigterm()) as stop,
             StepProgress(
                 self.console or Console(quiet=True), algorithm.word, algorithm.steps, self.done
             ) as bar,
@@ -346,7 +352,7 @@ class _Driven:
             Profile(log.folder and log.folder / "profile", self.loop.profile) as trace,
             self.checkpoints or contextlib.nullcontext(),
         ):
-            for after, inputs in () if self.ended else self.work.inputs():
+            for after, inputs in () if self.ended else self.meter.waiting(self.work.inputs()):
                 trace.before()
                 self.released.before(after)
                 output = self._step(inputs, after)
@@ -386,8 +392,11 @@ class _Driven:
         last = done == self.algorithm.steps
         logs = last or _due(loop.log_every, before, done)
         saves = last or _due(loop.checkpoint_every, before, done)
-        if logs or saves or not processes.many():  # many processes wait for each other here
-            self.stopping = self.meter.exchange(stop.requested)
+        self.turns += 1
+        agreed = processes.stops_after(self.turns)
+        # Many processes wait for each other here.
+        if logs or saves or agreed or not processes.many():
+            self.stopping = self.meter.exchange(stop.requested) or ("SIGTERM" if agreed else None)
         if logs:
             row = {"step": done, "epsilon_spent": self._epsilon()}
             row |= self.algorithm.row(output.stats)
@@ -396,6 +405,7 @@ class _Driven:
             bar.update(done, _status(row))
         if _due(loop.eval_every, before, done) and not last:
             self.evaluate()
+            bar.begin(done)
             self.meter.restart()
             self.ended = exhausted(self.log.rows, loop.patience)
             if self.choosing is not None:
@@ -433,6 +443,8 @@ class _Driven:
             examples=meter.examples,
             tokens=meter.tokens,
             padded_tokens=meter.padded_tokens,
+            goodput=meter.goodput,
+            mfu=meter.mfu(meter.seconds, meter.examples, meter.tokens),
             planned=algorithm.steps,
             clipping=self.clipping,
             best=self._best(),
@@ -544,8 +556,7 @@ def _warn_of(clipping: dict[str, Any], console: Console | None) -> None:
 def _show_progress(console: Console | None, line: Any, part: str) -> None:
     if line is not None:
         line.update(f"{_CHECKING}: {part}")
-    elif isinstance(console, RunConsole):
-        console.begin(f"{_CHECKING}: {part}")
+    phase(console, f"{_CHECKING}: {part}")
 
 
 def _check_losses(raw: dict[str, Any]) -> bool:
@@ -579,17 +590,46 @@ def _status(row: dict[str, Any]) -> str:
 class _Meter:
     """Measures examples and tokens per second, without compiling, evaluating and saving."""
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm: Algorithm) -> None:
         self.seconds, self.examples, self.tokens, self.padded_tokens = 0.0, 0, 0, 0
+        self._algorithm = algorithm
+        self._began = time.perf_counter()
         self._last: float | None = None
         self._pending = [0, 0, 0, 0]
+        self._waited = 0.0
         self._read = (1, 1)
         self._seen = (0, 0)
+        self._slowest = (0, 0.0)
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the time since this object was made that went into measured steps."""
+        total = time.perf_counter() - self._began
+        return round(self.seconds / total, 4) if self.seconds else None
+
+    def mfu(self, seconds: float, examples: int, tokens: int) -> float | None:
+        """Share of the devices' peak that non-private training would have needed."""
+        peaks = (peak_flops(device.device_kind) for device in self._algorithm.mesh.devices.flat)
+        peak = sum(known or math.nan for known in peaks)
+        if not (seconds and peak > 0):
+            return None
+        return round(self._algorithm.flops(examples, tokens) / (seconds * peak), 4) or None
+
+    def waiting(self, inputs: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yields the inputs, and measures how long each was waited for."""
+        while True:
+            start = time.perf_counter()
+            found = next(inputs, None)
+            self._waited += time.perf_counter() - start
+            if found is None:
+                return
+            yield found
 
     def restart(self) -> None:
         """Leaves out the time since the last measurement, and the steps in it."""
         self._last = time.perf_counter()
         self._pending = [0, 0, 0, 0]
+        self._waited = 0.0
 
     def count(self, output: StepOutput, steps: int) -> None:
         """Adds ``steps`` steps that were taken in one call."""
@@ -607,9 +647,11 @@ class _Meter:
           The name of a signal that asks any process to stop: all then stop at the same step.
         """
         columns, row = self._read
-        mine = (*self._pending[2:], columns, getattr(signal, stop or "", 0))
+        waited = 1e6 * self._waited
+        mine = (*self._pending[2:], columns, waited, getattr(signal, stop or "", 0))
         all_of_them = processes.gather([int(number) for number in mine])
-        tokens, places, read, signals = np.array(all_of_them, np.int64).T
+        tokens, places, read, waits, signals = np.array(all_of_them, np.int64).T
+        self._slowest = (int(waits.argmax()), 1e-6 * float(waits.max()))
         self._seen = (
             round(tokens.sum() * row / read.sum()),
             round(places.sum() * row / read.sum()),
@@ -628,9 +670,17 @@ class _Meter:
             self.tokens += tokens
             self.padded_tokens += places
             # These two give the exact number of tokens drawn, which is as private as the data.
-            row["outside_guarantee"]["seconds_per_step"] = round(elapsed / steps, 6)
+            raw = row["outside_guarantee"]
+            raw["seconds_per_step"] = round(elapsed / steps, 6)
             if tokens:
-                row["outside_guarantee"]["tokens_per_s"] = round(tokens / elapsed, 1)
+                raw["tokens_per_s"] = round(tokens / elapsed, 1)
+            slowest, waited = self._slowest
+            raw["input_wait"] = round(min(waited / elapsed, 1.0), 4)
+            if processes.many():
+                raw["slowest_input"] = slowest
+            raw["goodput"] = self.goodput
+            if utilisation := self.mfu(elapsed, examples, tokens):
+                raw["mfu"] = utilisation
         self.restart()
 
 

@@ -337,13 +337,14 @@ def dry_run(config: Any, console: Console) -> dict[str, Any]:
 
 
 def keep_programs() -> None:
-    """Keeps compiled programs in the cache folder, unless JAX has another folder for them.
+    """Keeps compiled programs, also small ones, in the cache folder, or in that which JAX has.
 
     Not in the run's folder, which may come from somebody else: programs in the cache are executed.
     """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def open_directory(

@@ -101,8 +101,8 @@ def start(section: ProcessesConfig) -> bool:
             "process_id": int(mine),
             "cluster_detection_method": "deactivate",
         }
-    # ``StopRequest`` handles SIGTERM: it stops all processes at the same step.
-    jax.config.update("jax_enable_preemption_service", False)
+    # The service tells all processes that one of them got SIGTERM (``stops_after``).
+    jax.config.update("jax_enable_preemption_service", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Programs that send to each other must run in the same order everywhere; on accelerators a
     # stream sees to that.
@@ -206,6 +206,26 @@ def check_same(facts: Mapping[str, Any]) -> None:
                     f"process {process} has another {name} than process 0: give all processes the "
                     "same command, package versions, data and run directory"
                 )
+
+
+# ---- stopping ------------------------------------------------------------------------------------
+
+
+def hear_sigterm() -> bool:
+    """Whether JAX's preemption service listens for SIGTERM in all of several processes."""
+    # Not public: JAX says it only by the error of ``reached_preemption_sync_point``.
+    from jax._src.distributed import global_state
+
+    return many() and global_state.preemption_sync_manager is not None
+
+
+def stops_after(step: int) -> bool:
+    """Whether the processes agreed to stop after this step, because one of them got SIGTERM.
+
+    Every process must call it after every step, with numbers that increase by one. It sends nothing
+    unless there was a signal.
+    """
+    return hear_sigterm() and multihost_utils.reached_preemption_sync_point(step)
 
 
 # ---- ending --------------------------------------------------------------------------------------

@@ -130,8 +130,11 @@ def _of_the_data(data: Any, task: Task | None, remote: bool) -> Iterator[str]:
     if task.classes:
         named = next((n for n in ("classes", "categories") if getattr(data, n)), None)
         yield f"class list: {task.classes}, of {source if named is None else f'data.{named}'}"
+    if data.template is not None:
+        yield f"template of rows: {data.template}"
     for name, what in (
         ("categories", "words of columns"),
+        ("ranges", "ranges of columns"),
         ("missing", "columns with gaps"),
         ("dates", "columns of dates"),
     ):

@@ -22,6 +22,7 @@ from dpfl_jax.accounting import REPLACE, Guarantee, Meaning, digests, plot_attac
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import NAME as STATEMENT
 from dpfl_jax.accounting.statement import Statement
+from dpfl_jax.files import can_draw
 from dpfl_jax.run.directory import FINISHED, write_atomically
 from dpfl_jax.run.driver import RunResult
 
@@ -111,6 +112,8 @@ def build_report(
         "throughput": {
             "examples_per_s": rate(result.examples),
             "tokens_per_s": rate(result.tokens),
+            "mfu": result.mfu,
+            "goodput": result.goodput,
         },
         "clipping": result.clipping,
         "outside_guarantee": {
@@ -137,9 +140,14 @@ def write_report(
     write_atomically(directory / STATEMENT, statement.dumps())
     if (meaning := statement.meaning()) is not None:
         report["meaning"] = meaning.sentences()
-        plot_meaning(directory / "attacks.png", meaning, statement.privacy)
-    plot_curves(directory / "curves.png", metrics, report)
-    write_atomically(directory / "report.md", render_markdown(report))
+    text = render_markdown(report)
+    if can_draw():
+        if meaning is not None:
+            plot_meaning(directory / "attacks.png", meaning, statement.privacy)
+        plot_curves(directory / "curves.png", metrics, report)
+    else:
+        text = re.sub(r"!\[\]\(\w+\.png\)\n\n?", "", text)
+    write_atomically(directory / "report.md", text)
     buckets.publish(directory)
     write_atomically(directory / "report.json", json.dumps(report, indent=2, default=str) + "\n")
 

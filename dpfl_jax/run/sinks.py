@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import extra
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 NOT_PRIVATE = "not_private/"
@@ -56,12 +56,8 @@ def sink_of(name: str) -> Callable[[pathlib.Path, bool], Sink]:
     Raises:
       BadInputError: its package is not installed.
     """
-    try:
+    with extra(name, f"metrics.sinks={name}"):
         package = importlib.import_module(_PACKAGES[name])
-    except ImportError as error:
-        raise BadInputError(
-            f"metrics.sinks={name} needs a package: pip install {_PACKAGES[name]}"
-        ) from error
     return lambda path, everything: Sink(*_OPEN[name](package, path, everything), everything)
 
 

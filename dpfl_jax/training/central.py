@@ -17,6 +17,7 @@ The sum and the update (noise, optimiser) are two programs: what is checked befo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, join, split
-from dpfl_jax.clipping.jaxprs import convolution_kernels
+from dpfl_jax.clipping.jaxprs import convolution_kernels, count_flops
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.mechanisms import Calibrated, Mechanism, NoNoise, non_private
@@ -39,6 +40,7 @@ from dpfl_jax.mechanisms.plan.batches import (
     step_arguments,
     units_of,
 )
+from dpfl_jax.mechanisms.plan.sum_check import check_sum
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, microbatched
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.noise import NoiseState, compiler_options
@@ -114,7 +116,7 @@ def make_train_step(
         the stddev of the noise on it, ``noise_stddev``.
       mesh: from ``mesh.make_mesh``.
       whole: as in ``clipped_sum_over_microbatches``, and as given to ``init_state``.
-      **options: passed to ``clipping.clipped_grad`` (e.g. ``strategy``, ``trainable``).
+      **options: as in ``clipped_sum_over_microbatches`` (e.g. ``strategy``, ``trainable``).
 
     Returns:
       ``step(state, units, mask, num_microbatches, noise_key, frozen=None) -> (state, StepStats)``
@@ -202,8 +204,10 @@ class Central(Algorithm):
         places = parameter_shardings(frozen, self.mesh, self.copied)
         self.frozen = place(frozen, places, copy=False)
         how = plan.execution
-        more = (how.strategy, how.cut, how.group_buckets, *([how.packing] if how.packing else []))
-        self.layout_fingerprint = [self.hardware, *more, how.microbatch_size]
+        more: list[Any] = [how.packing] if how.packing else []
+        more += [how.sum_over_fsdp] if how.sum_over_fsdp != "auto" else []
+        layout = [how.strategy, how.cut, how.group_buckets, *more, how.microbatch_size]
+        self.layout_fingerprint = [self.hardware, *layout]
         users = (
             ", set execution.examples_at_once" if self.mechanism.participation.unit_examples else ""
         )
@@ -232,6 +236,18 @@ class Central(Algorithm):
 
     def params(self, state: TrainState) -> PyTree:
         return join(state.params, self.frozen)
+
+    @functools.cached_property
+    def _flops_per_example(self) -> float:
+        """A forward pass, as much for what flows back, and as much for what is trained."""
+        forward = count_flops(self.traced, self.given, self.plan.example)
+        sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (self.trained, self.given)]
+        return forward * (2 + sizes[0] / sizes[1])
+
+    def flops(self, examples: float, tokens: int) -> float:
+        if tokens:  # padding is not needed
+            examples = tokens / self.plan.example["mask"].size
+        return examples * self._flops_per_example
 
     def row(self, stats: StepStats) -> dict[str, Any]:
         return {"outside_guarantee": stats.row(self.private)}
@@ -278,6 +294,7 @@ class CentralSteps(Steps):
             run.optimizer,
             run.mesh,
             whole=run.copied,
+            sum_over_fsdp=how.sum_over_fsdp,
             **self.options,
             **how.cut,
         )
@@ -297,7 +314,7 @@ class CentralSteps(Steps):
                 repr(how.group_buckets),
                 repr(self.pipeline.shapes),
             ],
-            "strategy": [how.strategy, how.cut],
+            "strategy": [how.strategy, how.cut, how.sum_over_fsdp],
             "set of trained parameters": [
                 [jax.tree_util.keystr(path), list(leaf.shape)]
                 for path, leaf in jax.tree_util.tree_leaves_with_path(run.trained)
@@ -305,18 +322,17 @@ class CentralSteps(Steps):
         }
 
     def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
-        """Compares the compiled sum with one device's, and the strategy's norms with plain ones."""
         run = self.run
-        run.plan.check(
+        check_sum(
             self.compiled.sum,
+            run.mechanism,
             self.loss_fn,
-            run.given,
             state.params,
             run.frozen,
             self.pipeline,
             self.sampler.group_size,
-            run.trainable,
-            say,
+            trainable=run.trainable,
+            say=say,
         )
 
     def clipping(self) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from dpfl_jax.config.schema import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import Bounding, bounding_of, grouped_by_owner_set, shared_store
+from dpfl_jax.data.packing import lengths_warning
 from dpfl_jax.data.store import scale_warning, unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Calibrated, Mechanism, Population
@@ -38,6 +39,7 @@ from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.algorithm import RunResult
+from dpfl_jax.run.console import phase
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Evaluate
 from dpfl_jax.run.pipeline import Balance, Charge, Knob, Run, doubled, knob
@@ -153,12 +155,14 @@ class CentralRun(Run):
         """Pre-trains if asked to; canaries take part if they are configured."""
         config, model = self.config, self.model
         assert self.data is not None
+        phase(console, "making the first parameters")
         self.params, self.pretrained = starting_params(config, self.data, model, self.mesh, console)
         if self.pretrained is not None:
             needed = self.trained_parameters < model.num_params
             check_pretrained(self.pretrained, directory, needed=needed)
         plan = Plan(self.calibrated, self.train, config.execution, self.mesh)
         trainable = trained_by_name(config.model, model)
+        phase(console, "tracing the loss of one example")
         made = algorithm_of(model.loss, self.params, plan, self.optimizer, trainable)
         if config.model.module is not None and jax.tree.leaves(made.frozen):
             # An export builds it again, and compares it with this digest.
@@ -338,6 +342,8 @@ class CentralRun(Run):
         ]
         if bounding is not None:
             lines.append(str(bounding))
+        if self._evaluated:
+            lines.append(f"evaluated: {self._evaluated}")
         if self.private:
             lines.append(
                 f"{self.mechanism.kind.upper()} with noise multiplier "
@@ -347,11 +353,23 @@ class CentralRun(Run):
             )
         return lines
 
+    @functools.cached_property
+    def _evaluated(self) -> str:
+        """How much of the held-out part is evaluated, if not all of it; else ""."""
+        if self.held_out is None:
+            return ""
+        counts = f"{self.held_out.num_users:,} users, {self.held_out.num_examples:,} examples"
+        whole = grouped_by_owner_set(getattr(self.data, self.config.eval.split))
+        if whole.num_examples == self.held_out.num_examples:
+            return ""
+        return f"{counts}, of {whole.num_users:,} users, {whole.num_examples:,} examples"
+
     def warnings(self) -> list[str]:
         """Warns if users do not look like people, or columns are far from order 1."""
         if not self.private or self.data is None:
             return []
-        result = [scale_warning(self.train)]
+        packed = self.config.execution.packing
+        result = [scale_warning(self.train), lengths_warning(self.train) if packed else None]
         if self.config.data.max_examples_per_user != 1:
             result.insert(0, not_people(self.train, "user"))
         return [f"warning: {text}" for text in result if text is not None]
@@ -412,7 +430,9 @@ class CentralRun(Run):
             written["samples"] = samples(self.model, data.tokenizer, config.eval.prompt, named)
         if self.held_out is not None:
             rule = data.rules[config.eval.split]
-            held_out["held_out"] = f"{config.eval.split} part: {rule}"
+            held_out["held_out"] = "; evaluated: ".join(
+                filter(None, [f"{config.eval.split} part: {rule}", self._evaluated])
+            )
         outside = {}
         if self.bounding is not None:
             outside["contribution_bounding"] = self.bounding.to_json()

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import yaml
 
-from dpfl_jax import __version__
+from dpfl_jax import __version__, buckets
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.statement import NAME, Statement
-from dpfl_jax.buckets import address, folder, output
 from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.config.load import read_sections
 from dpfl_jax.data import load_tokenizer
@@ -96,9 +96,8 @@ def export(
       ['guarantee', 'layout', 'out', 'parameters', 'privacy', 'step']
     """
     positive("max_file_bytes", max_file_bytes)
-    kept, given = read_run(run, which), out
-    directory = kept.path
-    with output(given) as out, _whole_or_nothing(out):
+    with buckets.output(out) as place, _whole_or_nothing(place):
+        kept = read_run(run, which)
         size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
         base = None
         is_central = kept.config is not None and kept.config.variant == "central"
@@ -106,15 +105,15 @@ def export(
             base = kept.config.model.checkpoint
             trained = language_model(kept, dtype, merged=not adapter)
             if adapter:
-                target, layout = _adapter(trained, out, dtype), "peft"
+                target, layout = _adapter(trained, place, dtype), "peft"
                 number = sum(x.size for n, x in flat_paths(trained.params).items() if is_adapter(n))
             else:
-                target, layout = _transformer(out, trained.model, trained.params, base, size)
+                target, layout = _transformer(place, trained.model, trained.params, base, size)
                 number = trained.model.num_params
         elif adapter:
-            raise BadInputError(f"the run in {directory} trained no adapters: leave out --adapter")
+            raise BadInputError(f"the run in {kept.path} trained no adapters: leave out --adapter")
         else:
-            target, layout, number = _other(kept, out, size, build)
+            target, layout, number = _other(kept, place, size, build)
         report = kept.report
         facts = dict(report.get("model", {}))
         if base is not None:
@@ -129,15 +128,38 @@ def export(
         }
         write_atomically(target / "run.json", json.dumps(facts_of_run, indent=2) + "\n")
         stated = kept.stated.tied(exported=digests.of_export(target, NAME))
+        # After the digests are taken: its author goes on writing it.
+        write_atomically(target / "README.md", _model_card(facts_of_run, stated, layout))
         write_atomically(target / NAME, stated.dumps())
     return {
-        "out": address(target) or str(target),
+        "out": buckets.as_given(str(target)),
         "layout": layout,
         "parameters": number,
         "step": kept.step,
         "guarantee": stated.text,
         "privacy": stated.privacy.to_json(),
     }
+
+
+def _model_card(facts: dict[str, Any], stated: Statement, layout: str) -> str:
+    """The README.md of an export, with the front matter of Hugging Face's model cards."""
+    base = facts["model"].get("checkpoint")
+    private = stated.privacy.private
+    front: dict[str, Any] = {"tags": ["dpfl_jax", *(["differential-privacy"] if private else [])]}
+    if layout != "named":
+        library = "peft" if layout == "peft" else "transformers"
+        front |= {"library_name": library, "pipeline_tag": "text-generation"}
+    began = f", from the public checkpoint {base}" if base else ""
+    return (
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {facts['run']}\n\n"
+        f"Trained with{'' if private else 'out'} differential privacy{began}, in {facts['steps']} "
+        f"steps, by dpfl_jax {facts['dpfl_jax']}.\n\n## What is guaranteed\n\n{stated.text}\n\n"
+        "`guarantee.json` states this for programs, and is tied to the model's files by their "
+        "digests: `dpfl verify FOLDER` recomputes it. `run.json` has the facts of the run.\n\n"
+        "## Intended use, data, evaluation, limits\n\n"
+        "To be written by whoever publishes the model. Losses on held-out people are not covered "
+        "by the guarantee; scores on public tasks are.\n"
+    )
 
 
 @contextlib.contextmanager
@@ -296,7 +318,7 @@ def language_model(
     model = build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)
     chosen = flat_paths(kept.released)
     if set(chosen) < set(flat_paths(jax.eval_shape(model.init, jax.random.key(0)))):
-        chosen = {**flat_paths(_base(config, kept.report, model)), **chosen}
+        chosen = {**flat_paths(base_params(config, kept.report, model)), **chosen}
     chosen = {name: jnp.asarray(x) for name, x in chosen.items() if not_reference(name)}
     if not merged:
         return TrainedModel(config, model, nested(chosen), tokenizer, kept.step)
@@ -334,7 +356,7 @@ def read_run(run: str | os.PathLike[str], which: Literal["last", "best"] = "last
     Raises:
       BadInputError: it is not a run, is not finished, or has no such checkpoint.
     """
-    directory = folder(run)
+    directory = buckets.folder(run)
     if not (directory / "config.yaml").is_file():
         raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
     report = finished_report(directory)
@@ -367,8 +389,12 @@ def read_run(run: str | os.PathLike[str], which: Literal["last", "best"] = "last
     return FinishedRun(directory, config, known["facts"], report, step, stated, params)
 
 
-def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:
-    """All parameters before the private phase, adapters included."""
+def base_params(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:
+    """Returns all parameters before the private phase of a run, adapters included.
+
+    Raises:
+      BadInputError: what the run began with is gone, or was changed.
+    """
     key, mesh = jax.random.key(config.init_seed), make_mesh(devices=jax.devices()[:1])
     if config.model.checkpoint is not None:
         return with_adapters(base_from_checkpoint(config, model, mesh), model, key, mesh)

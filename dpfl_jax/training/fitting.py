@@ -16,6 +16,7 @@ from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.owners import grouped_by_owner_set, owner_ids
+from dpfl_jax.data.packing import lengths_warning
 from dpfl_jax.data.store import Readable, check_labels, expect_store, scale_warning
 from dpfl_jax.errors import BadInputError, expect, room_on_disk
 from dpfl_jax.mechanisms.plan import Plan
@@ -176,7 +177,8 @@ def fit(
         caveats = _caveats(plan, validation, known)
         if validation is not None and loop is not None and loop.chooses:
             _refuse_shared(plan.data, validation)
-        warnings = (not_people(plan.data, "user"), scale_warning(plan.data))
+        slow = lengths_warning(plan.data) if plan.execution.packing else None
+        warnings = (not_people(plan.data, "user"), scale_warning(plan.data), slow)
         _warn(console, *warnings, KNOWN_CAVEAT if known else None)
     if plan.bounding is not None and console is not None:
         console.print(str(plan.bounding), highlight=False)

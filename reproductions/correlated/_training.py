@@ -24,7 +24,7 @@ from dpfl_jax.training.optimizers import make_optimizer
 from dpfl_jax.training.start import starting_params
 from reproductions._plots import panel
 from reproductions._seeds import of
-from reproductions.registry import Claim, Outcome, Settings, Source, less
+from reproductions.registry import Claim, Outcome, Settings, Source, Tried, Tuning, less
 
 DELTA = 1e-4
 RATES = {"sgd": (0.03, 0.1, 0.3, 0.9), "adam": (0.001, 0.003, 0.01, 0.03)}
@@ -116,7 +116,18 @@ def compared(settings: Settings, name: str, file: pathlib.Path, cohort: int, gro
     ]
     picture = settings.out / f"correlated-{name}.png"
     _draw(rows, before, picture)
-    return Outcome(_claims(rows, before), [picture], rows, notes)
+    tuning = {
+        f"{r['algorithm']}, {r['optimizer']}, epsilon {r['epsilon']:g}": Tuning(
+            {"learning rate": list(r["tuned"])}, {"learning rate": r["rate"]}, [of(100)]
+        )
+        for r in rows
+    }
+    tried = Tried(
+        f"{data.train.num_users} users, {steps} steps",
+        tuning=tuning,
+        reported=[of(seed) for seed in range(seeds)],
+    )
+    return Outcome(_claims(rows, before), [picture], rows, notes, tried)
 
 
 def _options(users: int, epsilon: float, steps: int, group: int, cohort: int) -> list[Option]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from dpfl_jax.noise import GaussianNoise
 from reproductions._seeds import of
 from reproductions.isrl._local_sgd import make_local_oracle
 from reproductions.isrl._published import Published, oracle_of
+from reproductions.registry import Tried, Tuning
 
 Loss = Callable[[jax.Array, Any], jax.Array]
 
@@ -104,7 +105,10 @@ def _lane(
 
 
 def _summed_with_server_noise(oracle: Any, batch: int, sigma: Any) -> Any:
-    """As one of the authors' scripts: sums instead of means, and noise once, at the server."""
+    """Sums instead of means, and noise once, at the server.
+
+    As the authors' ``multiclasslogistic_convexFL_obesity.py`` (commit 421aeb6) has it.
+    """
 
     def summed(w: jax.Array, row: Any) -> jax.Array:
         key = jax.random.wrap_key_data(row["keys"][0, 1, :2], impl="threefry2x32")
@@ -149,6 +153,23 @@ def best_over_steps(
         if mean[at] < best:
             best, chosen = float(mean[at]), float(np.asarray(metrics)[at].mean())
     return chosen
+
+
+def tried_of(size: str, is_papers_size: bool, grids: Mapping[str, Sequence[np.ndarray]]) -> Tried:
+    """How the arms were tuned: each by its training loss, trial by trial, as in the paper.
+
+    Args:
+      size: in words.
+      is_papers_size: whether it is.
+      grids: arm -> its step sizes and clip norms.
+    """
+    tuning = {
+        arm: Tuning({"step size": steps.tolist(), "clip norm": clips.tolist()}, {}, ())
+        for arm, (steps, clips) in grids.items()
+    }
+    return Tried(
+        size, is_papers_size, tuning, "by the training loss of each trial, as in the paper"
+    )
 
 
 def summary(values: list[float]) -> tuple[float, float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
+from dpfl_jax import accounting
+from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloNoise, silo_guarantee
 from reproductions._plots import panel
 from reproductions._seeds import of
-from reproductions.isrl._published import Published, message_of, silo_noise
+from reproductions.isrl._published import Published, message_of, silo_noise, with_replacement
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.subject.empirical_audit import CONFIDENCE, attack
 
@@ -53,10 +54,13 @@ class Silo:
 
     @property
     def claimed(self) -> float:
-        """What its guarantee says; inf if it makes none."""
-        if isinstance(self.spec, Published):
-            return math.inf
-        return silo_guarantee(self.noise).epsilon
+        """What its guarantee says, or a bound for the paper's messages."""
+        if isinstance(self.spec, MessageSpec):
+            return silo_guarantee(self.noise).epsilon
+        z = self.noise.noise_multiplier
+        if self.spec.clip == "batch_mean":  # a batch that is drawn moves the sum by up to 2 K C
+            return accounting.epsilon(events.gaussian(z / BATCH, ROUNDS), DELTA, relation=REPLACE)
+        return with_replacement(z, BATCH, SIZE, ROUNDS, DELTA)[1]
 
 
 def transcripts(silo: Silo, sign: float, trials: int, seed: int) -> np.ndarray:
@@ -156,17 +160,16 @@ def run(settings: Settings) -> Outcome:
     claims = []
     for row in rows:
         name = f"{row['silo']}, target epsilon {row['target']:g}"
-        if math.isfinite(row["claimed"]):
-            claims.append(
-                Claim(
-                    f"{name}: the attack stays below the claim",
-                    round(row["attack"], 3),
-                    f"<= {row['claimed']:.3f}",
-                    row["attack"] <= row["claimed"],
-                    source="ours",
-                )
+        claims.append(
+            Claim(
+                f"{name}: the attack stays below the claim",
+                round(row["attack"], 3),
+                f"<= {row['claimed']:.3f}",
+                row["attack"] <= row["claimed"],
+                source="ours",
             )
-        elif "mean" in row["silo"]:
+        )
+        if "mean" in row["silo"]:
             claims.append(
                 Claim(
                     f"{name}: the attack breaks the stated epsilon",

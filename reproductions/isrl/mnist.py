@@ -20,14 +20,15 @@ from reproductions._seeds import of
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._local_sgd import local_sgd_noise
 from reproductions.isrl._published import Published, silo_noise
-from reproductions.isrl._train import Task, best_over_steps, summary
-from reproductions.registry import Claim, Outcome, Settings, Source, less, within
+from reproductions.isrl._train import Task, best_over_steps, summary, tried_of
+from reproductions.registry import Claim, Outcome, Settings, Source, less
 
 TITLE = "MNIST odd/even, logistic regression: error against epsilon"
 SOURCE = "Lowy and Razaviyayn 2023, section 6 and appendix I, figures 4 and 7"
 
 EPSILONS = (0.75, 1.5, 3.0, 6.0, 12.0, 18.0)
 ROUNDS, DIM = 35, 50
+DRAWS = 5  # of silos, for upsilon
 
 
 def logistic(w: jax.Array, example: Any) -> jax.Array:
@@ -68,12 +69,13 @@ class Images:
 
 
 def load(folder: pathlib.Path | None) -> Images:
-    """MNIST's test images; without a folder the small digits that scikit-learn bundles."""
+    """MNIST's training images; without a folder the small digits that scikit-learn bundles."""
     if folder is None:
         raw, digits = bundled("digits", "MNIST's idx files (in a folder `mnist`)")
         return Images(_projected(raw / 16.0), digits, 170, 97)
-    images = read_idx(folder / "t10k-images-idx3-ubyte.gz").reshape(-1, 784) / 255.0
-    return Images(_projected(images), read_idx(folder / "t10k-labels-idx1-ubyte.gz"), 774, 443)
+    images = read_idx(folder / "train-images-idx3-ubyte.gz").reshape(-1, 784) / np.float32(255)
+    # A seventh of the 5,421 images of the rarest digit.
+    return Images(_projected(images), read_idx(folder / "train-labels-idx1-ubyte.gz"), 774, 443)
 
 
 def _projected(images: np.ndarray) -> np.ndarray:
@@ -130,18 +132,9 @@ def run(settings: Settings) -> Outcome:
         some = epsilons[1:2] if settings.quick and cohort != 25 else epsilons
         rows += _arms(settings, images, cohort, some, trials, repeats)
     claims = _claims(rows, epsilons)
-    square = heterogeneity(draw(images, np.random.default_rng(of(0)))[0])
+    squares = [heterogeneity(draw(images, np.random.default_rng(of(k)))[0]) for k in range(DRAWS)]
     if real:
-        claims.append(
-            within(
-                "heterogeneity at the minimiser, upsilon_*^2, is about 0.17",
-                square,
-                0.17,
-                0.005,
-                "as the paper rounds it; here of MNIST's test images, there of its training images",
-                source="paper",
-            )
-        )
+        claims.append(_upsilon(squares))
     figure = settings.out / "isrl-mnist.png"
     _draw(rows, figure)
     return Outcome(
@@ -151,11 +144,22 @@ def run(settings: Settings) -> Outcome:
         [
             "silos are built as published: with replacement, so that an image may be in train and "
             "test of a silo and in several silos; no privacy of a person follows for that build",
+            "as in the script, not in the paper: one K for all epsilons, that of the largest; the "
+            "mean of the last eight iterates, for w_R",
             "PCA, bounds and step sizes are chosen on the data: outside every guarantee here",
             f"{trials} trials; {len(images.x)} images, silos of {images.silo_size}, "
-            f"upsilon_*^2 {square:.3f}",
+            f"upsilon_*^2 {np.mean(squares):.3f}",
             *([] if real else [NOTE.format(what="MNIST", instead="1,797 small digits")]),
         ],
+        tried_of(
+            f"25 silos of {images.silo_size} images, {ROUNDS} rounds, {trials} trials (paper: 20), "
+            f"K = {images.batch}, the paper's at epsilon 18 only",
+            False,
+            {
+                name: (steps, np.ones(1))
+                for name, steps in step_sizes(25, _coarse(settings)).items()
+            },
+        ),
     )
 
 
@@ -179,6 +183,19 @@ def work(epsilons: tuple[float, ...], n: int = 1238, batch: int = 443) -> list[W
     return noise
 
 
+def step_sizes(cohort: int, coarse: int) -> dict[str, np.ndarray]:
+    """The paper's grids. MB-SGD of the authors' code sums over silos: its steps act M times larger.
+
+    Args:
+      cohort: M.
+      coarse: every so many are tried.
+    """
+    return {
+        "minibatch": np.exp(np.linspace(-6, 0, 10))[::coarse] * cohort,
+        "local": np.exp(np.linspace(-8, -1, 10))[::coarse],
+    }
+
+
 def one_trial(
     images: Images, cohort: int, noise: list[Work], trial: int, repeats: int, coarse: int = 1
 ) -> Iterator[tuple[tuple[str, str, float], float]]:
@@ -192,11 +209,7 @@ def one_trial(
       repeats: runs at each step size.
       coarse: of the step sizes every so many are tried.
     """
-    # MB-SGD of the authors' code sums over silos: its steps act M times larger.
-    steps = {
-        "minibatch": np.exp(np.linspace(-6, 0, 10))[::coarse] * cohort,
-        "local": np.exp(np.linspace(-8, -1, 10))[::coarse],
-    }
+    steps = step_sizes(cohort, coarse)
     train, test, largest = draw(images, np.random.default_rng(of(trial)))
     task = Task(logistic, error_rate, train, test, (DIM,), ROUNDS, images.batch, cohort)
     for arm, algorithm, epsilon, multiplier, scale in noise:
@@ -214,6 +227,10 @@ def one_trial(
         yield (arm, algorithm, epsilon), error
 
 
+def _coarse(settings: Settings) -> int:
+    return 2 if settings.quick else 1  # every other step size
+
+
 def _arms(
     settings: Settings,
     images: Images,
@@ -227,7 +244,7 @@ def _arms(
         noise = [w for w in noise if w[0] != "paper_closed_form"]
     if settings.quick and cohort != 25:
         noise = [w for w in noise if w[0] == "as_published" and math.isfinite(w[2])]
-    coarse = 2 if settings.quick else 1  # every other step size
+    coarse = _coarse(settings)
     found: dict[tuple[str, str, float], list[float]] = {}
     from rich.progress import Progress
 
@@ -304,7 +321,7 @@ def _claims(rows: list[dict[str, Any]], epsilons: tuple[float, ...]) -> list[Cla
             f"MB-SGD as published: the error at epsilon {high:g} is below that at {low:g}",
             errors("as_published", "minibatch", high),
             errors("as_published", "minibatch", low),
-            source="paper",
+            source="ours",
         )
         for low, high in itertools.pairwise(sorted(epsilons))
     ]
@@ -314,10 +331,23 @@ def _claims(rows: list[dict[str, Any]], epsilons: tuple[float, ...]) -> list[Cla
                 f"as published, epsilon {least:g}: 25 silos in a round are better than 12",
                 errors("as_published", "minibatch", least),
                 errors("as_published", "minibatch", least, 12),
-                source="paper",
+                source="ours",
             )
         )
     return claims
+
+
+def _upsilon(squares: list[float]) -> Claim:
+    """The claim about upsilon_*^2, which holds if 0.17 lies within the range of the draws."""
+    low, high = min(squares), max(squares)
+    return Claim(
+        "heterogeneity at the minimiser, upsilon_*^2, is about 0.17 at most",
+        f"{low:.3f} to {high:.3f}, {len(squares)} draws",
+        "0.17, as the paper rounds it",
+        low < 0.175 and high >= 0.165,
+        "the smallest and the largest of draws of the silos, each from a seventh of the images",
+        source="paper",
+    )
 
 
 def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:

@@ -39,6 +39,7 @@ ROUNDS, RADIUS = 12, 1.0
 # Sizes of the mean of a convex instance. Which is the hardest depends on the noise; rates are of
 # the hardest, and so is what is measured: no predicted rate enters it.
 MEANS = np.geomspace(1e-3, 1.0, 19)
+ETAS = np.geomspace(0.03, 3000.0, 11)  # step sizes of convex losses
 
 
 def linear(w: jax.Array, example: Any) -> jax.Array:
@@ -96,13 +97,18 @@ def private_risk(kind: str, setting: dict[str, float], trials: int, seed: int) -
         def one(s: jax.Array) -> jax.Array:
             rows = rows_of(s)
             if kind == "convex":
-                # One long step on the mean of all rounds' gradients: linear losses need no more.
-                def gather(total: jax.Array, row: Any) -> tuple[jax.Array, None]:
-                    return total + oracle(start, row), None
+                # Gradients of a linear loss are alike everywhere: one draw of all serves all steps.
+                _, gradients = jax.lax.scan(lambda c, row: (c, oracle(start, row)), None, rows)
 
-                total, _ = jax.lax.scan(gather, start, rows)
-                w = ball(RADIUS)(-1e6 * total / ROUNDS)
-                return RADIUS * jnp.linalg.norm(mean) - w @ mean
+                def risk(eta: jax.Array) -> jax.Array:
+                    def step(w: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+                        moved = ball(RADIUS)(w - eta * g)
+                        return moved, moved
+
+                    _, iterates = jax.lax.scan(step, start, gradients)
+                    return RADIUS * jnp.linalg.norm(mean) - iterates.mean(0) @ mean
+
+                return jax.vmap(risk)(jnp.asarray(ETAS, jnp.float32))
             etas = 1.0 / (1.0 + jnp.arange(ROUNDS))
             sgd = minibatch_sgd(etas, last_weights(ROUNDS), ball(RADIUS))
             return 0.5 * jnp.sum(jnp.square(iterate(sgd, oracle, rows, start) - mean))
@@ -111,7 +117,8 @@ def private_risk(kind: str, setting: dict[str, float], trials: int, seed: int) -
 
     seeds = jnp.arange(trials) + 10_000 * seed
     sizes = MEANS if kind == "convex" else MEANS[:1]
-    return max(float(runs(seeds, size).mean()) for size in sizes)
+    # The best step size, of the instance that is the hardest for it.
+    return max(float(np.min(np.mean(runs(seeds, size), axis=0))) for size in sizes)
 
 
 def slope(x: list[float], y: list[float]) -> float:
@@ -142,7 +149,7 @@ def run(settings: Settings) -> Outcome:
         room = 0.15 if kind == "convex" else 0.25
         claims.append(
             within(
-                f"{kind}: private excess risk against {name}, log-log slope",
+                f"{kind}: private excess empirical risk against {name}, log-log slope",
                 found,
                 expected,
                 room,
@@ -156,7 +163,10 @@ def run(settings: Settings) -> Outcome:
         [file],
         rows,
         [
-            f"sound arm, {ROUNDS} full-batch rounds, delta 1e-6, {trials} trials a point",
+            f"Algorithm 2 with {ROUNDS} full-batch rounds and sound noise (the paper: the rounds "
+            f"of its theorem, draws with replacement), delta 1e-6, {trials} trials a point",
+            "convex: the best of 11 step sizes, the mean of the iterates",
+            "empirical risk: the second term of Theorem 2.1's rates; the first is not tried",
             f"convex: the worst of {len(MEANS)} sizes of the instance's mean, alike for all points",
         ],
     )

@@ -194,6 +194,8 @@ def run(settings: Settings) -> Outcome:
         [
             f"N = {SILOS}, n = {BATCH * ROUNDS}, K = {BATCH}, R = {ROUNDS}, d = {DIM}, {trials} "
             "trials; the same epsilon, but a weaker adversary with a shuffler",
+            "P_vec is corrected: coordinates lie in [-L, L], so that their range is 2 L, and the "
+            "sum is centred again by L for every report",
             alike["caveat"],
         ],
     )

@@ -17,14 +17,14 @@ from dpfl_jax.federation.personal import RatePolicy
 from dpfl_jax.models import MLP, LogisticRegression
 from reproductions._plots import band, panel
 from reproductions._seeds import of
-from reproductions.registry import Claim, Outcome, Settings, between
+from reproductions.registry import Claim, Outcome, Settings, Tried, Tuning, between
 from reproductions.rpdp._cells import Cell, always, train
 from reproductions.rpdp._noise import noise_for_cap
 from reproductions.rpdp._tables import above, orders
 from reproductions.rpdp._training import Bench
 
 TITLE = "distributions of budgets: what each does to accuracy"
-SOURCE = "Liu et al. 2024, sections 7.1 and 7.3, appendix A; on scikit-learn's bundled sets"
+SOURCE = "Liu et al. 2024, sections 7.1.2 and 7.2, appendix A; on scikit-learn's bundled sets"
 
 OPTIONS = ("seeds", "minutes")
 DELTA, CAP, TAU, ROUNDS = 1e-3, 10.0, 10, 15
@@ -38,6 +38,8 @@ LAWS: dict[str, laws.BudgetDistribution] = {
 POLICIES: tuple[RatePolicy, ...] = ("certified", "curve_fit", "uniform", "dropout", "minimum")
 # Appendix A: budgets by class (Boenisch et al. 2023), digits 0 to 9.
 BY_CLASS = (0.5, 0.75, 2.0, 2.6, 4.1, 2.1, 2.05, 3.0, 3.1, 6.1)
+ARMS = ("by class", "0.5 for all", "3 for all")
+RATES = (0.5, 1.0, 2.0, 4.0)  # of plain descent, of which each arm has the best
 
 
 def run(settings: Settings) -> Outcome:
@@ -58,10 +60,11 @@ def run(settings: Settings) -> Outcome:
             finished,
             f"{seeds} seeds; 569 real patients over 4 silos, two thirds of them in training; tau = "
             f"{TAU}, T = {ROUNDS}, sigma = {sigma:.4g} (public cap {CAP:g}), delta = {DELTA:g}",
-            "by class: 1,797 digits in one silo, 100 steps, a small dense network instead of the "
-            "appendix' MNIST network; budgets that follow the label are themselves information, "
-            "which no guarantee here covers: the batch size is a declared constant",
+            "by class: a small dense network on 1,797 digits instead of Table 4's CNN on MNIST, "
+            "and overall accuracy instead of that of each class; budgets that follow the label are "
+            "themselves information, which no guarantee here covers: the batch size is declared",
         ],
+        _tuned(rows)[1],
     )
 
 
@@ -111,19 +114,39 @@ def _by_class() -> list[Cell]:
     data = FederatedData.from_assignment(records, np.arange(cut), np.zeros(cut, np.int64), 1)
     model = MLP((8, 8), 10, (32,))
     held = {"x": x[test], "label": label[test]}
-    bench = Bench(model, data, held, ("sgd", 0.5), 10, 10, 1.0, (1.0,))
     setting = TwoStage(noise_for_cap(CAP, 1, 100, 1.0, DELTA), 10, 10, 1.0, DELTA)
     mine = data.read(np.arange(cut))["label"]
     public = np.asarray(BY_CLASS)
+    budgets = (public[mine], np.full(cut, 0.5), np.full(cut, 3.0))
     cells = []
-    for name, budgets, known in (
-        ("by class", public[mine], public),
-        ("0.5 for all", np.full(cut, 0.5), np.array([0.5])),
-        ("3 for all", np.full(cut, 3.0), np.array([3.0])),
-    ):
-        made = bench.with_budgets(setting, budgets, known, "certified")
-        cells.append(Cell(bench, "certified", f"digits, {name}", always(made)))
+    for rate in RATES:
+        bench = Bench(model, data, held, ("sgd", rate), 10, 10, 1.0, (1.0,))
+        for name, own in zip(ARMS, budgets, strict=True):
+            known = public if name == "by class" else own[:1]
+            made = bench.with_budgets(setting, own, known, "certified")
+            cells.append(Cell(bench, "certified", f"digits, {name}, rate {rate:g}", always(made)))
     return cells
+
+
+def _tuned(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], Tried]:
+    """Each arm at its best rate: the first fifth of the seeds chooses, and the others are left."""
+    lines = {r["budgets"]: r for r in rows}
+    best, tuning = {}, {}
+    for name in ARMS:
+        at = {rate: lines[f"digits, {name}, rate {rate:g}"] for rate in RATES}
+        choosing = max(1, len(at[RATES[0]]["by_seed"]) // 5)
+        rate = max(RATES, key=lambda r: np.mean(at[r]["by_seed"][:choosing]))
+        best[name] = at[rate] | {"by_seed": at[rate]["by_seed"][choosing:]}
+        tuning[name] = Tuning({"learning rate": RATES}, {"learning rate": rate}, range(choosing))
+    seeds = len(at[rate]["by_seed"])
+    tried = Tried(
+        f"569 patients in 4 silos; 1,797 digits in one silo, 100 steps; {seeds} seeds",
+        tuning=tuning,
+        fixed=f"digits only: of {seeds} seeds those after the first {choosing} count; patients "
+        "have Adam's rate 0.02 in all arms",
+        reported=range(choosing, seeds),
+    )
+    return best, tried
 
 
 def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -147,15 +170,13 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
     claims.append(
         Claim("nobody exceeds a budget, in any run", over, 0, over == 0, source="arithmetic")
     )
-    own, strict, loose = (
-        lines[f"digits, {n}", "certified"] for n in ("by class", "0.5 for all", "3 for all")
-    )
+    own, strict, loose = (_tuned(rows)[0][name] for name in ARMS)
     claims += [
-        above("appendix A: budgets by class beat 0.5 for all", own, strict,
-              "rates that follow the class show the strict classes rarely", source="paper"),
-        above("appendix A: budgets by class beat even 3 for all", own, loose,
-              "one noise for all arms here: 3 for all samples more than the mean budget does",
-              source="paper"),
+        above("table 4, overall accuracy: budgets by class beat 0.5 for all", own, strict,
+              "each at its own learning rate", source="paper"),
+        above("table 4, overall accuracy: budgets by class beat 3 for all", own, loose,
+              "each at its own learning rate; one noise for all arms here: 3 for all samples more "
+              "than the mean budget does", source="paper"),
     ]  # fmt: skip
     return claims
 
@@ -172,13 +193,7 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
         left.axhline(at["all", "non-private"]["accuracy"], color="black", lw=0.8, ls=":")
         left.set_xticks(np.arange(len(LAWS)) + 0.32, list(LAWS), fontsize=7)
         left.set(ylabel="test accuracy", title="patients (dotted: non-private)")
-        for r in rows:
-            if r["budgets"].startswith("digits"):
-                band(
-                    right,
-                    range(1, len(r["curve"]) + 1),
-                    list(zip(*r["curves"])),
-                    label=r["budgets"],
-                    marker="",
-                )
+        for name, r in _tuned(rows)[0].items():
+            rounds = range(1, len(r["curve"]) + 1)
+            band(right, rounds, list(zip(*r["curves"])), label=name, marker="")
         right.set(xlabel="round of 10 steps", ylabel="test accuracy", title="budgets by class")

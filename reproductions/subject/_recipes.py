@@ -6,9 +6,10 @@ and "B" ("Subject Level Differential Privacy with Hierarchical Gradient Averagin
 sound         the federation's real events, composed over at most H silos.
 paper_batch_z LocalGroupDP: sigma for Z records of a subject *in the batch*, with the amplification
               of one record; chosen anew for each batch (A, Algorithm 1).
-paper_a       HiGradAvgDP: a subject is sampled with probability K q (A, section 3.3).
+paper_a       HiGradAvgDP: a subject is sampled with probability K q (A, section 3.2), and sums are
+              divided by the number of subjects in the batch (A, Algorithm 2).
 paper_b       HiGradAvgDP: a subject is sampled with probability q (B, section 3.1).
-              UserLDP under either: sensitivity C instead of 2C. LocalGroupDP: paper_batch_z.
+              UserLDP: sensitivity C instead of 2C (A's Theorem 3.11 asks for more noise still).
 
 The papers calibrate one silo alone for R rounds, then run R / sqrt(s) of them to pay for s silos
 (``paper_sqrt``), or calibrate for s times the steps (``more_noise``).
@@ -46,6 +47,10 @@ RECIPES: tuple[Recipe, ...] = ("sound", "paper_batch_z", "paper_a", "paper_b")
 FOLLOWS_THE_BATCH = (
     "the noise multiplier of each step is chosen by the largest group in the private batch, so the "
     "size of the noise itself tells about the data"
+)
+SECRET_DIVISOR = (
+    "the noised sum is divided by the number of subjects in the private batch, which the size of "
+    "the noise tells"
 )
 
 
@@ -91,11 +96,13 @@ class Applied:
       by_group: of each silo the noise multipliers for Z = 1, 2, ... records of one subject in the
         batch, instead of the federation's, which are their smallest (``NoiseByBatch``); None where
         the noise is constant.
+      by_subjects: whether sums are divided by the number of subjects (``DistinctSubjects``).
     """
 
     federation: Federation
     claim: Claim
     by_group: tuple[tuple[float, ...], ...] | None = None
+    by_subjects: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,10 +192,11 @@ def apply_recipe(
     made = dataclasses.replace(federation.with_noise(noise), rounds=rounds)
     why += _reasons(mechanism, recipe)
     constant = subject_epsilon(made if tables is None else _at_usual(made, tables), delta)
-    real = constant if tables is None else math.inf
+    by_subjects = mechanism.kind == "hi_grad_avg" and recipe == "paper_a"
+    real = constant if tables is None and not by_subjects else math.inf
     planned = federation.rounds
     claim = Claim(recipe, epsilon, delta, real, constant, planned, rounds, tuple(why))
-    return Applied(made, claim, tables)
+    return Applied(made, claim, tables, by_subjects)
 
 
 def _sound_claim(federation: Federation, delta: float, epsilon: float) -> Claim:
@@ -262,6 +270,8 @@ def _reasons(mechanism: SiloMechanism, recipe: Recipe) -> list[str]:
         ]
     if mechanism.kind == "user_ldp":
         return ["two clipped means may be opposite: the sensitivity is 2C, not C"]
+    if recipe == "paper_a":
+        return [SECRET_DIVISOR]
     if recipe == "paper_b":
         return ["a subject is in a batch with probability 1-(1-q)^K, not q"]
     return []

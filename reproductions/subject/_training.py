@@ -29,9 +29,10 @@ from dpfl_jax.run.driver import LoopConfig, drive
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import make_optimizer
 from reproductions._seeds import of
-from reproductions.registry import Settings
+from reproductions.registry import Settings, Tried
 from reproductions.subject._recipes import (
     Claim,
+    DistinctSubjects,
     Horizontal,
     NoiseByBatch,
     Recipe,
@@ -104,7 +105,9 @@ class Trained:
             "loss": self.loss,
             "claimed_epsilon": self.claim.epsilon,
             "unit": self.claim.unit,
-            "real_epsilon": self.claim.real_epsilon,
+            "real_epsilon": self.claim.real_epsilon
+            if math.isfinite(self.claim.real_epsilon)
+            else "none follows",
             "subject_epsilon": self.claim.subject_epsilon,
             "if_constant": self.claim.if_constant,
             "rounds": self.claim.rounds,
@@ -122,6 +125,22 @@ def _subjects(section: str) -> SubjectData:
 def _spread(config_json: str) -> FederatedData:
     config = RunConfig.model_validate_json(config_json)
     return spread(_subjects(json.dumps(dataclasses.asdict(config.data))).train, config)
+
+
+def tried_of(raw: dict[str, Any], seeds: int) -> Tried:
+    """The size of a federation as trained here. Nothing is tuned."""
+    data, federation = raw["data"], raw["federation"]
+    people = f"{round(0.8 * data['max_users'])} subjects" if "max_users" in data else "71 subjects"
+    name, rate = federation["local_optimizer"].values()
+    return Tried(
+        f"{people} in {federation['silos']} silos, {federation['rounds']} rounds of "
+        f"{federation['local_steps']} local steps, batches of "
+        f"{raw['mechanism'].get('batch_size', 64):g}, {seeds} seeds (papers: 3,500 subjects of "
+        "FEMNIST, 660 of Shakespeare, 100 and 200 rounds, batches of 512 and 100; 350 subjects and "
+        "batches of 256 for text B's Small-FEMNIST)",
+        fixed=f"nothing ({name.capitalize()}'s learning rate {rate:g} where no other is named; the "
+        "papers tune)",
+    )
 
 
 def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int = 350) -> Any:
@@ -195,6 +214,8 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
     builder: Callable[..., RoundBuilder] = RoundBuilder
     if applied.by_group is not None:
         builder = functools.partial(NoiseByBatch, by_group=applied.by_group)
+    elif applied.by_subjects:
+        builder = DistinctSubjects
     model = build_by_name(config.model.kind, subjects.task, config.model.options)
     mesh = data_parallel_mesh()
     evaluator = Evaluator(model.loss, mesh, 256, model.predict)

@@ -142,13 +142,13 @@ def run(settings: Settings) -> Outcome:
             constant_noise(group, False, trials),
         ),
         (
-            "paper_b (HiGradAvgDP, noise of one record)",
+            "text B, HiGradAvgDP, noise of one record,",
             False,
             accounting.epsilon(events.poisson_of_averaged(item, Q, CAP, STEPS), DELTA),
             constant_noise(item, True, trials),
         ),
         (
-            "paper_batch_z (LocalGroupDP, noise by the batch)",
+            "LocalGroupDP, noise by the batch,",
             False,
             math.inf,
             batch_noise(table, 1000, trials),

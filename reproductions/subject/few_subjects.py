@@ -8,7 +8,7 @@ import numpy as np
 
 from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings, less
-from reproductions.subject._training import COMPARED, Trained, base_config, train
+from reproductions.subject._training import COMPARED, Trained, base_config, train, tried_of
 
 TITLE = "accuracy with fewer subjects"
 SOURCE = "Marathe et al., text B Figure 4 (Small-FEMNIST)"
@@ -19,7 +19,7 @@ def run(settings: Settings) -> Outcome:
     """Trains with many and with a fifth of the subjects, at the same batch size."""
     rounds, steps, seeds = (36, 6, 3) if settings.quick else (100, 12, 3)
     seeds = settings.seeds or seeds
-    raw, note = base_config(settings, rounds, steps)
+    raw, about = base_config(settings, rounds, steps)
     raw["mechanism"] |= {"batch_size": 64.0 if "max_users" in raw["data"] else 24.0}
     total = raw["data"].get("max_users", 120)
     rows: list[dict[str, Any]] = []
@@ -36,26 +36,32 @@ def run(settings: Settings) -> Outcome:
         - np.divide(found[item.label, total // 5].accuracy, found[item.label, total].accuracy)
         for item in COMPARED
     }
-    _, group, average = (drops[r.label] for r in COMPARED)
+    alone, group, average = (drops[r.label] for r in COMPARED)
+    note = "relative loss of accuracy with a fifth of the subjects: LocalItemDP's minus its own"
     claims: list[Claim] = [
         less(
-            "text B: LocalGroupDP drops substantially",
-            np.full(seeds, 0.1),
+            "text B: LocalGroupDP drops more than LocalItemDP",
+            alone,
             group,
-            "a tenth of its accuracy minus the loss with a fifth of the subjects",
+            note,
             source="paper",
         ),
         less(
-            "text B: HiGradAvgDP drops noticeably",
-            np.full(seeds, 0.02),
+            "text B: HiGradAvgDP drops more than LocalItemDP",
+            alone,
             average,
-            "a fiftieth of its accuracy minus the loss with a fifth of the subjects",
+            note,
             source="paper",
         ),
     ]
     file = settings.out / "subject_few_subjects.png"
     _draw(rows, file)
-    return Outcome(claims, [file], rows, [note, f"{rounds} rounds calibrated, {seeds} seed(s)"])
+    notes = [
+        about,
+        f"{rounds} rounds calibrated, {seeds} seed(s)",
+        "the batch is as large with few subjects as with many; text B's is 512 and 256",
+    ]
+    return Outcome(claims, [file], rows, notes, tried_of(raw, seeds))
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:

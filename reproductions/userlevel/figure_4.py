@@ -23,7 +23,8 @@ def run(settings: Settings) -> Outcome:
         groups, points = sorted({8, median}), [(256, 4.0)]
     cells = [(b, e, g) for b, e in points for g in groups]
     options = [small.planner(settings.quick, e).option("els", g, b) for b, e, g in cells]
-    losses = dict(zip(cells, small.losses(settings, options), strict=True))
+    swept = small.sweep(settings, options)
+    losses = dict(zip(cells, swept.losses, strict=True))
     initial = small.initial_loss(settings.quick)
     claims: list[Claim] = []
     for budget, epsilon in points:
@@ -49,7 +50,7 @@ def run(settings: Settings) -> Outcome:
     ]
     file = settings.out / "userlevel-figure-4.png"
     _draw(rows, points, median, file)
-    return Outcome(claims, [file], rows, [small.NOTE, small.SEED_NOTE])
+    return Outcome(claims, [file], rows, [small.NOTE, small.SEED_NOTE], swept.tried)
 
 
 def _draw(rows: list[dict[str, Any]], points: Any, median: int, file: Any) -> None:

@@ -12,7 +12,7 @@ from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
 
 TITLE = "ELS against ULS when the accounting supposes more users"
-SOURCE = "Charles et al. 2024, section 5, Figure 8"
+SOURCE = "Charles et al. 2024, section 6, Figure 8"
 OPTIONS = small.OPTIONS
 
 EPSILON = 4.0
@@ -40,7 +40,8 @@ def run(settings: Settings) -> Outcome:
         for budget in budgets:
             options["els", factor, budget] = planner.option("els", median, budget)
             options["uls", factor, budget] = small.least_noise(planner, budget)
-    losses = dict(zip(options, small.losses(settings, list(options.values())), strict=True))
+    swept = small.sweep(settings, list(options.values()))
+    losses = dict(zip(options, swept.losses, strict=True))
     rows = [
         small.row(option, losses[kind, factor, budget], users=factor, budget=budget)
         for (kind, factor, budget), option in options.items()
@@ -75,7 +76,7 @@ def run(settings: Settings) -> Outcome:
         "more users are supposed in the accounting only, as in the paper: beyond 1 the runs have "
         "no guarantee for the users there are",
     ]
-    return Outcome(claims, [file], rows, notes)
+    return Outcome(claims, [file], rows, notes, swept.tried)
 
 
 def _draw(losses: Any, factors: list[int], budgets: list[int], file: Any) -> None:

@@ -123,7 +123,7 @@ def test_completion_knows_every_command_and_its_options(shell, capsys):
 def test_completion_without_its_package_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
-    assert "pip install shtab" in capsys.readouterr().err
+    assert "pip install 'dpfl_jax[completion]'" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_one_sentence(monkeypatch, capsys):

@@ -13,7 +13,9 @@ from dpfl_jax.cli import finetune
 from dpfl_jax.cli.main import build_parser, main
 from dpfl_jax.config import load_config
 from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.config.load import make_config
 from dpfl_jax.data import load_dataset
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import fingerprint, load_model, save_checkpoint
@@ -387,10 +389,13 @@ def test_one_command_makes_the_usual_choices_and_writes_nothing_when_asked_what_
         "--epsilon", "4", "--out", out, "mechanism.cohort_size=16",
     )  # fmt: skip
     made = yaml.safe_load(told[: told.index("reading data")])
+    assert told.startswith("# the learning rate is 0.004, the usual one for 300 steps of adapters")
     assert made["privacy"] == {"epsilon": 4.0}
     assert made["mechanism"]["kind"] == "uls"
     assert made["mechanism"]["cohort_size"] == 16
-    assert made["model"]["lora"]["rank"] == 16
+    assert made["model"]["lora"] == {"rank": 4, "alpha": 8, "targets": ["*/attention/*", "*/mlp/*"]}
+    assert made["optimizer"]["name"] == "dp_adam_bc"
+    assert made["optimizer"]["learning_rate"] == pytest.approx(0.07 / 300**0.5, rel=0.02)
     assert made["execution"]["packing"] == 8
     assert made["data"]["seq_len"] == LLAMA.max_seq_len
     assert price["privacy"]["epsilon"] <= 4.0
@@ -420,9 +425,49 @@ def test_the_usual_choices_of_other_data_and_of_all_parameters(workspace, tmp_pa
     assert made("hf:org/name/x.parquet")["data"]["source"] == "huggingface"
 
 
+def chosen(workspace, *overrides, full=False, steps=300):
+    """The configuration that ``dpfl finetune`` makes of the posts, and what it says of it."""
+    overrides = [f"train.steps={steps}", "privacy.delta=1e-3", *overrides]
+    arguments = ["finetune", str(workspace / "base"), str(workspace / "posts.jsonl"), *overrides]
+    args = build_parser("finetune").parse_args(arguments + ["--full"] * full)
+    raw = finetune.configuration(args)
+    config = make_config(raw, overrides, workspace / "config.yaml")
+    return finetune.choose(raw, config, overrides), raw
+
+
+def test_the_learning_rate_follows_the_steps_and_what_is_trained(workspace):
+    given = "mechanism.cohort_size=16"
+    for full, reach in ((False, 0.07), (True, 0.026)):
+        for steps, momentum in ((12, 0.58), (100, 0.9)):
+            said, raw = chosen(workspace, given, full=full, steps=steps)
+            rate = raw["optimizer"]["learning_rate"]
+            assert rate == pytest.approx(reach / steps**0.5, rel=0.03)
+            assert raw["optimizer"]["options"] == {"b1": momentum}
+            assert f"the learning rate is {rate:g}, the usual one for {steps} steps" in said[0]
+    said, raw = chosen(workspace, given, "optimizer={name: sgd, learning_rate: 1}")
+    assert raw["optimizer"] == {"name": "sgd", "learning_rate": 1}
+    assert said == []
+    with pytest.raises(BadInputError, match=r"sgd: give optimizer\.learning_rate, too"):
+        chosen(workspace, "optimizer.name=sgd")
+
+
+def test_the_cohort_follows_the_number_of_people(workspace):
+    rate = "optimizer.learning_rate=0.01"
+    (said,), raw = chosen(workspace, rate, "privacy.epsilon=2")
+    few = raw["mechanism"]["cohort_size"]
+    assert 4 < few < 71  # of 150 people one in twenty is held out
+    assert f"a step draws {few} of about 142 people: more would lower the noise by less" in said
+    (said,), raw = chosen(workspace, rate, "population={num_users: 300000, num_examples: 400000}")
+    assert raw["mechanism"]["cohort_size"] == 256
+    assert "256 of about 300,000 people: more would lower the noise further" in said
+    said, raw = chosen(workspace, rate, "mechanism.cohort_size=16")
+    assert (said, raw["mechanism"]["cohort_size"]) == ([], 16)
+
+
 @pytest.mark.slow
 def test_one_command_trains_and_exports_and_never_over_another_run(workspace, capsys, tmp_path):
     arguments = ["finetune", workspace / "base", workspace / "posts.jsonl", "--steps", "1"]
+    arguments += ["--synthesize", "3"]
     arguments += ["--out", tmp_path / "out", "mechanism.cohort_size=16", "execution.packing=0"]
     report, _ = dpfl(capsys, *arguments)
     assert report["status"] == "finished"
@@ -432,4 +477,7 @@ def test_one_command_trains_and_exports_and_never_over_another_run(workspace, ca
     of_run = json.loads((tmp_path / "out" / "run" / "guarantee.json").read_text())
     assert guarantee.pop("digests")["run"] == of_run.pop("digests")["run"]
     assert guarantee == of_run
+    rows = (tmp_path / "out" / "synthetic" / "rows.jsonl").read_text().splitlines()
+    assert [[*json.loads(row)] for row in rows] == [["text"]] * 3
+    assert main(["verify", str(tmp_path / "out" / "synthetic")]) == 0
     assert "is of another run" in refused(capsys, *arguments, "mechanism.group_size=2")

@@ -271,6 +271,7 @@ OTHER = {
     "packing": 8,
     "examples_at_once": 2,
     "split_users": True,
+    "sum_over_fsdp": "step",
     "mesh": {"fsdp": 2},
     "width": 2,
     "chunk_silos": 3,

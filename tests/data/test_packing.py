@@ -1,21 +1,27 @@
 """Packed rows: every token once, where its example is; shapes that hold whatever is drawn."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.packing import reads
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.data import ArrayStore, Schema
+from dpfl_jax.data import ArrayStore, Schema, UserView, limit_store
+from dpfl_jax.data.build import BuildPlan, build_store, write_store
 from dpfl_jax.data.packing import (
     Shape,
     choose_shapes,
     example_lengths,
     first_fit,
+    lengths_warning,
     pack_units,
     split_by_shape,
 )
 from dpfl_jax.data.pipeline import Pipeline
+from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.mechanisms.plan.batches import check_packing
@@ -125,6 +131,56 @@ def test_steps_hold_what_was_drawn_and_little_else(mechanism, median):
     whole = shapes[-1].tokens * before
     assert real / places > 0.6
     assert real / places > 1.5 * real / whole
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_process_reads_its_part_of_a_draw(tmp_path, answers):
+    """Lengths, by which all agree on the buffer of each unit, come from the store's index."""
+    store = write_store(heavy_tailed(users=64, answers=answers), tmp_path / "store")
+    mechanism = uls(group_size=4, cohort_size=32, clip_norm=1.0)
+    one, two, four = (reads(store, mechanism, processes) for processes in (1, 2, 4))
+    assert two["bytes"] < 0.65 * one["bytes"]
+    assert four["examples"] < 0.4 * one["examples"]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_store_keeps_the_lengths_of_its_examples(tmp_path, answers):
+    memory = heavy_tailed(users=12, answers=answers)
+    positions = np.arange(memory.num_examples)[::-1]
+    mask = memory.read(positions)["mask"]
+    want = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in mask]
+    plan = BuildPlan(memory.schema, num_shards=3, tokenizer=None)
+    rows = (
+        (name, memory.records(np.arange(first, stop)).tobytes())
+        for name, first, stop in zip(
+            memory.user_ids(range(memory.num_users)),
+            memory.user_offsets[:-1],
+            memory.user_offsets[1:],
+        )
+    )
+    store = build_store(lambda: rows, tmp_path / "store", plan)
+    view = UserView(store, np.arange(store.num_users), first=np.ones(store.num_users, np.int64))
+    for known in (memory, store):
+        assert known.lengths(positions).tolist() == want
+    assert view.has_lengths
+    assert (
+        view.lengths(np.arange(view.num_examples)).tolist()
+        == example_lengths(_ReadOnly(view), np.arange(view.num_examples)).tolist()
+    )
+    store.verify()
+    assert lengths_warning(view) is None
+    assert lengths_warning(_ReadOnly(view)) is None
+    # A store of an earlier version.
+    (tmp_path / "store" / "lengths.arrow").unlink()
+    dataclasses.replace(store.manifest, lengths=None).write(tmp_path / "store")
+    old = ShardStore(tmp_path / "store")
+    assert old.lengths(positions).tolist() == want
+    assert "build it again" in lengths_warning(limit_store(old, 3))
+
+
+class _ReadOnly:
+    def __init__(self, store):
+        self.read = store.read
 
 
 def test_a_step_fills_several_rows_of_each_shape():

@@ -1,11 +1,14 @@
 """The scripts of examples/ run, on small sizes, and end with what they promise."""
 
 import importlib
+import json
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -26,6 +29,24 @@ def test_each_is_read_in_one_sitting():
     assert {
         p.name: len(p.read_text().splitlines()) for p in uses if len(p.open().readlines()) > 60
     } == {}
+
+
+def test_an_export_is_scored_on_tasks(tmp_path, monkeypatch, capsys):
+    def simple_evaluate(model, model_args, tasks, limit):
+        assert (model, model_args, limit) == ("hf", f"pretrained={tmp_path}", 5)
+        numbers = {"acc,none": 0.5, "alias": "the task"}
+        return {"results": dict.fromkeys(tasks, numbers)}
+
+    harness = types.SimpleNamespace(simple_evaluate=simple_evaluate)
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    privacy = {"epsilon": 2.0, "delta": 1e-6, "unit": "user", "accountant": "PLD"}
+    (tmp_path / "guarantee.json").write_text(json.dumps({"privacy": privacy}))
+    example("evaluate_on_tasks").main([str(tmp_path), "--tasks", "one", "--limit", "5"])
+    privacy.pop("accountant")
+    assert json.loads(capsys.readouterr().out) == {
+        "privacy": privacy,
+        "tasks": {"one": {"acc,none": 0.5}},
+    }
 
 
 @pytest.mark.slow
@@ -62,6 +83,15 @@ def test_a_frame_of_posts(tmp_path):
     result = module.main(pd.read_csv(path), "author", "body", steps=2)
     assert result.guarantee.epsilon <= 8.0
     assert result.guarantee.unit == "user"
+
+
+@pytest.mark.nightly
+def test_sentences_that_may_be_shared(tmp_path):
+    example("synthetic_sentences").main(str(tmp_path / "out"), rows=20, steps=2, people=16)
+    rows = (tmp_path / "out" / "synthetic" / "rows.jsonl").read_text().splitlines()
+    assert len(rows) == 20
+    assert all(json.loads(row)["kind"] in ("question", "statement") for row in rows)
+    assert "A classifier of kind" in next((tmp_path / "out" / "report").glob("*.md")).read_text()
 
 
 @pytest.mark.nightly
@@ -150,3 +180,39 @@ def test_merged_adapters_of_qwix_compute_what_they_did_beside_the_weights():
     beside, merged = net(*given)[0], module.merge(net, base)(*given)[0]
     np.testing.assert_allclose(merged, beside, rtol=1e-4, atol=1e-4)
     assert np.abs(np.asarray(beside - before)).max() > 0.05
+
+
+def test_a_federation_without_a_framework(tmp_path, capsys):
+    model, guarantee = example("private_client").main(tmp_path, clinics=2)
+    assert "has sent the 5 updates of its budget" in capsys.readouterr().out
+    assert np.isfinite(model["w"]).all()
+    assert guarantee.epsilon <= 8.0
+
+
+@pytest.mark.nightly
+def test_flower_s_quickstart_with_the_mod_is_refused_the_round_beyond_its_budget(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [FOLDER / "flower_quickstart" / "run.sh", tmp_path / "run"],
+        env={**os.environ, "PATH": path, "PORT": str(port)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert done.count("aggregate_train: Received 2 results and 0 failures") == 3
+    assert done.count("this silo has sent the 3 updates of its budget, and one more would") == 2
+    assert done.count("this client answers training alone") == 8
+    assert done.count("holds: the mechanism costs no more than stated") == 2
+
+
+def test_the_quickstart_is_flower_s_but_for_the_mod():
+    lines = (FOLDER / "flower_quickstart/quickstart_numpy/client_app.py").read_text().splitlines()
+    ours = [line for line in lines if "dpfl_jax" in line]
+    assert ours == [
+        "import dpfl_jax.flower",
+        "app = ClientApp(mods=[dpfl_jax.flower.mod("
+        "epsilon=8.0, delta=1e-5, rounds=3, clip_norm=1.0)])",
+    ]

@@ -255,7 +255,7 @@ def test_a_stranger_takes_no_silos_place_and_ends_no_study(monkeypatch):
     refused["why"] = "ha\nround 7: all is well" + "a" * 3_000_000
     nodes = Nodes(n1=refused, n2=bern, n3={**bern, "token": "?"}, n4=refused)
     said = io.StringIO()
-    transport = GridTransport(nodes, 1.0, Console(file=said, width=200))
+    transport = GridTransport(nodes, 60.0, Console(file=said, width=200))
     nodes.replies[5] = pack({"kind": "hello", "name": "chur", "token": "c"})
     found = transport.hello(b"hello", 2)
     assert set(found) == {"bern", "chur"}

@@ -363,6 +363,35 @@ def test_bounds_follow_their_theorems():
     assert slopes(theory.central_risk_lower_bound) == [-1, -1, 0.5, -1]
     assert slopes(theory.risk_upper_bound, strong_convexity=0.1) == [-2, -1, 1, -2]
     assert slopes(theory.risk_lower_bound, strong_convexity=0.1) == [-2, -1, 1, -2]
+    strongly = {"strong_convexity": 0.1, "smoothness": 2.0}
+    assert slopes(theory.empirical_risk_upper_bound) == [-1, -0.5, 0.5, -1]
+    assert slopes(theory.empirical_risk_upper_bound, **strongly) == [-2, -1, 1, -2]
+    assert slopes(theory.one_pass_risk_upper_bound, smoothness=2.0) == [-0.8, -0.4, 0.4, -0.8]
+    assert slopes(theory.one_pass_risk_upper_bound, **strongly) == [-2, -1, 1, -2]
+    # Theorems 5.1 and 5.2 have N, all silos, where the others have M.
+    assert slopes(theory.shuffled_risk_upper_bound) == [-1, 0, 0.5, -1]
+    assert slopes(theory.shuffled_risk_upper_bound, **strongly) == [-2, 0, 1, -2]
+    assert slopes(theory.shuffled_one_pass_risk_upper_bound, smoothness=2.0) == [-0.8, 0, 0.4, -0.8]
+    assert slopes(theory.shuffled_one_pass_risk_upper_bound, **strongly) == [-2, 0, 1, -2]
+    assert slopes(theory.local_risk_upper_bound) == [-0.5, -0.5, 0.5, -1]
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.1])
+def test_less_trust_costs_more(mu):
+    """Figure 3's order; in the strongly convex case kappa is 1, so that no bound has more of it."""
+    p = a_problem(strong_convexity=mu, smoothness=mu or 1.0)
+    bounds = (
+        theory.local_risk_upper_bound,
+        theory.risk_upper_bound,
+        theory.shuffled_risk_upper_bound,
+    )
+    local, silo, shuffled = (bound(p).private for bound in bounds)
+    assert local > silo > shuffled
+    assert local == pytest.approx(silo * (1000 if mu else math.sqrt(1000)))
+    assert silo == pytest.approx(shuffled * (50 if mu else math.sqrt(50)))
+    if mu:
+        assert theory.one_pass_risk_upper_bound(p).private == pytest.approx(silo)
+        assert theory.shuffled_one_pass_risk_upper_bound(p).private == pytest.approx(shuffled)
 
 
 def test_bounds_say_when_privacy_is_free():

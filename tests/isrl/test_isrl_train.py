@@ -145,8 +145,9 @@ def test_silos_may_grant_different_budgets(tmp_path, capsys):
     assert price["silos"][4]["epsilon"] <= 2
     noise = [row["noise_multiplier"] for row in price["silos"]]
     assert noise[4] > 2 * max(noise[:4])
-    upper, lower, central = (row["privacy"] for row in price["possible_risk"])
-    assert upper >= lower > central > 0
+    local, upper, lower, shuffled, central = (row["privacy"] for row in price["possible_risk"])
+    assert local > upper >= lower > central > 0
+    assert upper > shuffled
 
 
 def test_noise_of_another_silo_stops_a_run_before_it_begins(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 
 import pytest
 import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from dpfl_jax.cli.main import build_parser
 
@@ -38,6 +40,16 @@ def test_help_says_how_to_use_it(name):
     assert name in done.stdout
     assert "--dry-run" in done.stdout
     assert "RUN_DIR" in done.stdout
+
+
+def shellcheck(*args, **options):
+    checker = pathlib.Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([checker, *args], capture_output=True, text=True, timeout=60, **options)
+    assert done.returncode == 0, done.stdout
+
+
+def test_shell_scripts_are_clean():
+    shellcheck(*sorted(LAUNCH.glob("*.sh")))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -160,7 +172,8 @@ def test_a_tpu_slice_is_reached_by_ssh_to_all_workers():
     assert pack[3] == "archive"
     assert pack[-1] == "HEAD"
     assert copy[:5] == ["gcloud", "compute", "tpus", "tpu-vm", "scp"]
-    assert any("pip install '.[tpu]'" in word for word in install)
+    # The standard images' own Python is too old.
+    assert any("uv sync --frozen --no-dev --extra tpu --python 3.13" in word for word in install)
     for words in (copy, install, run):
         assert "--worker=all" in words
         assert words[words.index("--zone") + 1] == "europe-west4-b"
@@ -176,6 +189,7 @@ def test_slurm_submits_one_task_per_gpu_that_stops_before_its_time():
                   "job.yaml", "/shared/a b", "train.steps=3")  # fmt: skip
     assert done.returncode == 0, done.stderr
     script = done.stdout
+    shellcheck("--shell=bash", "--exclude=SC1091", "-", input=script)
     options = dict(
         line.removeprefix("#SBATCH --").split("=", 1)
         for line in script.splitlines()
@@ -189,8 +203,19 @@ def test_slurm_submits_one_task_per_gpu_that_stops_before_its_time():
     (srun,) = (line for line in script.splitlines() if line.startswith("srun"))
     words = shlex.split(srun)
     assert "--kill-on-bad-exit=1" in words
+    # srun does not inherit it.
+    assert f"--cpus-per-task={options['cpus-per-task']}" in words
     understood(words[words.index("dpfl") :], "job.yaml", "/shared/a b")
-    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_slurm_runs_in_a_container_if_asked():
+    done = launch("slurm.sh", "--container-image", "my image.sqsh", "--container-mounts",
+                  "/shared:/shared", "--dry-run", "job.yaml", "run", "train.steps=3")  # fmt: skip
+    (srun,) = (line for line in done.stdout.splitlines() if line.startswith("srun"))
+    words = shlex.split(srun)
+    assert "--container-image=my image.sqsh" in words
+    assert "--container-mounts=/shared:/shared" in words
+    understood(words[words.index("dpfl") :], "job.yaml", "run")
 
 
 @pytest.mark.parametrize(
@@ -214,6 +239,22 @@ def test_slurm_requeues_what_was_interrupted(end, restarted, requeued, tmp_path)
     assert ("requeue 5" in done.stdout) is requeued
 
 
+def jobset(*options):
+    """The manifest, which JobSet's and Kubernetes' schemas know all fields of."""
+    done = launch("kubernetes.py", "--name", "mine", "--image", "image:1", "--claim", "disk",
+                  *options, "--dry-run", "/shared/job.yaml", "/shared/run",
+                  "train.steps=3")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = yaml.safe_load(done.stdout)
+    known = JobsetV1alpha2JobSet.from_dict(found)  # required fields and types
+    assert known.to_dict() == found, "a field that the schemas do not know"
+    (part,) = found["spec"]["replicatedJobs"]
+    pod = part["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    understood(container["command"], "/shared/job.yaml", "/shared/run")
+    return found, part, pod, container
+
+
 @pytest.mark.parametrize(
     ("where", "hosts", "limit"),
     [
@@ -223,31 +264,130 @@ def test_slurm_requeues_what_was_interrupted(end, restarted, requeued, tmp_path)
     ],
 )
 def test_kubernetes_tells_every_pod_who_it_is(where, hosts, limit):
-    done = launch("kubernetes.py", "--name", "mine", "--image", "image:1", "--claim", "disk",
-                  *where, "--dry-run", "/shared/job.yaml", "/shared/run",
-                  "train.steps=3")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = yaml.safe_load(done.stdout)
+    found, part, pod, container = jobset(*where)
     assert found["kind"] == "JobSet"
-    (part,) = found["spec"]["replicatedJobs"]
     job = part["template"]["spec"]
     assert job["completionMode"] == "Indexed"
     assert job["completions"] == job["parallelism"] == hosts
-    pod = job["template"]["spec"]
-    (container,) = pod["containers"]
-    understood(container["command"], "/shared/job.yaml", "/shared/run")
     assert container["resources"]["limits"] == limit
+    ((device, count),) = limit.items()
+    asked = {"cpu": str(2 * count), "memory": f"{8 * count}Gi", device: count}
+    assert container["resources"]["requests"] == asked
+    assert device in [toleration["key"] for toleration in pod["tolerations"]]
     known = {entry["name"]: entry.get("value") for entry in container["env"]}
     # The first pod of the only job of the set: NAME-JOB-0-0, in the set's own subdomain.
     assert known["DPFL_COORDINATOR"] == f"mine-{part['name']}-0-0.mine:8476"
     assert known["DPFL_NUM_PROCESSES"] == str(hosts)
     assert "DPFL_PROCESS_ID" in known
-    # Bad input is not repeated, whatever else goes wrong is.
-    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
-    assert found["spec"]["failurePolicy"]["maxRestarts"] > 0
+    exclusive = found["metadata"].get("annotations", {})
     if where[0] == "--tpu":
         topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
         assert topology == where[1].split(":")[1]
+        assert list(exclusive) == ["alpha.jobset.sigs.k8s.io/exclusive-topology"]
+    else:
+        assert not exclusive
+
+
+# What the Job controller writes (the first two by rules 0 and 1 of the pods), and what JobSet does.
+@pytest.mark.parametrize(
+    ("reason", "message", "action"),
+    [
+        (
+            "PodFailurePolicy",
+            "Container dpfl for pod default/mine-run-0-1-x failed with exit code 2 matching "
+            "FailJob rule at index 0",
+            "FailJobSet",
+        ),
+        (
+            "PodFailurePolicy",
+            "Pod default/mine-run-0-1-x has condition DisruptionTarget matching FailJob rule at "
+            "index 1",
+            "RestartJobSetAndIgnoreMaxRestarts",
+        ),
+        ("BackoffLimitExceeded", "Job has reached the specified backoff limit", None),
+    ],
+)
+def test_kubernetes_counts_no_evictions_and_repeats_no_bad_input(reason, message, action):
+    found, part, _, _ = jobset("--tpu", "v5e:4x4", "--restarts", "7")
+    wrong, evicted = part["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert wrong["onExitCodes"]["values"] == [2]
+    assert evicted["onPodConditions"][0]["type"] == "DisruptionTarget"
+    policy = found["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 7
+    matching = [
+        rule["action"]
+        for rule in policy["rules"]
+        if reason in rule["onJobFailureReasons"]
+        and any(re.search(known, message) for known in rule["onJobFailureMessagePatterns"])
+    ]
+    assert matching == ([] if action is None else [action])
+    assert all(re.fullmatch("[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
+               for rule in policy["rules"])  # fmt: skip
+
+
+def test_kubernetes_takes_spot_slices_of_a_queue():
+    found, part, pod, container = jobset(
+        "--tpu", "v5e:16x16", "--slices", "2", "--spot", "--queue", "research"
+    )
+    assert found["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "research"}
+    assert part["replicas"] == 2
+    assert part["template"]["spec"]["completions"] == 64
+    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    assert "cloud.google.com/gke-spot" in [found["key"] for found in pod["tolerations"]]
+    known = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert known["DPFL_PROCESSES"] == "detect"
+    assert "DPFL_PROCESS_ID" not in known, "the same in both slices"
+
+
+def test_kubernetes_takes_the_gpus_and_the_network_that_are_asked_for():
+    _, _, pod, container = jobset(
+        "--gpus", "8", "--hosts", "2", "--select", "cloud.google.com/gke-accelerator=h100",
+        "--tolerate", "team=mine", "--rdma", "rdma/ib=8", "--cpu", "100", "--memory", "1Ti",
+    )  # fmt: skip
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "h100"}
+    assert {"key": "team", "operator": "Equal", "value": "mine", "effect": "NoSchedule"} in pod[
+        "tolerations"
+    ]
+    limits = {"nvidia.com/gpu": 8, "rdma/ib": "8"}
+    assert container["resources"]["limits"] == limits
+    assert container["resources"]["requests"] == {"cpu": "100", "memory": "1Ti", **limits}
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+
+
+def test_an_image_is_made_of_what_a_checkout_has():
+    text = (LAUNCH / "Dockerfile").read_text()
+    lines = re.findall("^COPY (?!--from)(.*)$", text, re.MULTILINE)
+    copied = {name for line in lines for name in line.split()[:-1]}
+    assert {"uv.lock", "dpfl_jax", "configs"} <= copied
+    assert "." not in copied, "runs/ holds secret keys"
+    assert all((LAUNCH.parent / name).exists() for name in copied)
+
+
+def test_skypilot_starts_one_process_a_node(tmp_path):
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    for part in ("setup", "run"):
+        shellcheck("--shell=bash", "-", input=task[part])
+    assert set(task["envs"]) == {"CONFIG", "RUN_DIR", "OVERRIDES", "NFS"}
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    dpfl = tmp_path / ".venv" / "bin" / "dpfl"
+    dpfl.write_text(
+        '#!/bin/bash\nprintf "%s\\n" "$DPFL_COORDINATOR" "$DPFL_NUM_PROCESSES" "$DPFL_PROCESS_ID" '
+        'dpfl "$@"\n'
+    )
+    dpfl.chmod(0o755)
+    given = {"CONFIG": "job.yaml", "RUN_DIR": "/shared/a b", "OVERRIDES": "train.steps=3"}
+    sky = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", task["run"]], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={**os.environ, **given, **sky},
+    )  # fmt: skip
+    address, total, mine, *words = done.stdout.splitlines()
+    assert (address, total, mine) == ("10.0.0.1:8476", "2", "1")
+    understood(words, "job.yaml", "/shared/a b")
 
 
 def test_kubernetes_refuses_what_does_not_divide():
@@ -260,6 +400,91 @@ def test_kubernetes_refuses_what_does_not_divide():
 def test_a_run_is_repeated_until_it_is_done(tmp_path):
     done = launch("until_done.sh", "--dry-run", "job.yaml", "runs/a b", "train.steps=3")
     understood(shlex.split(done.stdout), "job.yaml", "runs/a b")
+
+
+# In the place of a command that runs long: writes each start and signal down, and then ends.
+RUNS_LONG = """#!/bin/bash
+trap 'echo INT >>heard; exit 1' INT
+trap 'echo TERM >>heard; exit 1' TERM
+echo start >>heard
+for _ in {1..500}; do sleep 0.1; done
+"""
+# Two shells that start their command again: how they are called, and what runs long.
+REPEATERS = {
+    "until_done.sh": ((), "dpfl"),
+    "tpu_pod.sh": (("--tpu", "mine", "--zone", "here"), "gcloud"),
+}
+
+
+def heard(folder, count):
+    """What was written down, once there are so many words."""
+    file, deadline = folder / "heard", time.monotonic() + 30
+    while not file.exists() or len(file.read_text().split()) < count:
+        assert time.monotonic() < deadline, file.read_text() if file.exists() else "nothing"
+        time.sleep(0.02)
+    return file.read_text().split()
+
+
+def repeater(folder, name, body):
+    """One of ``REPEATERS``, started, in ``folder``, with ``body`` as what it repeats."""
+    options, command = REPEATERS[name]
+    (folder / command).write_text(body)
+    (folder / command).chmod(0o755)
+    return subprocess.Popen(
+        ["bash", LAUNCH / name, *options, "a.yaml", "run"],
+        cwd=folder,
+        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # A shell cannot trap what was ignored when it began, as in the background of a script.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM"])
+def test_a_stopped_run_hears_it_once_and_is_not_repeated(by, tmp_path):
+    job = repeater(tmp_path, "until_done.sh", RUNS_LONG)
+    try:
+        heard(tmp_path, 1)
+        if by == "Ctrl-C":  # a terminal sends it to the whole process group
+            os.killpg(job.pid, signal.SIGINT)
+        else:
+            job.terminate()
+        _, said = job.communicate(timeout=30)
+    finally:
+        job.kill()
+    assert job.returncode == 1
+    assert heard(tmp_path, 2) == ["start", "INT" if by == "Ctrl-C" else "TERM"]
+    assert "stopped; the same command resumes" in said
+
+
+@pytest.mark.parametrize("name", REPEATERS)
+def test_no_run_is_started_if_the_signal_comes_between_two(name, tmp_path):
+    job = repeater(tmp_path, name, "#!/bin/bash\necho start >>heard; exit 1\n")
+    try:
+        heard(tmp_path, 1)
+        time.sleep(0.3)
+        os.killpg(job.pid, signal.SIGINT)
+        job.communicate(timeout=30)
+    finally:
+        job.kill()
+    assert job.returncode == 1
+    # The workers of a slice are told all the same.
+    assert heard(tmp_path, 1) == ["start"] * (2 if name == "tpu_pod.sh" else 1)
+
+
+def test_a_slice_is_stopped_by_a_call_to_its_workers(tmp_path):
+    """ssh passes no signal on; the run on the workers, and with it the first call, ends."""
+    told = 'case "$*" in *pkill*) echo told >>heard; touch told; exit ;; esac\n'
+    runs = "echo start >>heard\nfor _ in {1..500}; do [ -e told ] && exit 1; sleep 0.1; done\n"
+    job = repeater(tmp_path, "tpu_pod.sh", "#!/bin/bash\n" + told + runs)
+    try:
+        heard(tmp_path, 1)
+        os.killpg(job.pid, signal.SIGINT)
+        job.communicate(timeout=30)
+    finally:
+        job.kill()
+    assert job.returncode == 1
+    assert heard(tmp_path, 2) == ["start", "told"]
 
 
 @pytest.mark.parametrize(

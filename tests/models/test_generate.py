@@ -9,7 +9,7 @@ import pytest
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
-from dpfl_jax.models.generate import generate, sample_token
+from dpfl_jax.models.generate import Sampling, generate, generate_texts, sample_token
 
 SMALL = TransformerConfig(vocab_size=23, max_seq_len=12, embed_dim=16, num_layers=2, num_heads=4)
 VARIANTS = {
@@ -88,6 +88,67 @@ def test_draws_follow_the_logits():
     np.testing.assert_allclose(shares(temperature=0.5), squared / squared.sum(), atol=0.025)
     np.testing.assert_allclose(shares(top_k=2), [0, 0, 3 / 7, 4 / 7], atol=0.025)
     assert shares(top_k=2)[:2].sum() == 0
+    nucleus = shares(top_p=0.69)  # the least set of at least that probability, 0.4 and 0.3
+    np.testing.assert_allclose(nucleus, [0, 0, 3 / 7, 4 / 7], atol=0.025)
+    assert nucleus[:2].sum() == 0
+    assert shares(top_p=0.39)[:3].sum() == 0
+
+
+PROMPTS = [[1], [1, 4, 5, 6], [1, 7]] * 5
+
+
+def texts(model, params, batch_size=4, temperature=0.5, **options):
+    found = generate_texts(
+        model,
+        params,
+        PROMPTS,
+        max_tokens=8,
+        key=jax.random.key(1),
+        sampling=Sampling(temperature, stop_ids=frozenset({3, 9})),
+        batch_size=batch_size,
+        **options,
+    )
+    return sorted(found, key=lambda text: text.number)
+
+
+@pytest.mark.nightly
+def test_texts_do_not_depend_on_the_batch():
+    """Nor on which of them are drawn; with one key for each, number 0 is that of ``generate``."""
+    model, params = make()
+    found = texts(model, params)
+    assert [text.number for text in found] == list(range(15))
+    assert len({tuple(text.tokens) for text in found}) > 10
+    assert {text.ended for text in found} == {True, False}
+    assert all(len(text.tokens) == 8 for text in found if not text.ended)
+    assert texts(model, params, batch_size=1) == found
+    assert texts(model, params, batch_size=7, skip={0, 3, 4}) == found[1:3] + found[5:]
+    devices = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    split = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("data"))
+    assert texts(model, params, batch_size=8, sharding=split) == found
+    options = {"max_tokens": 8, "key": jax.random.key(1), "temperature": 0.5, "stop_ids": {3, 9}}
+    assert list(generate(model, params, [1], **options)) == found[0].tokens
+
+
+def test_what_is_judged_bad_is_drawn_again_and_the_rest_stays():
+    """Rejection of one token at a time: its law is the model's, given that it is good."""
+    model, params = make()
+
+    def validator(text, over):
+        bad = [place for place, token in enumerate(text.tokens) if token % 2]
+        return bad[0] if bad else 2 if over and len(text.tokens) == 2 else None
+
+    plain = texts(model, params, temperature=5.0)
+    found = texts(model, params, temperature=5.0, validator=validator)
+    assert texts(model, params, batch_size=2, temperature=5.0, validator=validator) == found
+    assert sum(text.redraws for text in found) > 10
+    for before, text in zip(plain, found):
+        assert all(token % 2 == 0 for token in text.tokens)
+        assert len(text.tokens) != 2  # there the end is drawn again, too
+        assert text.valid
+        kept = next((n for n, token in enumerate(before.tokens) if token % 2), 0)
+        assert text.tokens[:kept] == before.tokens[:kept]
+    hopeless = texts(model, params, validator=lambda text, over: 0)
+    assert {(text.valid, text.redraws) for text in hopeless} == {(False, 200)}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +160,7 @@ def test_draws_follow_the_logits():
         ({"prompt": [23]}, "outside the model's vocabulary of 23"),
         ({"temperature": -1.0}, "temperature is -1.0, but it must be at least 0"),
         ({"top_k": 0}, "top_k is 0, but it must be at least 1"),
+        ({"top_p": 0.0}, "top_p is 0.0, but it must be above 0"),
     ],
 )
 def test_bad_settings(change, message):

@@ -124,14 +124,29 @@ def test_scanned_and_unrolled_blocks_agree():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_remat_changes_memory_not_values(scan_layers):
+@pytest.mark.parametrize(
+    ("scan_layers", "what"), [(True, True), (False, True), (True, ["query", "up"])]
+)
+def test_remat_changes_memory_not_values(scan_layers, what):
     plain = variant(scan_layers=scan_layers)
-    remat = variant(scan_layers=scan_layers, remat=True)
+    remat = variant(scan_layers=scan_layers, remat=what)
     params = plain.init(jax.random.key(0))
     a = jax.value_and_grad(plain.loss)(params, example())
     b = jax.value_and_grad(remat.loss)(params, example())
     chex.assert_trees_all_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_remat_by_name_stores_the_results_of_these_projections(capsys):
+    def stored(remat):
+        model = variant(remat=remat, embed_dim=32, mlp_dim=96, scan_layers=False)
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        jax.ad_checkpoint.print_saved_residuals(model.loss, shapes, example())
+        return capsys.readouterr().out.count("[12,96]")
+
+    assert stored("full") == stored(["query", "out"])
+    assert stored(["up"]) == stored("full") + 2  # one for each block
+    with pytest.raises(BadInputError, match="names among query, key"):
+        variant(remat=["attention"])
 
 
 @pytest.mark.nightly

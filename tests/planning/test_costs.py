@@ -9,10 +9,11 @@ from rich.console import Console
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.cli.plan import _memory_words
+from dpfl_jax.clipping.cost import PEAK
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning import costs
-from dpfl_jax.planning.costs import PEAK, Chip, expected_rows
+from dpfl_jax.planning.costs import Chip, expected_rows
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "userlevel" / "stackoverflow_uls.yaml"
 SMALL = [

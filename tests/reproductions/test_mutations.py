@@ -48,10 +48,13 @@ def test_noise_that_is_not_averaged_has_another_rate_in_the_number_of_silos(tmp_
     monkeypatch.setattr(rates, "make_oracle", louder)
     faulty = verdicts(rates, tmp_path)
     for kind in ("convex", "strongly convex"):
-        assert faulty[f"{kind}: private excess risk against silos, log-log slope"] is False
-    assert faulty["convex: private excess risk against epsilon, log-log slope"]
+        assert (
+            faulty[f"{kind}: private excess empirical risk against silos, log-log slope"] is False
+        )
+    assert faulty["convex: private excess empirical risk against epsilon, log-log slope"]
 
 
+@pytest.mark.slow
 def test_noise_for_half_the_sensitivity_spends_more_than_stated(tmp_path, monkeypatch):
     def halved(made):
         def silo_noise(*args, **options):
@@ -153,9 +156,9 @@ def test_a_group_whose_noise_does_not_grow_with_it(tmp_path, monkeypatch):
 
 
 def test_a_subject_is_not_sampled_as_a_record_is(monkeypatch):
-    assert subject_audit._fractions().holds
+    assert all(claim.holds for claim in subject_audit._fractions())
     monkeypatch.setattr(subject_audit._closed_forms, "hi_grad_fraction", lambda q, cap, variant: q)
-    assert not subject_audit._fractions().holds
+    assert not any(claim.holds for claim in subject_audit._fractions())
 
 
 @pytest.mark.nightly
@@ -280,9 +283,9 @@ def test_silos_that_all_answer_whatever_is_asked(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_noise_for_n_times_the_sensitivity_is_not_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(privacy_for_free, "EPSILONS", (0.1, 32.0))
+    monkeypatch.setattr(privacy_for_free, "EPSILONS", (0.1, 16.0))
     monkeypatch.setattr(privacy_for_free, "SIZES", (50,))
-    signal = 400 * 32.0**2 / privacy_for_free.DIM
+    signal = privacy_for_free.SIZE * 16.0**2 / privacy_for_free.DIM
 
     def louder(made):
         def silo_noise(budget, n, *args, **how):

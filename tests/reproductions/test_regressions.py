@@ -59,15 +59,17 @@ def test_what_the_calibrations_of_subjects_cost(tmp_path):
         part = [r for r in rows if r["local_steps"] == local]
         for row, (sigma, alone, apart) in zip(part, known, strict=True):
             assert row["noise_multiplier"] == pytest.approx(sigma, rel=0.01)
-            assert row["16_silos_25_rounds"] == pytest.approx(apart, rel=0.01)
-            if alone is not None:
-                assert row["one_silo_100_rounds"] == pytest.approx(alone, rel=0.01)
+            assert row["16_silos_fewer_rounds"] == pytest.approx(apart, rel=0.01)
+            assert row["one_silo"] == pytest.approx(alone, rel=0.01)
 
 
 def test_what_the_noise_without_trust_spends(tmp_path):
-    rows = {r["epsilon"]: r for r in rows_of("isrl/closed-forms", tmp_path)}
+    found = rows_of("isrl/closed-forms", tmp_path)
+    rows = {r["epsilon"]: r for r in found if "epsilon" in r}
+    spends = {r["stated"]: r for r in found if r.get("K") == 443 and "as large" in r["experiment"]}
     for epsilon, spent in PUBLISHED_SPENDS.items():
-        assert rows[epsilon]["experiments"] == pytest.approx(spent, rel=2e-3)
+        # Of Poisson batches at the same rate.
+        assert spent < spends[epsilon]["at_least"] <= spends[epsilon]["at_most"]
     for epsilon, spent in ONE_PASS_SPENDS.items():
         assert rows[epsilon]["one_pass_theorem"] == pytest.approx(spent, rel=5e-3)
     for arguments, epsilon in SHUFFLED.items():

@@ -124,11 +124,10 @@ def test_claims_of_what_is_there():
         line = row(run, law, [np.full(15, v) for v in values], data=where, tested=20_400)
         return published._claims([line])[0]
 
-    assert not claims("non-private", "all", "hospitals", 0.743, 0.743).holds
-    assert not claims("non-private", "all", "hospitals", 0.732, 0.734, 0.733, 0.733).holds
-    # Other images are tested, of which one start's runs differ less than their draw.
-    assert claims("non-private", "all", "IID", 0.979, 0.979).holds is None
-    assert claims("curve fit", "Pareto", "IID", 0.86, 0.85, 0.855, 0.857, 0.853).holds
+    assert claims("non-private", "all", "hospitals", 0.743, 0.743).holds
+    assert claims("non-private", "all", "hospitals", 0.71, 0.712, 0.711, 0.711).holds is False
+    assert claims("non-private", "all", "IID", 0.979, 0.979).holds
+    assert claims("curve fit", "Pareto", "IID", 0.86, 0.85, 0.855, 0.857, 0.853).holds is None
     assert claims("dropout", "ThreeLevels", "non-IID", 0.9).holds is False
     assert published._claims([]) == []
 

@@ -28,11 +28,12 @@ def planted(best):
     [
         # Worth more; a larger group is better; against G = 1, 4, 16 for all; near; ULS gains more.
         ({64: 1, 256: 4, 1024: 16}, [True, True, True, True, True, True, True]),
-        ({64: 4, 256: 4, 1024: 4}, [False, False, True, False, True, True, True]),
-        ({64: 16, 256: 4, 1024: 1}, [False, False, True, True, True, True, True]),
+        ({64: 4, 256: 4, 1024: 4}, [None, None, True, None, True, True, True]),
+        ({64: 16, 256: 4, 1024: 1}, [False, None, True, True, True, True, True]),
     ],
 )
 def test_verdicts_follow_what_was_planted(best, holds):
+    """None: equal losses decide nothing."""
     losses, picks = planted(best)
     assert [c.holds for c in judged(budgets._claims("made up", losses, picks))] == holds
 
@@ -41,7 +42,7 @@ def test_a_bad_choice_and_one_seed_are_told():
     losses, picks = planted({64: 1, 256: 4, 1024: 16})
     worst = {b: Option("uls", 16, b // 16, 0.1, 1.0, 1.0) for b in picks}
     told = [claim.holds for claim in judged(budgets._claims("made up", losses, worst))]
-    assert told[:6] == [True, True, True, False, False, False]
+    assert told[:6] == [True, True, True, False, None, False]
     single = {key: values[:1] for key, values in losses.items()}
     told = [claim.holds for claim in judged(budgets._claims("made up", single, picks))]
     assert told == [None] * 7  # no interval without two seeds

@@ -6,6 +6,8 @@ import pytest
 
 from reproductions import pages, registry
 from reproductions.headlines import HEADLINES
+from reproductions.quotes import quoted
+from reproductions.registry import LEAST_POWER
 from reproductions.runner import ROOT
 
 # Only what a reader looks up; no result.
@@ -45,6 +47,25 @@ def test_every_headline_is_run_or_says_why_not(made):
                 assert figure in registry.figures()
                 if figure in found.entries:
                     assert found.claims(figure, pattern), (line.claim, figure)
+
+
+def test_every_claim_of_a_paper_has_its_place_and_at_most_a_dozen_words_of_it(made):
+    for entry in made["experiments"]:
+        for claim in entry["claims"]:
+            if claim["source"] == "paper":
+                said = quoted(entry["figure"], claim["claim"])
+                assert said, (entry["figure"], claim["claim"])
+                assert len(said["quote"].split()) <= 16
+
+
+def test_no_verdict_refutes_a_paper_below_its_size_or_by_arms_that_are_not_alike(made):
+    for entry in made["experiments"]:
+        for claim in entry["claims"]:
+            if claim["source"] in ("paper", "authors' code") and claim["seeds"]:
+                tried = entry["tried"]
+                assert claim["holds"] is None or not tried["unfair"]
+                refuted = claim["holds"] is False
+                assert not refuted or (tried["is_papers_size"] and claim["power"] >= LEAST_POWER)
 
 
 def test_the_archive_says_what_was_run_with_what(made):

@@ -23,7 +23,8 @@ name, holds = sys.argv[1:3]
 pathlib.Path(sys.argv[-1], "ran.txt").open("a").write(name + "\\n")
 claim = {"claim": "c", "measured": 1.0, "expected": 1.0, "note": "", "source": "ours",
          "p_value": None, "holds": holds == "True", "verdict": "holds"}
-print(json.dumps({"figure": name, "claims": [claim], "rows": [], "notes": [], "files": []}))
+print(json.dumps({"figure": name, "claims": [claim], "rows": [], "notes": [], "tried": None,
+                  "files": []}))
 """
 JOBS = [Job("isrl/closed-forms", True), Job("userlevel/lemma-1", True), Job("isrl/rates", True)]
 
@@ -41,7 +42,7 @@ def test_finished_experiments_are_not_run_again(tmp_path, monkeypatch):
     assert [e["figure"] for e in made["experiments"]] == [j.figure for j in JOBS[:2]]
     again = run_all(JOBS, tmp_path, QUIET, at_once=2, command=finds(True))
     assert sorted(ran(tmp_path)) == sorted(j.figure for j in JOBS)
-    assert again["tally"] == {"ours": {"holds": 3, "does not hold": 0, "undecided": 0}}
+    assert again["tally"] == {"ours": {"holds": 3, "does not hold": 0, registry.UNDECIDED: 0}}
     assert json.loads((tmp_path / "manifest.json").read_text()) == again
     for entry in again["experiments"]:
         assert entry["wall_seconds"] > 0

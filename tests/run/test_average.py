@@ -30,8 +30,8 @@ def loss(params, example):
     return 0.5 * (example["x"] @ params["w"] - example["label"]) ** 2
 
 
-def run(run_dir=None, make=dpfl.uls, stop=None, **loop):
-    plan = make(**SIZES).plan(TRAIN, steps=STEPS, epsilon=8.0, delta=1e-3)
+def run(run_dir=None, make=dpfl.uls, stop=None, train=TRAIN, **loop):
+    plan = make(**SIZES).plan(train, steps=STEPS, epsilon=8.0, delta=1e-3)
 
     def on_step(row):
         if row["step"] == stop:
@@ -79,6 +79,18 @@ def test_the_first_model_has_no_weight_in_an_ema(plain):
         np.testing.assert_allclose(found, want, rtol=1e-4)
 
 
+def test_with_other_data_it_is_the_same_function_of_the_iterates(tmp_path):
+    """Nothing of a person is in the average but what is in iterates that have noise."""
+    moved = {name: values[:120].copy() for name, values in ROWS.items()}
+    moved["x"][:3], moved["label"][:3] = 50.0, -50.0
+    changed = dpfl.from_arrays(moved, np.arange(120) // 3)
+    run(tmp_path / "run", train=changed)
+    half = range(STEPS // 2 + 1, STEPS + 1)
+    iterates = [released(tmp_path / "run" / "checkpoints", step)["w"] for step in half]
+    found = run(train=changed, average="tail").params["w"]
+    np.testing.assert_allclose(found, np.mean(iterates, axis=0), rtol=1e-5)
+
+
 def test_nothing_else_changes(plain):
     """The steps, their noise and the guarantee are those of the run without an average."""
     before, _ = plain
@@ -95,7 +107,8 @@ def test_nothing_else_changes(plain):
 
 def _timing(row):
     found = row.get("outside_guarantee", {})
-    return {name: found[name] for name in ("seconds_per_step", "tokens_per_s") if name in found}
+    names = ("seconds_per_step", "tokens_per_s", "input_wait", "goodput")
+    return {name: found[name] for name in names if name in found}
 
 
 @pytest.mark.parametrize("make", [dpfl.uls, dpfl.experimental.individual])

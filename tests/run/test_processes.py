@@ -385,15 +385,19 @@ def test_kill_9_costs_nothing_for_adapters_either(workspace, whole_of_adapters):
     kill_and_resume(workspace, whole_of_adapters, workspace / "lora-killed", 1, "lora")
 
 
+def members(job):
+    """The ids of a job's processes, in their order."""
+    children = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(job.pid)], capture_output=True, text=True
+    ).stdout.splitlines()
+    return sorted(int(line.split()[0]) for line in children if "dpfl_jax" in line)
+
+
 def kill_and_resume(workspace, whole, run_dir, victim, config):
     with_key_of(run_dir, whole)
     job = start(workspace, run_dir, 2, 2, "processes.lost_after_s=20", config=config)
     wait_for_steps(run_dir, 5, job)
-    children = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(job.pid)], capture_output=True, text=True
-    ).stdout.splitlines()
-    pids = sorted(int(line.split()[0]) for line in children if "dpfl_jax" in line)
-    os.kill(pids[victim], signal.SIGKILL)
+    os.kill(members(job)[victim], signal.SIGKILL)
     output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 1, output
     assert not (run_dir / "report.json").exists(), "the run ended before it was killed"
@@ -409,7 +413,11 @@ def kill_and_resume(workspace, whole, run_dir, victim, config):
     same(alone, together)
     assert len(used) == 2
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    raw = [row["outside_guarantee"] for row in rows if "outside_guarantee" in row]
     assert [row["step"] for row in rows if "outside_guarantee" in row] == list(range(1, 13))
+    waited = [row["slowest_input"] for row in raw if "slowest_input" in row]
+    assert waited, "a row of several processes names the one that waited longest"
+    assert set(waited) <= {0, 1}
     privacy = json.loads((run_dir / "report.json").read_text())["privacy"]
     assert any("other hardware" in caveat for caveat in privacy["caveats"])
     # Reserved once and committed once, whatever happened in between.
@@ -418,6 +426,29 @@ def kill_and_resume(workspace, whole, run_dir, victim, config):
     assert [record["kind"] for record in mine] == ["reserve", "commit"]
     assert mine[0]["run"] == mine[1]["run"]
     assert mine[0]["run"] in Ledger(workspace / "ledger.jsonl").runs(Account("people"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_process_is_heard_by_both_at_the_next_step(workspace, number):
+    """No row of metrics and no checkpoint, where processes wait for each other, is due."""
+    run_dir = workspace / f"told-{number.name}"
+    never = [f"train.{key}=5000" for key in ("steps", "log_every", "checkpoint_every")]
+    job = start(workspace, run_dir, 2, 1, *never)
+    noted, deadline = run_dir / "private" / "released_steps.json", time.monotonic() + PATIENCE
+    while not noted.exists() or json.loads(noted.read_text())["steps"] < 3:
+        if job.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(job.communicate()[0])
+        time.sleep(0.05)
+    begun = time.time()
+    os.kill(members(job)[1], number)
+    output, _ = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 1, output
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["status"] == "interrupted"
+    assert 0 < report["steps"] < 5000
+    saved = run_dir / "checkpoints" / str(report["steps"])
+    assert saved.stat().st_mtime - begun < 120  # seconds of a busy machine
 
 
 @pytest.mark.nightly

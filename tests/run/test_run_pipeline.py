@@ -60,7 +60,7 @@ def test_two_runs_on_one_ledger_beyond_its_budget(tmp_path, capsys, name, traced
     assert main([*run, str(tmp_path / "first")]) == 0
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert report.keys() >= KEYS
-    assert {"examples_per_s", "tokens_per_s"} == report["throughput"].keys()
+    assert {"examples_per_s", "tokens_per_s", "mfu", "goodput"} == report["throughput"].keys()
     assert report["privacy"]["epsilon"] <= 8.0
     assert 0 < traced[0] < traced[2] == traced[-1]  # no later round traces anything again
     assert main([*run, str(tmp_path / "second")]) == 2

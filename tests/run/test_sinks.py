@@ -16,6 +16,7 @@ STEPS = 4
 COVERED = {"epsilon_spent"}
 REST = {
     *("units", "train_loss", "fraction_clipped", "mean_norm", "nonfinite_units"),
+    *("input_wait", "goodput"),
     *("seconds_per_step", "held_out_loss", "held_out_loss_by_user", "held_out_examples"),
     "held_out_users",
 }
@@ -129,7 +130,7 @@ def test_a_package_that_is_missing_is_named(name, file, tmp_path, monkeypatch, c
     monkeypatch.setitem(sys.modules, package, None)
     run_dir = tmp_path / "run"
     assert main(["train", str(file), "--run-dir", str(run_dir), f"metrics.sinks=[{name}]"]) == 2
-    assert f"pip install {package}" in capsys.readouterr().err
+    assert f"the package {package}: pip install 'dpfl_jax[{name}]'" in capsys.readouterr().err
     assert not run_dir.exists()
     assert main(["train", str(file), "metrics.sinks=[excel]"]) == 2
     assert "metrics.sinks" in capsys.readouterr().err

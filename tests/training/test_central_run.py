@@ -11,7 +11,7 @@ from dpfl_jax.config import validate_config
 from dpfl_jax.mechanisms import blt, els, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.pipeline import dry_run
-from dpfl_jax.training.central_run import balance_of_steps
+from dpfl_jax.training.central_run import balance_of_steps, prepare
 from tests.flower.studies import QUIET, write_tables
 from tests.noised import noised
 
@@ -44,6 +44,23 @@ def test_the_noise_of_a_step_is_as_large_as_it_is_said_to_be(clipping):
     assert balance.signal == mechanism.rule.sensitivity
     assert balance.ratio == pytest.approx(balance.noise / balance.signal / 3)
     assert "over all 9 steps" in str(balance)
+
+
+def test_a_run_says_how_much_of_the_held_out_part_it_evaluates(tmp_path):
+    write_tables(tmp_path)
+    raw = {**SWAMPED, "mechanism": MECHANISMS["uls"], "privacy": {"epsilon": 8.0}}
+    data = {**raw["data"], "path": str(tmp_path / "all.csv"), "validation_fraction": 0.3}
+    raw["data"] = data
+    whole = prepare(validate_config(raw), QUIET)
+    part = prepare(validate_config({**raw, "eval": {"max_users": 3}}), QUIET)
+    assert part.held_out.num_users == 3
+    said = (
+        f"evaluated: 3 users, {part.held_out.num_examples} examples, of {whole.held_out.num_users}"
+    )
+    assert any(line.startswith(said) for line in part.headline())
+    assert not any("evaluated" in line for line in whole.headline())
+    everybody = prepare(validate_config({**raw, "eval": {"max_users": 10**6}}), QUIET)
+    assert not any("evaluated" in line for line in everybody.headline())
 
 
 def test_noise_that_is_taken_back_is_not_judged():

@@ -171,7 +171,9 @@ def test_a_guarantee_is_that_of_the_files_beside_it(folder, capsys):
     test_what_fit_trained_comes_back_in_its_own_structure("with_linen", folder, capsys)
     weights, more = folder / "out" / "model.safetensors", folder / "out" / "pytorch_model.bin"
     known = weights.read_bytes()
-    (folder / "out" / "README.md").write_text("a model card may be added")
+    card = folder / "out" / "README.md"
+    assert json.loads((folder / "out" / "guarantee.json").read_text())["text"] in card.read_text()
+    card.write_text(card.read_text() + "its author goes on writing the model card")
     assert dpfl.load_exported("out").guarantee.private
     for change in (lambda: nines(weights), lambda: more.write_bytes(known)):
         change()

@@ -258,7 +258,7 @@ class IsrlRun(IsrlStudy):
                 "available": config.federation.answering or config.federation.silos,
                 "effective": effective_silos(config.federation.answering, config.federation.silos),
             },
-            "possible_risk": possible_risk(self.parameters),
+            "possible_risk": possible_risk(config, self.parameters),
             "parameters": {
                 name: {"value": value, "from": source}
                 for name, (value, source) in self.parameters.sources.items()
@@ -336,15 +336,26 @@ def loss_for_data(config: RunConfig, sizes: np.ndarray, features: int, classes: 
     return linear_loss(config.model, features, classes, bound, config.data.max_target, beta)
 
 
-def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
+def possible_risk(config: RunConfig, parameters: Parameters) -> list[dict[str, Any]]:
     """Returns the theorems' bounds on the excess risk, with constants 1 and without logarithms."""
     if parameters.noise is None:
         return []
     lipschitz = float(parameters.clip_norms.max())
     problem = dataclasses.replace(parameters.problem, lipschitz=lipschitz)
+    upper = ("silos alike, Theorem 2.1", theory.risk_upper_bound(problem))
+    if config.mechanism.kind != "minibatch_sgd":
+        if config.mechanism.sampling == "disjoint":
+            upper = ("any silos, Theorem 3.1", theory.one_pass_risk_upper_bound(problem))
+        else:
+            upper = (
+                "of the empirical risk, Theorem 4.1",
+                theory.empirical_risk_upper_bound(problem),
+            )
     rows = [
-        ("this trust model, upper bound (Theorem 2.1)", theory.risk_upper_bound(problem)),
+        ("own silo not trusted, either, upper bound", theory.local_risk_upper_bound(problem)),
+        (f"this trust model, upper bound ({upper[0]})", upper[1]),
         ("this trust model, lower bound (Theorem 2.2)", theory.risk_lower_bound(problem)),
+        ("a shuffler, upper bound (Theorem 5.1)", theory.shuffled_risk_upper_bound(problem)),
         ("a trusted server, convex lower bound", theory.central_risk_lower_bound(problem)),
     ]
     return [

@@ -2,9 +2,9 @@
 
 Departures. Batches are Poisson, disjoint or full, each record's gradient is clipped, and noise is
 calibrated by privacy-loss distributions under replace-one. The paper's theorems have closed forms
-that are valid, but spend only a thirtieth of the budget. The paper's experiments sample with
-replacement, with noise from an asymptotic statement: what that spends is not established.
-(``reproductions/isrl/_published.py`` has both.)
+that are valid, but Theorem D.1's spends only a thirtieth of its budget. Its experiments sample with
+replacement, with noise from an asymptotic statement. ``reproductions/isrl/_published.py`` has both,
+and bounds what they spend.
 """
 
 from __future__ import annotations

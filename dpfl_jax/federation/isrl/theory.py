@@ -194,6 +194,57 @@ def risk_upper_bound(problem: Problem) -> Risk:
     return Risk(scale / math.sqrt(p.silo_size), scale * p.noise)
 
 
+def empirical_risk_upper_bound(problem: Problem) -> Risk:
+    """Returns the upper bound on the excess *empirical* risk of accelerated ERM, by Theorem 4.1."""
+    return Risk(0.0, risk_upper_bound(problem).private)
+
+
+def one_pass_risk_upper_bound(problem: Problem) -> Risk:
+    """Returns the upper bound for one accelerated pass over any silos, by Theorem 3.1.
+
+    Every silo answers, or silos are so similar that those that answer do for all.
+    """
+    return _any_silos(problem, problem.noise / math.sqrt(problem.cohort))
+
+
+def shuffled_risk_upper_bound(problem: Problem) -> Risk:
+    """Returns the upper bound with a trusted shuffler and i.i.d. silos, by Theorem 5.1."""
+    p = problem
+    cost = p.noise / p.silos
+    if p.strong_convexity:
+        scale = p.lipschitz**2 / p.strong_convexity
+        return Risk(scale / (p.silo_size * p.cohort), scale * cost**2)
+    scale = p.lipschitz * p.diameter
+    return Risk(scale / math.sqrt(p.silo_size * p.cohort), scale * cost)
+
+
+def shuffled_one_pass_risk_upper_bound(problem: Problem) -> Risk:
+    """Returns the upper bound with a trusted shuffler and any silos, by Theorem 5.2."""
+    return _any_silos(problem, problem.noise / problem.silos)
+
+
+def local_risk_upper_bound(problem: Problem) -> Risk:
+    """Returns the upper bound if people do not trust their own silo, either.
+
+    It is Theorem 2.1's with a silo for each record.
+    """
+    p = problem
+    records, answering = p.silos * p.silo_size, p.cohort * p.silo_size
+    return risk_upper_bound(
+        dataclasses.replace(p, silos=math.ceil(records), silo_size=1.0, cohort=answering)
+    )
+
+
+def _any_silos(problem: Problem, cost: float) -> Risk:
+    p, mu = problem, problem.strong_convexity
+    records = p.silo_size * p.cohort
+    if mu:
+        private = math.sqrt(p.smoothness / mu) * p.lipschitz**2 / mu * cost**2
+        return Risk(p.phi**2 / (mu * records), private)
+    private = (p.smoothness**0.25 * p.lipschitz * p.diameter**1.5 * cost) ** 0.8
+    return Risk(p.phi * p.diameter / math.sqrt(records), private)
+
+
 def risk_lower_bound(problem: Problem) -> Risk:
     """Returns the lower bound for (compositional, C = 1) ISRL-DP algorithms, by Theorem 2.2."""
     p = problem

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low
+from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low, unoptimised
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.packing import SAMPLE_UNITS, Shape, choose_shapes, pack_units
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
@@ -145,13 +145,15 @@ def check_packed_loss(loss_fn: Callable[..., jax.Array], store: Readable, params
     params = away_from_zero(params)
 
     def losses(params: PyTree, examples: PyTree, **key: Any) -> jax.Array:
-        return jax.vmap(lambda one: loss_fn(params, one, **key))(examples)
+        # One after the other, as a step may take no more at once.
+        return jax.lax.map(lambda one: loss_fn(params, one, **key), examples)
 
     single = cut.read(positions)
+    compiled = jax.jit(losses, compiler_options=unoptimised())
     low = has_low(losses, params, single)
-    one_by_one = np.asarray(jax.jit(losses)(params, single), np.float64)
+    one_by_one = np.asarray(compiled(params, single), np.float64)
     room = TOLERANCE["bfloat16" if low else "float32"] * np.abs(one_by_one).sum()
-    together = float(jax.jit(losses)(params, rows).sum())
+    together = float(compiled(params, rows).sum())
     if not abs(together - one_by_one.sum()) <= room:
         raise BadInputError(
             f"the loss of packed rows is {together:.6g}, but the losses of their {len(positions)} "
@@ -160,7 +162,7 @@ def check_packed_loss(loss_fn: Callable[..., jax.Array], store: Readable, params
         )
     name = key_argument(loss_fn)
     if name is not None:
-        drawn = np.asarray(jax.jit(losses)(params, single, **{name: jax.random.key(1)}))
+        drawn = np.asarray(compiled(params, single, **{name: jax.random.key(1)}))
         if not np.abs(drawn - one_by_one).sum() <= room:
             raise BadInputError(
                 f"the loss draws at random (`{name}`), but sequences in a packed row have no keys: "

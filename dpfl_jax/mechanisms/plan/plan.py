@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.clipping import Adaptive, Trainable, self_check, split
+from dpfl_jax.clipping import Adaptive, Trainable, split
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import code_outside
@@ -39,10 +39,9 @@ from dpfl_jax.mechanisms.plan.batches import (
     example_loss,
     step_arguments,
     training_pipeline,
-    units_of,
 )
 from dpfl_jax.mechanisms.plan.sum_check import check_sum
-from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches, microbatched
+from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import DATA_AXIS, place, replicated, splits_parameters
 from dpfl_jax.noise import ONE_RELEASE, refuse_key_reuse
 from dpfl_jax.randomness import RootKey, key_argument, with_any_key
@@ -279,8 +278,8 @@ class Plan:
             any_key = RootKey.from_seed(0)  # the check reads the first units, not a draw
             sampler = self.sampler(any_key)
             pipeline = self.pipeline(sampler, any_key if random else None)
-            group = sampler.group_size
-            self.check(summed, shipped, params, trained, frozen, pipeline, group, trainable)
+            given = (summed, self.mechanism, shipped, trained, frozen, pipeline)
+            check_sum(*given, sampler.group_size, trainable=trainable)
 
         def clipped(params: PyTree, batch: Batch) -> ClippedSum:
             nonlocal checked
@@ -303,53 +302,6 @@ class Plan:
             return ClippedSum(*summed(trained, *units, frozen))
 
         return clipped
-
-    def check(
-        self,
-        summed: Callable[..., Any],
-        loss_fn: LossFn,
-        params: PyTree,
-        trained: PyTree,
-        frozen: PyTree,
-        pipeline: Pipeline,
-        group_size: int | None,
-        trainable: Trainable = None,
-        say: Callable[[str], object] = str,
-    ) -> None:
-        """Compares a compiled sum with the sum on one device, and norms with plain per-unit norms.
-
-        Norms are compared for each shape of units, if the strategy computes them without forming
-        gradients.
-
-        Args:
-          summed: the compiled sum that trains; see ``check_sum``.
-          loss_fn: loss of one example, in the form that the pipeline ships.
-          params: all parameters.
-          trained: the trained parameters, placed as in training.
-          frozen: the frozen parameters, placed as in training.
-          pipeline: reads the first units.
-          group_size: the sampler's group size.
-          trainable: as for ``fit``.
-          say: called with what is being checked, for progress.
-
-        Raises:
-          clipping.SelfCheckError: sums or norms disagree, or units mix.
-        """
-        say("its sum over a few units (the step is compiled for this)")
-        given = (summed, self.mechanism, loss_fn, trained, frozen, pipeline, group_size)
-        summed_up = check_sum(*given, trainable=trainable)
-        strategy = self.execution.strategy
-        formed = strategy in ("vmap", "scan") or microbatched(
-            self.mechanism, self.mesh, **self.execution.cut
-        )
-        if formed or not self.mechanism.private:
-            return
-        bounded = self.mechanism.clipped_grad(loss_fn, strategy=strategy, trainable=trainable)
-        shapes = pipeline.first_units(2, group_size)
-        for number, some in enumerate(shapes, 1):
-            say(f"norms of two units, shape {number} of {len(shapes)}")
-            rows = jax.tree.map(lambda leaf: leaf[0], units_of(self.mechanism, some))
-            self_check(bounded, params, rows, tolerance=summed_up.tolerance)
 
     def noise(self) -> optax.GradientTransformationExtraArgs:
         """Returns the transformation of a clipped sum into a private gradient.

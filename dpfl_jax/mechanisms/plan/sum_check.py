@@ -5,6 +5,9 @@ another, which a compiler with possible bugs has split over devices. The guarant
 of it: units that are left out do not affect the sum, and each unit that is included adds its own
 clipped gradient. Both are measured on the very program that trains, which takes masks and data as
 arguments.
+
+It is compared with plain gradients of one unit after the other, and of one example after the other
+within a unit, so that the check takes no more memory than a step.
 """
 
 from __future__ import annotations
@@ -17,11 +20,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from dpfl_jax.clipping import SelfCheckError, Trainable, join
-from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, is_low, unoptimised
+from dpfl_jax.clipping import SelfCheckError, Trainable, clipped_grad, join
+from dpfl_jax.clipping.cost import machine_for
+from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.pipeline import Bucket, Pipeline
 from dpfl_jax.mechanisms.plan.batches import units_of
+from dpfl_jax.mechanisms.user_update import Gradient
 from dpfl_jax.mesh import place, replicated
 from dpfl_jax.run import processes
 
@@ -44,12 +51,12 @@ class SumCheck:
     Attributes:
       max_relative_error: largest error over parameters and sums, relative to the whole sum.
       tolerance: largest relative error that is allowed.
-      compared: whether sums were compared with those of one device, or only with each other.
+      on_one_device: whether the plain gradients were computed on one device, or on the mesh.
     """
 
     max_relative_error: float
     tolerance: float
-    compared: bool
+    on_one_device: bool
 
 
 def check_sum(
@@ -63,8 +70,9 @@ def check_sum(
     *,
     trainable: Trainable = None,
     tolerance: float | None = None,
+    say: Callable[[str], object] = str,
 ) -> SumCheck:
-    """Compares a run's sum with the sum on one device, and checks that units do not mix.
+    """Compares a run's sum with plain per-unit gradients, and checks that units do not mix.
 
     The first units of the store fill up to two rows of each buffer, so that every device holds
     some. The program sums all of them, a random half, the other half, and single units in several
@@ -73,8 +81,9 @@ def check_sum(
     * If units are left out, the sum must not change by one bit when their data become zeros. (On
       devices that add in no fixed order, it may change by 1e-5 of the sum.)
     * The sum of all units, and of each single unit, must equal that of plain per-unit gradients on
-      one device, and the two halves must add up to the sum of all. If the parameters do not fit on
-      one device, or the loss is bound to the mesh, single units must add up to their common sum.
+      one device, and so must the norms of each parameter's gradients; the two halves must add up to
+      the sum of all. If the parameters do not fit on one device, or the loss is bound to the mesh,
+      the plain gradients are computed on the mesh.
     * A single unit must not add more than the clip rule's sensitivity.
 
     With several processes, all of them must call it.
@@ -91,9 +100,7 @@ def check_sum(
       group_size: the sampler's group size.
       trainable: as given to ``clipping.split``.
       tolerance: largest relative error; None: as in ``clipping.self_check``.
-
-    Returns:
-      What was measured.
+      say: called with what is being checked, for progress.
 
     Raises:
       SelfCheckError: in every process; it says what is wrong, where, and what to do.
@@ -108,16 +115,16 @@ def check_sum(
     adapting = place(mechanism.initial_extra_args, replicated(pipeline.mesh))
     buckets = pipeline.spread(host, which)
     trial = _Trial(summed, mechanism, params, frozen, buckets, adapting)
-    reference = mechanism.clipped_grad(loss_fn, strategy="vmap", trainable=trainable)
+    reference = Reference.on_mesh(mechanism, loss_fn, params, frozen, pipeline.mesh, trainable)
     each = [units_of(mechanism, bucket) for bucket in _of_one_size(host)]
     if tolerance is None:
-        one = jax.tree.map(lambda x: x[0, :1], each[0])
-        low = is_low(reference, join(params, frozen), one)
+        first, _ = mechanism.rule.of_units(jax.tree.map(lambda x: x[0, 0], each[0]))
+        example, _ = reference.examples(first)[0]
+        low = machine_for(None).rounding > 0
+        low = low or has_low(reference.loss_fn, join(params, frozen), example)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
-    check = _Check(trial, which, each, mechanism.clip.sensitivity, tolerance)
-    plain = functools.partial(mechanism.sum_fn(reference), None)
-    zeros = jax.eval_shape(mechanism.zero_sum, params)
-    check.alone = _OneDevice.made(plain, zeros, params, frozen, pipeline.mesh)
+    check = _Check(trial, reference, which, each, mechanism.clip.sensitivity, tolerance, say)
+    check.alone = reference.on_one_device(pipeline.mesh.local_devices[0])
     check.run_all()
     # The sum may be wrong only in the parts of some processes.
     for said in processes.gather(check.wrong[:1]):
@@ -136,45 +143,44 @@ class _Check:
     """The checks, which collect errors without raising, as all processes must run all programs."""
 
     trial: _Trial
+    reference: Reference
     which: list[np.ndarray]
     each: list[PyTree]
     bound: float
     tolerance: float
-    alone: _OneDevice | None = None
+    say: Callable[[str], object]
+    alone: Reference | None = None
     worst: float = 0.0
     wrong: list[str] = dataclasses.field(default_factory=list)
 
     def run_all(self) -> None:
-        everyone = self.where(True)
+        columns = [np.linspace(0, w.shape[1] - 1, _ALONE).astype(int) for w in self.which]
+        alone = [(b, column) for b, some in enumerate(columns) for column in np.unique(some)]
+        sums = 3 + len(alone)
         rng = np.random.default_rng(0)
         half = [rng.random(w.shape) < 0.5 for w in self.which]
-        parts = [self.per_unit_reference(half), self.per_unit_reference([~h for h in half])]
+        self.say("compiling its sum, which is that of every step")
+        parts = [self.per_unit_reference(half)]
+        self.say(f"sum 2 of {sums} over a few units")
+        parts.append(self.per_unit_reference([~h for h in half]))
+        self.say(f"sum 3 of {sums} over a few units")
+        everyone = self.where(True)
         got = self.trial.run(everyone)
         self.compare(got, everyone, "the sum of several units")
         size = max(got.size, *(part.size for part in parts))
         what = "the sums of two halves of some units do not add up to that of all"
         self.assert_close(got, parts[0].plus(parts[1].parts), size, what)
-
-        together, singles = self.where(False), []
-        for b, w in enumerate(self.which):
-            for column in np.unique(np.linspace(0, w.shape[1] - 1, _ALONE).astype(int)):
-                real = self.where(False)
-                real[b][0, column] = together[b][0, column] = True
-                singles.append(self.trial.run(real, rows=1))
-                self.compare(singles[-1], real, "the sum of a single unit")
-                if not singles[-1].size <= self.bound * (1 + self.tolerance):
-                    self.wrong.append(
-                        f"a single unit adds {singles[-1].size:.6g} to it, but its clip rule allows"
-                        f" {self.bound:.6g}"
-                    )
-        if self.alone is None:
-            got, added = self.trial.run(together), singles[0].parts
-            for one in singles[1:]:
-                added = one.plus(added)
-            size = max(got.size, *(one.size for one in singles))
-            self.assert_close(
-                got, added, size, "the sums of single units do not add up to that of all"
-            )
+        for number, (b, column) in enumerate(alone, 4):
+            self.say(f"sum {number} of {sums} over a few units")
+            real = self.where(False)
+            real[b][0, column] = True
+            got = self.trial.run(real, alone=True)
+            self.compare(got, real, "the sum of a single unit")
+            if not got.size <= self.bound * (1 + self.tolerance):
+                self.wrong.append(
+                    f"a single unit adds {got.size:.6g} to it, but its clip rule allows"
+                    f" {self.bound:.6g}"
+                )
 
     def where(self, value: bool) -> Mask:
         return [np.full(w.shape, value) for w in self.which]
@@ -189,24 +195,33 @@ class _Check:
             )
 
     def compare(self, got: HostSum, real: Mask, what: str) -> None:
-        """Compares a sum with that of one device, if one device can compute it."""
-        if self.alone is None:
-            return
+        """Compares a sum, and the norms in it, with those of plain gradients."""
         counts = [
             np.bincount(w[m], minlength=w.max() + 1) for w, m in zip(self.which, real, strict=True)
         ]
+        reference = self.alone or self.reference
         try:
-            want, size, norms = self.alone.total(self.each, counts)
+            want, size, norms, of_leaves = reference.total(self.each, counts, got)
         except ValueError as error:
-            if "incompatible devices" not in str(error):
+            if self.alone is None or "incompatible devices" not in str(error):
                 raise
             self.alone = None  # the loss captures arrays on the mesh, or places them there
+            self.compare(got, real, what)
             return
-        self.assert_close(got, got.project(want), size, f"{what} is not that of one device")
+        where = "one device" if self.alone is not None else "plain gradients"
+        self.assert_close(got, want, size, f"{what} is not that of {where}")
         if not abs(got.norms - norms) <= self.tolerance * norms:
             self.wrong.append(
-                f"the norms in {what} are not those of one device ({got.norms:.6g} instead of "
+                f"the norms in {what} are not those of {where} ({got.norms:.6g} instead of "
                 f"{norms:.6g} in all)"
+            )
+        errors = np.abs(got.leaf_norms - of_leaves)
+        if not (errors <= self.tolerance * norms).all():
+            worst = int(np.argmax(np.where(np.isfinite(errors), errors, np.inf)))
+            self.wrong.append(
+                f"the norms of the gradients of parameter {got.names[worst]!r} in {what} are not "
+                f"those of {where} ({got.leaf_norms[worst]:.6g} instead of "
+                f"{of_leaves[worst]:.6g} in all)"
             )
 
     def per_unit_reference(self, real: Mask) -> HostSum:
@@ -257,7 +272,7 @@ class HostSum:
                     self.index.append(shard.index)
                     self.parts.append(np.asarray(shard.data))
         self.size = float(_norm(total))
-        self.norms = float(stats.norm)
+        self.norms, self.leaf_norms = float(stats.norm), np.asarray(stats.leaf_norms)
         self.stats = [np.asarray(x) for x in jax.tree.leaves(stats)]
 
     def same_bits(self, other: HostSum) -> bool:
@@ -265,9 +280,16 @@ class HostSum:
         mine, theirs = self.parts + self.stats, other.parts + other.stats
         return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
-    def project(self, whole: list[np.ndarray]) -> list[np.ndarray]:
-        """Returns the parts of whole parameters that this process holds."""
-        return [whole[i][index] for i, index in zip(self.leaf, self.index, strict=True)]
+    def project(self, total: PyTree) -> list[np.ndarray]:
+        """Returns the parts of a sum on one device, or placed like this one, that are held here."""
+        leaves = jax.tree.leaves(total)
+
+        def part(x: jax.Array, index: Any) -> np.ndarray:
+            same = (shard.data for shard in x.addressable_shards if shard.index == index)
+            found = next(same, None)
+            return np.asarray(x)[index] if found is None else np.asarray(found)
+
+        return [part(leaves[i], index) for i, index in zip(self.leaf, self.index, strict=True)]
 
     def plus(self, parts: list[np.ndarray]) -> list[np.ndarray]:
         """Returns the parts of this sum plus those of another."""
@@ -334,8 +356,14 @@ class _Trial:
     buckets: tuple[Bucket, ...]
     adapting: tuple[jax.Array, ...]
 
-    def run(self, real: Mask, blank: bool = False, rows: int = _ROWS) -> HostSum:
-        """Returns the sum of the units at ``real``; with ``blank``, others' data are zeros."""
+    def run(self, real: Mask, blank: bool = False, alone: bool = False) -> HostSum:
+        """Returns the sum of the units at ``real``.
+
+        Args:
+          real: the units in the sum.
+          blank: whether others' data are zeros.
+          alone: whether there is one unit, in a first row: no other row is computed.
+        """
         units = tuple(units_of(self.mechanism, bucket) for bucket in self.buckets)
         masks = tuple(
             place(np.pad(m, [(0, len(b.unit_mask) - len(m)), (0, 0)]), b.unit_mask.sharding)
@@ -348,73 +376,176 @@ class _Trial:
                 jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), new, old)
                 for new, old in zip(blanked, units, strict=True)
             )
-        used = tuple(np.int32(min(bucket.num_rows, rows)) for bucket in self.buckets)
+        used = tuple(
+            np.int32(m.any() if alone else min(bucket.num_rows, _ROWS))
+            for m, bucket in zip(real, self.buckets, strict=True)
+        )
         return HostSum(*self.summed(self.params, units, masks, used, self.frozen, *self.adapting))
 
 
-@dataclasses.dataclass
-class _OneDevice:
-    """Sums of plain per-unit gradients on one device."""
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Plain gradients of one unit after the other, of one example after the other in each.
 
-    add: Callable[..., Any]
+    It uses nothing of how a run forms gradients and cuts units, except the clip rule.
+
+    Attributes:
+      mechanism: the run's mechanism.
+      loss_fn: loss of one example, or of one unit that is not the mean of examples.
+      params: trained parameters, or their shapes with shardings.
+      frozen: frozen parameters, or their shapes with shardings.
+      place: where examples go: one device, or all of the mesh.
+    """
+
+    mechanism: Mechanism
+    loss_fn: Callable[..., jax.Array]
     params: PyTree
-    zeros: PyTree
-    device: jax.Device
+    frozen: PyTree
+    place: jax.sharding.Sharding
 
     @classmethod
-    def made(
-        cls, reference: Any, zeros: PyTree, params: PyTree, frozen: PyTree, mesh: Any
-    ) -> _OneDevice | None:
-        """Returns None if the parameters do not fit; ``zeros`` has the shapes of a sum."""
-        device = mesh.local_devices[0]
-        size, rest = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (params, frozen))
-        stats = device.memory_stats() or {}
-        free = stats.get("bytes_limit", np.inf) - stats.get("bytes_in_use", 0)
-        # Room for parameters, a gradient, and the sum before and after, in half of what is free.
-        if not all(processes.gather(bool(rest + 4 * size <= free / 2))):
-            return None
+    def on_mesh(
+        cls,
+        mechanism: Mechanism,
+        loss_fn: Callable[..., jax.Array],
+        params: PyTree,
+        frozen: PyTree,
+        mesh: Mesh,
+        trainable: Trainable = None,
+    ) -> Reference:
+        """The reference on all devices, with the parameters as they are placed there.
 
-        def whole(x: Any) -> jax.Array:
+        Args:
+          mechanism: the run's mechanism.
+          loss_fn: loss of one example.
+          params: trained parameters.
+          frozen: frozen parameters.
+          mesh: the run's mesh.
+          trainable: as given to ``clipping.split``.
+        """
+        if not _averages(mechanism):
+            loss_fn = mechanism.clipped_grad(loss_fn, strategy="vmap", trainable=trainable).loss_fn
+        return cls(mechanism, loss_fn, params, frozen, replicated(mesh))
+
+    def on_one_device(self, device: jax.Device) -> Reference | None:
+        """The same on one device; None if there is no room for copies of the parameters."""
+        if len(self.place.device_set) > 1:
+            size, rest = (
+                sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (self.params, self.frozen)
+            )
+            stats = device.memory_stats() or {}
+            free = stats.get("bytes_limit", np.inf) - stats.get("bytes_in_use", 0)
+            # Room for parameters and two gradients in half of what is free.
+            if not all(processes.gather(bool(rest + 3 * size <= free / 2))):
+                return None
+
+        def copy(x: Any) -> jax.Array:
             if x.is_fully_addressable:
                 return jax.device_put(x, device)
             x = jax.jit(lambda x: x, out_shardings=replicated(x.sharding.mesh))(x)
             return next(s.data for s in x.addressable_shards if s.device == device)
 
-        def add(params: PyTree, unit: PyTree, sums: PyTree, count: jax.Array) -> Any:
-            one = reference(params, unit)
-            more = jax.tree.map(lambda a, b: a + count * b, sums, one.sum)
-            norm = jnp.where(jnp.isfinite(one.losses[0]), one.norms[0], 0.0)  # as StepStats counts
-            return more, _norm(one.sum), norm
-
-        alone = jax.tree.map(whole, params)
-        zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, "f4"), device), zeros)
-        return cls(
-            jax.jit(add, compiler_options=unoptimised()),
-            join(alone, jax.tree.map(whole, frozen)),
-            zeros,
-            device,
+        return dataclasses.replace(
+            self,
+            params=jax.tree.map(copy, self.params),
+            frozen=jax.tree.map(copy, self.frozen),
+            place=jax.sharding.SingleDeviceSharding(device),
         )
 
+    def examples(self, unit: PyTree) -> list[tuple[PyTree, float]]:
+        """The examples of a unit, each with its weight in the unit's loss."""
+        if not _averages(self.mechanism):
+            return [(unit, 1.0)]
+        there = np.flatnonzero(unit["mask"])
+        weight = 1 / max(1, int(unit.get("count", len(there))))
+        return [(jax.tree.map(lambda x, i=i: x[i], unit["examples"]), weight) for i in there]
+
+    @functools.cached_property
+    def nothing(self) -> PyTree:
+        """Gradient and loss of no examples, as shapes with shardings."""
+        one = isinstance(self.place, jax.sharding.SingleDeviceSharding)
+
+        def like(x: Any) -> jax.ShapeDtypeStruct:
+            where = self.place if one else x.sharding
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=where)
+
+        loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.place)
+        return jax.tree.map(like, self.params), loss
+
+    @functools.cached_property
+    def add(self) -> Any:
+        """Compiled ``(params, frozen, example, weight, sums) -> sums``, which are donated.
+
+        Sums are a gradient and a loss.
+        """
+
+        def add(params: PyTree, frozen: PyTree, example: PyTree, weight: Any, sums: PyTree) -> Any:
+            def loss(params: PyTree) -> jax.Array:
+                return self.loss_fn(join(params, frozen), example).astype(jnp.float32)
+
+            value, gradient = jax.value_and_grad(loss)(params)
+            return jax.tree.map(
+                lambda a, g: a + weight * g.astype(jnp.float32), sums, (gradient, value)
+            )
+
+        places = jax.tree.map(lambda x: x.sharding, self.nothing)
+        return jax.jit(add, donate_argnums=4, out_shardings=places)
+
+    @functools.cached_property
+    def clip(self) -> Any:
+        """Compiled ``(gradient, loss, bound) -> (clipped gradient, its norm, StepStats)``."""
+
+        def linear(params: PyTree, unit: PyTree) -> jax.Array:
+            products = jax.tree.map(lambda p, g: jnp.sum(p * g), params, unit["gradient"])
+            return sum(jax.tree.leaves(products), start=jax.lax.stop_gradient(unit["loss"]))
+
+        summed = self.mechanism.sum_fn(
+            clipped_grad(linear, rule=self.mechanism.rule, strategy="vmap")
+        )
+
+        def clip(gradient: PyTree, loss: jax.Array, bound: dict[str, Any]) -> Any:
+            unit = jax.tree.map(lambda x: x[None], {"gradient": gradient, "loss": loss, **bound})
+            one = summed(None, jax.tree.map(jnp.zeros_like, gradient), unit)
+            stats = StepStats.of(one, jnp.ones(1), jnp.inf, leaf_norms=True)
+            return one.sum, _norm(one.sum), stats
+
+        return jax.jit(clip)
+
     def total(
-        self, units: list[PyTree], counts: list[np.ndarray]
-    ) -> tuple[list[np.ndarray], float, float]:
-        """Returns the sum of all units, the size that errors are relative to, and the sum of norms.
+        self, units: list[PyTree], counts: list[np.ndarray], like: HostSum
+    ) -> tuple[list[np.ndarray], float, float, np.ndarray]:
+        """Returns the sum of units, the size that errors are relative to, and sums of norms.
 
         Args:
           units: a batch of units for each bucket.
           counts: int [units of a bucket], how often each unit is added.
+          like: the sum that is compared, whose parts are summed on the host.
 
         The size is at least that of orthogonal summands: if units nearly cancel, rounding errors
-        are relative to what was added up, not to the sum.
+        are relative to what was added up, not to the sum. Norms are those of all parameters
+        together, and of each.
         """
-        sums, squares, norms = self.zeros, 0.0, 0.0
+        total: list[Any] = [np.float32(0)] * len(like.parts)
+        squares, norms, of_leaves = 0.0, 0.0, np.zeros(())
         for bucket, often in zip(units, counts, strict=True):
             for u in np.flatnonzero(often):
-                unit = jax.tree.map(
-                    lambda x, u=u: jax.device_put(x[0, u : u + 1], self.device), bucket
-                )
-                sums, size, norm = self.add(self.params, unit, sums, np.float32(often[u]))
-                squares += often[u] * float(size) ** 2
-                norms += often[u] * float(norm)
-        size = max(float(_norm(sums)), squares**0.5)
-        return [np.asarray(x) for x in jax.tree.leaves(sums)], size, norms
+                clipped, size, stats = self._of_unit(jax.tree.map(lambda x, u=u: x[0, u], bucket))
+                n = np.float32(often[u])
+                total = [a + n * b for a, b in zip(total, like.project(clipped), strict=True)]
+                squares += float(n) * float(size) ** 2
+                norms += float(n) * float(stats.norm)
+                of_leaves = of_leaves + n * np.asarray(stats.leaf_norms, np.float64)
+        return total, max(like.size, squares**0.5), norms, of_leaves
+
+    def _of_unit(self, unit: PyTree) -> Any:
+        unit, bound = self.mechanism.rule.of_units(unit)
+        sums = jax.tree.map(lambda x: place(np.zeros(x.shape, x.dtype), x.sharding), self.nothing)
+        for example, weight in self.examples(unit):
+            given = place((example, np.float32(weight)), self.place)
+            sums = self.add(self.params, self.frozen, *given, sums)
+        return self.clip(*sums, {} if bound is None else {"bound": bound})
+
+
+def _averages(mechanism: Mechanism) -> bool:
+    """Whether a unit's gradient is the mean of its examples' gradients."""
+    return mechanism.participation.averages_examples and isinstance(mechanism.update, Gradient)

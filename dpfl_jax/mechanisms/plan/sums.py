@@ -2,12 +2,16 @@
 
 If only units are split over devices, each device sums its own share (``shard_map``). If parameters
 are split, too, the compiler places everything, and each data-parallel part keeps its own sum, so
-that there is still only one reduction over ``data``, after the loop.
+that there is still only one reduction over ``data``, after the loop. The sum over ``fsdp`` is taken
+for every microbatch, so that a device holds a part of it; or after the loop, too, where a device
+has memory for all of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import Flat, accumulate, join
 from dpfl_jax.clipping.adaptive import CountedSum
+from dpfl_jax.clipping.cost import memory_limit
 from dpfl_jax.clipping.jaxprs import convolution_kernels
 from dpfl_jax.clipping.result import StepStats, leaf_name
 from dpfl_jax.errors import BadInputError
@@ -62,7 +67,7 @@ def clipped_sum_over_microbatches(
       **options: passed to ``Mechanism.clipped_grad``; ``trainable`` as the parameters were split.
         ``split_users`` splits the examples of each user over the ``fsdp`` devices, each of which
         computes a part of the user's gradient; ``examples_at_once`` then counts the examples of one
-        device.
+        device. ``sum_over_fsdp`` is as in ``Execution``.
     """
     cut = microbatched(
         mechanism,
@@ -72,9 +77,10 @@ def clipped_sum_over_microbatches(
         whole or (),
     )
     options |= cut
+    sum_over_fsdp = options.pop("sum_over_fsdp", "auto")
     if splits_parameters(mesh):
         loss_fn = _in_place(loss_fn if whole is not None else _kernels_whole(loss_fn, mesh), mesh)
-        summed = _compiler_placed(mechanism, loss_fn, mesh, whole or (), options)
+        summed = _compiler_placed(mechanism, loss_fn, mesh, whole or (), options, sum_over_fsdp)
     else:
         summed = _shard_mapped(mechanism, loss_fn, mesh, options)
 
@@ -89,6 +95,11 @@ def clipped_sum_over_microbatches(
         return summed(params, units, mask, num_microbatches, frozen, clip_norm)
 
     return total
+
+
+def _no_stats(params: PyTree, *shape: int) -> StepStats:
+    leaves = jnp.zeros((*shape, len(jax.tree.leaves(params))), jnp.float32)
+    return dataclasses.replace(StepStats.zero(*shape), leaf_norms=leaves)
 
 
 def unit_norms(
@@ -235,9 +246,10 @@ def _shard_mapped(
             bounded = summed(clip_norm, join(params, frozen), row, mask=mask)
             above = jnp.float32(mechanism.clip_norm) if clip_norm is None else clip_norm
             own = mechanism.rule.of_units(row)[1]
-            return bounded.sum, StepStats.of(bounded, mask, above if own is None else own)
+            above = above if own is None else own
+            return bounded.sum, StepStats.of(bounded, mask, above, leaf_norms=True)
 
-        carry = (mechanism.zero_sum(params), StepStats.zero())
+        carry = (mechanism.zero_sum(params), _no_stats(params))
         carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
         total = accumulate.over_microbatches(
             one, carry, units, mask, num_microbatches, compensated=mechanism.rule.compensated
@@ -259,14 +271,20 @@ def _compiler_placed(
     mesh: Mesh,
     whole: Collection[str],
     options: dict[str, Any],
+    sum_over_fsdp: str,
 ) -> SumFn:
-    """The sum if parameters are split; units [row, ...] become [data, row / data, ...]."""
-    # If users are split, all devices process one user at a time.
-    units = (None,) if "example_sharding" in options else (FSDP_AXIS,)
-    inner = NamedSharding(mesh, PartitionSpec(*units))
-    outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, *units))
-    summed = mechanism.sum_fn(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
-    parts = mesh.shape[DATA_AXIS]
+    """The sum if parameters are split; units [row, ...] become [parts, row / parts, ...].
+
+    Each part has a sum of its own. The parts are those of ``data``, or of ``data`` and ``fsdp``.
+    """
+    together = "example_sharding" in options  # all devices process one user at a time
+
+    def bounded(axis: str | None) -> Any:
+        inner = NamedSharding(mesh, PartitionSpec(axis))
+        return mechanism.sum_fn(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
+
+    # Before the first call, so that what the mechanism cannot do is refused here.
+    spread = bounded(None if together else FSDP_AXIS)
 
     def total(
         params: PyTree,
@@ -277,10 +295,16 @@ def _compiler_placed(
         clip_norm: Any,
     ) -> tuple[PyTree, StepStats]:
         places = parameter_shardings(params, mesh, whole)
+        once = not together and _sums_once(sum_over_fsdp, params, mesh, options)
+        lead = (DATA_AXIS, FSDP_AXIS) if once else (DATA_AXIS,)
+        parts = math.prod(mesh.shape[axis] for axis in lead)
+        outer = NamedSharding(mesh, PartitionSpec(lead, None if together or once else FSDP_AXIS))
+        summed = bounded(None) if once else spread
 
-        def placed(tree: PyTree, *lead: str) -> PyTree:
+        def placed(tree: PyTree, *lead: tuple[str, ...]) -> PyTree:
             def one(x: jax.Array, place: NamedSharding) -> jax.Array:
-                spec = PartitionSpec(*lead, *place.spec)
+                rest = [None if lead and axis in lead[0] else axis for axis in place.spec]
+                spec = PartitionSpec(*lead, *rest)
                 return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
             if isinstance(tree, CountedSum):
@@ -290,28 +314,47 @@ def _compiler_placed(
         def part(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             bounded = summed(clip_norm, join(params, frozen), row, mask=mask)
             above = mechanism.clip_norm if clip_norm is None else clip_norm
-            return bounded.sum, StepStats.of(bounded, mask, above)
+            return bounded.sum, StepStats.of(bounded, mask, above, leaf_norms=True)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             def split(x: jax.Array) -> jax.Array:
                 x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
                 return jax.lax.with_sharding_constraint(x, outer)
 
-            every = jax.vmap(part, spmd_axis_name=DATA_AXIS)
+            every = jax.vmap(part, spmd_axis_name=lead)
             sums, stats = every(jax.tree.map(split, row), split(mask))
-            return placed(sums, DATA_AXIS), stats
+            return placed(sums, lead), stats
 
-        sums, stats = mechanism.zero_sum(params, parts), StepStats.zero(parts)
+        sums, stats = mechanism.zero_sum(params, parts), _no_stats(params, parts)
         carry = accumulate.over_microbatches(
             one,
-            (placed(sums, DATA_AXIS), stats),
+            (placed(sums, lead), stats),
             units,
             mask,
             num_microbatches,
             compensated=mechanism.rule.compensated,
             parts=parts,
         )
-        sums, stats = jax.tree.map(lambda x: x.sum(axis=0), carry)
+        sums, stats = carry
+        if once:  # first within a copy of the parameters: less is then sent between copies
+
+            def over_fsdp(x: jax.Array) -> jax.Array:
+                return x.reshape(mesh.shape[DATA_AXIS], -1, *x.shape[1:]).sum(axis=1)
+
+            sums = placed(jax.tree.map(over_fsdp, sums), (DATA_AXIS,))
+        sums, stats = jax.tree.map(lambda x: x.sum(axis=0), (sums, stats))
         return placed(sums), jax.lax.with_sharding_constraint(stats, replicated(mesh))
 
     return total
+
+
+def _sums_once(sum_over_fsdp: str, params: PyTree, mesh: Mesh, options: dict[str, Any]) -> bool:
+    """Whether the sum over ``fsdp`` is taken after the loop over microbatches.
+
+    Each device then holds all of its sum so far, and of the microbatch's, instead of a part.
+    """
+    if sum_over_fsdp != "auto" or mesh.shape[FSDP_AXIS] == 1:
+        return sum_over_fsdp == "step"
+    limit = options.get("memory_limit") or memory_limit()
+    more = 8.0 * sum(x.size for x in jax.tree.leaves(params)) * (1 - 1 / mesh.shape[FSDP_AXIS])
+    return limit is not None and more <= limit / 2  # a quarter of the device

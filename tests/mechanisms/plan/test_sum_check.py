@@ -11,14 +11,15 @@ import pytest
 from fitting import fit_given as fit
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import SelfCheckError
+from benchmarks import check as bench
+from dpfl_jax.clipping import Flat, SelfCheckError
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
-from dpfl_jax.mechanisms import els, uls
+from dpfl_jax.mechanisms import els, participation, uls
 from dpfl_jax.mechanisms.plan import sum_check
 from dpfl_jax.mechanisms.plan.batches import training_pipeline
 from dpfl_jax.mechanisms.plan.sums import clipped_sum_over_microbatches
-from dpfl_jax.mesh import make_mesh, parameter_shardings, place
+from dpfl_jax.mesh import make_mesh, parameter_shardings, place, replicated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import central
 
@@ -86,6 +87,10 @@ def norms_halved(total, stats, units, mask):
     return total, dataclasses.replace(stats, norm=0.5 * stats.norm)
 
 
+def norms_of_one_parameter(total, stats, units, mask):
+    return total, dataclasses.replace(stats, leaf_norms=stats.leaf_norms.at[1].multiply(0.5))
+
+
 def shared(total, stats, units, mask):
     """Several units together count as one."""
     return jax.tree.map(lambda x: x / jnp.maximum(mask.sum(), 1), total), stats
@@ -94,20 +99,21 @@ def shared(total, stats, units, mask):
 @pytest.fixture
 def too_large(monkeypatch):
     """Parameters that no single device could hold."""
-    monkeypatch.setattr(sum_check._OneDevice, "made", lambda *_: None)
+    monkeypatch.setattr(sum_check.Reference, "on_one_device", lambda *_: None)
 
 
 @pytest.mark.slow
 def test_a_right_sum_passes_with_or_without_one_device(monkeypatch):
     found = check()
-    assert found.compared
+    assert found.on_one_device
     assert found.max_relative_error < 1e-5
-    assert check(group_buckets=True).compared
-    assert check(examples=[1]).compared  # the same unit everywhere
-    assert check(examples=[0, 0, 0, 0, 0, 0, 2]).compared  # the first users hold nothing
-    monkeypatch.setattr(sum_check._OneDevice, "made", lambda *_: None)
+    assert check(group_buckets=True).on_one_device
+    assert check(examples=[1]).on_one_device  # the same unit everywhere
+    assert check(examples=[0, 0, 0, 0, 0, 0, 2]).on_one_device  # the first users hold nothing
+    monkeypatch.setattr(sum_check.Reference, "on_one_device", lambda *_: None)
+    check(fsdp=2, tensor=2)
     found = check()
-    assert not found.compared
+    assert not found.on_one_device
     assert found.max_relative_error < 1e-5
 
 
@@ -118,6 +124,7 @@ def test_a_right_sum_passes_with_or_without_one_device(monkeypatch):
         (scaled(1.01), "not that of one device"),
         (scaled(np.nan), "not that of one device"),
         (norms_halved, "norms in the sum of several units are not those of one device"),
+        (norms_of_one_parameter, "norms of the gradients of parameter 'b' in the sum of several"),
         (shared, "sum of several units is not that of one device"),
     ],
 )
@@ -136,13 +143,56 @@ def test_a_wrong_sum_is_refused_in_one_sentence(change, says):
     ("change", "says"),
     [
         (mixed, "units mix"),
-        (scaled(1.01), "a single unit adds 0.101 to it"),
-        (shared, "do not add up"),
+        (scaled(1.01), "the sum of several units is not that of plain gradients"),
+        (shared, "the sum of several units is not that of plain gradients"),
+        (norms_halved, "norms in the sum of several units are not those of plain gradients"),
+        (norms_of_one_parameter, "norms of the gradients of parameter 'b'"),
     ],
 )
-def test_what_needs_no_other_device_is_seen_without(too_large, change, says):
+def test_the_same_is_seen_where_no_device_holds_all_parameters(too_large, change, says):
     with pytest.raises(SelfCheckError, match=says):
         check(change)
+
+
+def test_a_clip_rule_that_gives_more_than_it_says_is_seen(monkeypatch):
+    """The plain gradients are clipped by the same rule."""
+    right = Flat.leaf_weights
+
+    def doubled(*args):
+        reported, weights = right(*args)
+        return reported, [2.0 * w for w in weights]
+
+    monkeypatch.setattr(Flat, "leaf_weights", doubled)
+    compiled.cache_clear()
+    with pytest.raises(SelfCheckError, match=r"a single unit adds 0.2 to it, but .* allows 0.1"):
+        check()
+    compiled.cache_clear()
+
+
+def test_a_wrong_cut_of_a_users_examples_is_seen(monkeypatch):
+    """``examples_at_once`` divides a user's pieces by the count of all the user's examples."""
+    right = participation.pieces_of_unit
+
+    def of_each_piece(*args, **options):
+        pieces = right(*args, **options)
+        return {**pieces, "count": pieces["mask"].sum(axis=1)}
+
+    monkeypatch.setattr(participation, "pieces_of_unit", of_each_piece)
+    mesh = make_mesh()
+    total = jax.jit(clipped_sum_over_microbatches(MECHANISM, loss, mesh, examples_at_once=1))
+    pipeline = training_pipeline(SAMPLER, store([1, 2, 3]), mesh, 2)
+    params, nothing = place(parameters(1e-4), replicated(mesh)), {"a": None, "b": None}
+    given = (total, MECHANISM, loss, params, nothing, pipeline, GROUP)
+    with pytest.raises(SelfCheckError, match="sum of several units is not that of one device"):
+        sum_check.check_sum(*given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["uls lora 1 example at once", "uls packed, 4 rows of 64"])
+def test_the_check_takes_no_more_memory_than_the_step(case):
+    _, settings, packed = next(row for row in bench.CASES if row[0] == case)
+    found = bench.measure([*settings, "model.size=tiny"], packed)
+    assert found["check"] <= found["step"]
 
 
 def test_parameters_that_are_zero_are_looked_at_elsewhere():
@@ -165,7 +215,7 @@ def test_a_loss_that_is_bound_to_the_mesh_is_checked_without_one_device():
     placed = place(params, parameter_shardings(params, mesh))
     assert not sum_check.check_sum(
         total, MECHANISM, bound, placed, nothing, pipeline, GROUP
-    ).compared
+    ).on_one_device
 
 
 def convolved(params, example):

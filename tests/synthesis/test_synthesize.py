@@ -1,0 +1,234 @@
+"""From a run to a folder of rows that may be shared: rows, card, guarantee, and what is refused."""
+
+import json
+import pathlib
+import random
+import sys
+
+import pyarrow.parquet
+import pytest
+import yaml
+
+from dpfl_jax import accounting
+from dpfl_jax.cli.main import main
+from dpfl_jax.config.load import write_yaml
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.synthesis import Settings, synthesize
+
+SCHEMA = {"categories": {"kind": ["ode", "joke"]}, "ranges": {"age": [18, 65]}}
+TEXTS = {"ode": "O wind and water", "joke": "ha, said the dog"}
+LABELS = {"ode": 5, "joke": 20}
+
+
+def rows_of_people():
+    draw = random.Random(0)
+    for user in range(160):
+        for _ in range(draw.randint(1, 4)):
+            kind = "ode" if draw.random() < 0.75 else "joke"
+            yield {"user": f"u{user}", "kind": kind, "age": draw.randint(20, 60)} | {
+                "text": TEXTS[kind]
+            }
+
+
+def train(folder, data, steps=60, **sections):
+    config = {
+        "name": "verses",
+        "data": {"source": "jsonl", "path": str(folder / "rows.jsonl"), "seq_len": 32} | data,
+        "model": {"size": "tiny"},
+        "mechanism": {"kind": "uls", "group_size": 1, "cohort_size": 64, "clip_norm": 0.5},
+        "privacy": {"noise_multiplier": 0.5, "delta": 1e-4},
+        "optimizer": {"learning_rate": 0.01},
+        "train": {"steps": steps},
+    } | sections
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows_of_people()))
+    (folder / "config.yaml").write_text(write_yaml(config))
+    assert main(["train", str(folder / "config.yaml"), "--run-dir", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on rows of a template, charged to a ledger."""
+    folder = tmp_path_factory.mktemp("synthesize")
+    privacy = {
+        "noise_multiplier": 0.5,
+        "delta": 1e-4,
+        "ledger": str(folder / "ledger.jsonl"),
+        "account": "poets",
+        "budget": 1000.0,
+    }
+    data = {"template": "<kind> | <age> | <text>", **SCHEMA}
+    return train(folder, data, privacy=privacy)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_rows_of_a_template_fit_its_columns_and_are_what_was_asked_for(run, tmp_path):
+    out = tmp_path / "new" / "rows.jsonl"
+    made = synthesize(run, out, labels=LABELS, report=tmp_path / "private")
+    rows = read(out)
+    assert "NOT TO BE PUBLISHED" in pathlib.Path(made["report"]).read_text()
+    assert made["rows"] == len(rows) == 25
+    assert made["given_up"] == 0
+    assert [row["kind"] for row in rows].count("ode") == 5
+    assert all([*row] == ["kind", "age", "text"] and 18 <= row["age"] <= 65 for row in rows)
+    # What was learned: a text goes with its kind. By chance none of 25 would be the whole text.
+    assert sum(row["text"] == TEXTS[row["kind"]] for row in rows) > 4
+    table = tmp_path / "table" / "rows.parquet"
+    synthesize(run, table, labels=LABELS, batch_size=7)
+    assert pyarrow.parquet.read_table(table).to_pylist() == rows
+    assert synthesize(run, tmp_path / "other" / "rows.jsonl", 3, Settings(seed=1))["rows"] == 3
+
+
+def test_the_folder_has_a_card_and_a_guarantee_that_holds(run, tmp_path, capsys):
+    out = tmp_path / "new" / "rows.jsonl"
+    made = synthesize(run, out, labels=LABELS)
+    assert {path.name for path in out.parent.iterdir()} == {
+        "rows.jsonl",
+        "README.md",
+        "guarantee.json",
+    }
+    stated = json.loads((run / "guarantee.json").read_text())["privacy"]
+    assert made["privacy"]["epsilon"] == stated["epsilon"]
+    added = set(made["privacy"]["caveats"]) - set(stated["caveats"])
+    assert sorted(added)[0].startswith("how many synthetic rows each label has was given")
+    _, head, card = (out.parent / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head)["configs"] == [
+        {"config_name": "default", "data_files": "rows.jsonl"}
+    ]
+    assert "| kind | ode, joke | ode 20.0%, joke 80.0% |" in card
+    assert "differential privacy for each user" in card
+    assert main(["verify", str(out.parent)]) == 0
+    (out.parent / "README.md").write_text("my own words")  # a card may be edited
+    assert main(["verify", str(out.parent)]) == 0
+    out.write_text(out.read_text().replace("ode", "Ode"))
+    assert main(["verify", str(out.parent)]) == 3
+    capsys.readouterr()
+
+
+def test_a_killed_command_goes_on_to_the_same_rows(run, tmp_path, monkeypatch):
+    files = sys.modules[synthesize.__module__]
+    whole, out = tmp_path / "whole" / "rows.jsonl", tmp_path / "killed" / "rows.jsonl"
+    synthesize(run, whole, labels=LABELS)
+    add = files._Partial.add
+
+    def dies(self, text, rows):
+        if len(self.read()) == 9:
+            raise KeyboardInterrupt
+        add(self, text, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files._Partial, "add", dies)
+        with pytest.raises(KeyboardInterrupt):
+            synthesize(run, out, labels=LABELS, batch_size=4)
+    part = out.parent / ".rows.jsonl.part"
+    with part.open("a") as file:
+        file.write('{"number": 3, "rows"')  # a line that was being written
+    with pytest.raises(BadInputError, match="the beginning of other rows"):
+        synthesize(run, out, None, Settings(temperature=0.5), labels=LABELS)
+    synthesize(run, out, labels=LABELS)
+    assert out.read_text() == whole.read_text()
+    assert not part.exists()
+
+
+def test_a_histogram_is_charged_and_is_the_same_ever_after(run, tmp_path, capsys):
+    made = [synthesize(run, tmp_path / name / "rows.jsonl", 20, label_epsilon=4.0) for name in "ab"]
+    stated = json.loads((run / "guarantee.json").read_text())["privacy"]
+    assert stated["epsilon"] < made[0]["privacy"]["epsilon"] < stated["epsilon"] + 4.0
+    rows = [read(tmp_path / name / "rows.jsonl") for name in "ab"]
+    assert rows[0] == rows[1]
+    assert 11 <= [row["kind"] for row in rows[0]].count("ode") <= 18  # 3 of 4
+    assert main(["verify", str(tmp_path / "a")]) == 0
+    capsys.readouterr()
+    ledger = accounting.Ledger(run.parent / "ledger.jsonl")
+    (account,) = ledger.accounts()
+    assert len(ledger.runs(account)) == 2
+    assert ledger.spent(account, 1e-4) > stated["epsilon"] * 1.001
+    with pytest.raises(BadInputError, match="has released a histogram at epsilon 4, and a second"):
+        synthesize(run, tmp_path / "c" / "rows.jsonl", 20, label_epsilon=2.0)
+    # Other data under the same noise would show the difference.
+    (run / "label_histogram.json").unlink()
+    data = run.parent / "rows.jsonl"
+    kept = data.read_text()
+    data.write_text(kept.split("\n", 1)[1])
+    with pytest.raises(BadInputError, match="are not those that it was trained on"):
+        synthesize(run, tmp_path / "d" / "rows.jsonl", 20, label_epsilon=4.0)
+    data.write_text(kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "0"], "the number of rows (--rows) is 0, but it must be"),
+        ([], "it is not said how many rows to write: give --rows, or --label"),
+        (["--label", "ode"], "--label is 'ode': write WORD=NUMBER"),
+        (["--label", "ode=-1"], "--label is 'ode=-1': write WORD=NUMBER"),
+        (["--label", "ode=1", "--label", "ode=2"], "--label names 'ode' twice"),
+        (["--label", "odd=3"], "'odd', which is none of the words of 'kind': did you mean 'ode'?"),
+        (["--label", "ode=3", "--rows", "4"], "--rows is 4, but the numbers of --label sum to 3"),
+        (["--label", "ode=3", "--label-epsilon", "1"], "both --label and --label-epsilon"),
+        (["--rows", "4", "--label-epsilon", "0"], "(--label-epsilon) is 0.0, but it must be"),
+        (["--rows", "4", "--prompts", "x.jsonl"], "--prompts is for models of answers"),
+        (["--rows", "4", "--top-p", "2"], "top_p is 2.0, but it must be"),
+        (["--rows", "4", "--batch-size", "0"], "the batch size is 0"),
+        (["--rows", "4", "--seed", "-1"], "the seed is -1"),
+        (
+            ["--rows", "4", "--max-tokens", "99"],
+            "room for 32, but a row may have 99",
+        ),
+        (["--rows", "4", "--out", "new/rows.csv"], "give a new file, NAME.jsonl or NAME.parquet"),
+        (["--rows", "4", "--out", "full/rows.jsonl"], "already holds 'notes.txt'"),
+        (["--rows", "4", "--report", "new"], "--report is new, a folder that is to be published"),
+    ],
+)
+def test_bad_options_are_one_sentence(options, message, run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("full").mkdir()
+    pathlib.Path("full/notes.txt").write_text("mine")
+    given = options if "--out" in options else [*options, "--out", "new/rows.jsonl"]
+    assert main(["synthesize", str(run), *given]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "new" / "rows.jsonl").exists()
+
+
+def test_several_rows_of_one_person(tmp_path):
+    data = {"template": "<kind>;<age>", **SCHEMA, "rows_per_text": 3}
+    run = train(tmp_path, data, mechanism={"kind": "none", "batch_size": 64}, privacy={})
+    made = synthesize(run, tmp_path / "new" / "rows.jsonl", 12)
+    rows = read(tmp_path / "new" / "rows.jsonl")
+    persons = [row["person"] for row in rows]
+    assert persons == sorted(persons)
+    assert len({*persons}) == 12
+    assert max(map(persons.count, persons)) in (2, 3)
+    assert "NO differential-privacy guarantee" in made["guarantee"]
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "trained WITHOUT privacy" in card
+    with pytest.raises(BadInputError, match="has no guarantee that a histogram could be a part of"):
+        synthesize(run, tmp_path / "other" / "rows.jsonl", 12, label_epsilon=4.0)
+
+
+def test_answers_follow_public_prompts(tmp_path):
+    data = {"prompt_column": "kind", "completion_column": "text"}
+    run = train(tmp_path, data, steps=2)
+    public = tmp_path / "public.jsonl"
+    public.write_text('{"kind": "a limerick: "}\n{"kind": "an epic: "}\n')
+    made = synthesize(run, tmp_path / "new" / "rows.jsonl", 3, prompts=public)
+    rows = read(tmp_path / "new" / "rows.jsonl")
+    assert [row["kind"] for row in rows] == ["a limerick: ", "an epic: ", "a limerick: "]
+    assert all([*row] == ["kind", "text"] for row in rows)
+    assert any("prompts that synthetic answers follow" in c for c in made["privacy"]["caveats"])
+    with pytest.raises(BadInputError, match="learned answers alone"):
+        synthesize(run, tmp_path / "other" / "rows.jsonl", 3)
+    with pytest.raises(BadInputError, match="which the model was trained on"):
+        synthesize(run, tmp_path / "other" / "rows.jsonl", 3, prompts=tmp_path / "rows.jsonl")
+    report = run / "report.json"
+    report.write_text(report.read_text().replace('"finished"', '"interrupted"'))
+    with pytest.raises(BadInputError, match="is not finished: resume it"):
+        synthesize(run, tmp_path / "other" / "rows.jsonl", 3, prompts=public)
