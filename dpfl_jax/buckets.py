@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -25,10 +26,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from dpfl_jax.errors import BadInputError, extra
+import numpy as np
+
+from dpfl_jax.errors import BadInputError, StoppedError, extra
 from dpfl_jax.files import default_cache_dir, on_disk
 
 T = TypeVar("T")
@@ -39,7 +42,9 @@ _IN_PLACE = "checkpoints"  # read and written in the bucket itself: Orbax does
 _LAST = ("manifest.json", "guarantee.json", "report.json")  # they say that the rest is complete
 _LEASE = "run.lock"
 _LARGE = 2**26
+BLOCK = 2**18
 BEAT_S, LEASE_S = 5.0, 30.0
+PATIENCE_S = 600.0
 
 
 class ConflictError(Exception):
@@ -67,18 +72,45 @@ _GIVEN: dict[str, str] = {}
 # ---- objects -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _reached(where: str) -> Iterator[None]:
-    try:
-        yield
-    except (BadInputError, FileExistsError):
-        raise
-    except Exception as error:  # every client has its own
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise BadInputError(
-            f"{where} cannot be reached ({reason}): check the name of the bucket, and that the "
-            "credentials of this machine may list, read and write there"
-        ) from error
+def _reach(where: str, call: Callable[[], T]) -> T:
+    """Calls; a bucket that was reached before is tried again for ``PATIENCE_S``.
+
+    Raises:
+      FileNotFoundError, FileExistsError: as ``call`` did.
+      BadInputError: the bucket refuses, or was never reached.
+      StoppedError: it was reached before, and now has not been for long.
+    """
+    bucket, until, pause = where.split("/")[2], time.monotonic() + PATIENCE_S, 1.0
+    while True:
+        try:
+            result = call()
+            _REACHED.add(bucket)
+            return result
+        except (BadInputError, FileNotFoundError, FileExistsError, TypeError, AttributeError):
+            raise
+        except Exception as error:  # every client has its own
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            status = _status(error)
+            refused = isinstance(error, PermissionError) or 400 <= status < 500
+            if bucket not in _REACHED or (refused and status not in (408, 429)):
+                raise BadInputError(
+                    f"{where} cannot be reached ({reason}): check the name of the bucket, and that "
+                    "this machine has credentials that may list, read and write there"
+                ) from error
+            if time.monotonic() > until:
+                raise StoppedError(
+                    f"{where} could not be reached for {PATIENCE_S / 60:g} minutes ({reason}): "
+                    "what was written before is there, and the same command resumes from it"
+                ) from error
+            logging.getLogger("dpfl_jax").warning(
+                "%s cannot be reached (%s): trying again for %g minutes",
+                where, reason, PATIENCE_S / 60,
+            )  # fmt: skip
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+
+_REACHED: set[str] = set()  # buckets
 
 
 def _client(where: str) -> Any:
@@ -107,17 +139,20 @@ def _parts(where: str) -> tuple[str, str]:
 def _read(where: str) -> tuple[bytes, str | None]:
     """An object and its version (S3's ETag, Google's generation); (b"", None) if there is none."""
     client, (bucket, name) = _client(where), _parts(where)
-    with _reached(where):
-        try:
-            if where.startswith("gs:"):
-                headers, content = client.call("GET", client.url(f"{bucket}/{name}"))
-                return content, headers["x-goog-generation"]
-            import fsspec
 
-            found = client.call_s3("get_object", Bucket=bucket, Key=name)
-            return fsspec.asyn.sync(client.loop, found["Body"].read), found["ETag"]
-        except FileNotFoundError:
-            return b"", None
+    def call() -> tuple[bytes, str]:
+        if where.startswith("gs:"):
+            headers, content = client.call("GET", client.url(f"{bucket}/{name}"))
+            return content, headers["x-goog-generation"]
+        import fsspec
+
+        found = client.call_s3("get_object", Bucket=bucket, Key=name)
+        return fsspec.asyn.sync(client.loop, found["Body"].read), found["ETag"]
+
+    try:
+        return _reach(where, call)
+    except FileNotFoundError:
+        return b"", None
 
 
 def _replace(where: str, content: bytes, version: str | None) -> str:
@@ -152,52 +187,88 @@ _CONDITIONAL: set[str] = set()  # buckets that were seen to refuse
 
 def _put(where: str, content: bytes, version: str | None) -> str:
     client, (bucket, name) = _client(where), _parts(where)
-    try:
-        with _reached(where):
-            if where.startswith("gs:"):
-                made = client.call(
-                    "POST",
-                    f"{client._location}/upload/storage/v1/b/{bucket}/o",
-                    uploadType="media",
-                    name=name,
-                    ifGenerationMatch=version or "0",
-                    data=content,
-                    headers={"Content-Type": "application/octet-stream"},
-                    json_out=True,
-                )
-                return str(made["generation"])
-            only = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+
+    def call() -> str:
+        if where.startswith("gs:"):
+            made = client.call(
+                "POST",
+                f"{client._location}/upload/storage/v1/b/{bucket}/o",
+                uploadType="media",
+                name=name,
+                ifGenerationMatch=version or "0",
+                data=content,
+                headers={"Content-Type": "application/octet-stream"},
+                json_out=True,
+            )
+            return str(made["generation"])
+        only = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        try:
             made = client.call_s3("put_object", Bucket=bucket, Key=name, Body=content, **only)
-            return str(made["ETag"])
-    except (FileExistsError, BadInputError) as error:
-        status = _status(error)
-        if (
-            isinstance(error, FileExistsError)
-            or status in (409, 412)
-            or (version and status == 404)
-        ):
-            raise ConflictError(where) from None
-        raise
+        except Exception as error:
+            if _status(error) in (409, 412):
+                raise FileExistsError(where) from error
+            raise
+        return str(made["ETag"])
+
+    try:
+        return _reach(where, call)
+    except FileExistsError:
+        raise ConflictError(where) from None
+    except FileNotFoundError:
+        if version is not None and _exists(where):
+            raise ConflictError(where) from None  # it was removed
+        raise _no_bucket(where) from None
 
 
-def _status(error: BaseException | None) -> int | None:
-    """The HTTP status that led to an error of botocore."""
+def _no_bucket(where: str) -> BadInputError:
+    bucket = "/".join(where.split("/")[:3])
+    return BadInputError(f"there is no bucket {bucket}: create it, or give another address")
+
+
+def _exists(where: str) -> bool:
+    """Whether there is the bucket of an address."""
+    client, (bucket, _) = _client(where), _parts(where)
+
+    def call() -> Any:
+        if where.startswith("gs:"):
+            return client.call("GET", "b/{}/o", bucket, maxResults=1, json_out=True)
+        return client.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
+
+    try:
+        _reach(where, call)
+        return True
+    except FileNotFoundError:
+        return False
+
+
+def _status(error: BaseException | None) -> int:
+    """The HTTP status that led to an error of a client, or 0."""
     while error is not None:
-        if isinstance(response := getattr(error, "response", None), dict):
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):  # botocore's
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        if str(code := getattr(error, "code", "")).isdecimal():  # gcsfs'
+            return int(code)
+        if str(error).startswith("Forbidden: "):
+            return 403
         error = error.__cause__
-    return None
+    return 0
 
 
 def _sizes(where: str) -> dict[str, int]:
-    """The sizes of all objects below an address, by name."""
+    """The sizes of all objects below an address, by name.
+
+    Raises:
+      BadInputError: there is no such bucket.
+    """
     client, (bucket, name) = _client(where), _parts(where)
     above = f"{bucket}/{name}/"
-    with _reached(where):
-        try:
-            found = client.find(above, detail=True)
-        except FileNotFoundError:
-            return {}
+    try:
+        found = _reach(where, lambda: client.find(above, detail=True))
+    except FileNotFoundError:
+        found = {}
+    if not found and not _exists(where):
+        raise _no_bucket(where)
     return {
         path[len(above) :]: info["size"]
         for path, info in found.items()
@@ -220,6 +291,18 @@ def append(where: str, decide: Callable[[bytes], tuple[bytes, T]]) -> T:
             return result
         except ConflictError:
             time.sleep(0.1 * int.from_bytes(os.urandom(1)) / 255)
+
+
+def create(where: str, content: bytes) -> None:
+    """Writes a new object, or leaves one that has this content.
+
+    Raises:
+      FileExistsError: it has another one.
+    """
+    try:
+        _replace(where, content, None)
+    except ConflictError:
+        raise FileExistsError(where) from None
 
 
 def content(where: str) -> bytes:
@@ -267,9 +350,8 @@ class _Copy:
             raise BadInputError(f"{self.address}/{name} would lead out of its folder: remove it")
         path.parent.mkdir(parents=True, exist_ok=True)
         if size > _LARGE:  # weights; nobody changes them here
-            with _reached(self.address):
-                at = "/".join(_parts(f"{self.address}/{name}"))
-                _client(self.address).get_file(at, str(path))
+            at, client = "/".join(_parts(f"{self.address}/{name}")), _client(self.address)
+            _reach(self.address, lambda: client.get_file(at, str(path)))
             return
         found, version = _read(f"{self.address}/{name}")
         if version is not None:
@@ -298,8 +380,9 @@ class _Copy:
     def remove(self, path: pathlib.Path) -> None:
         name = path.relative_to(self.folder).as_posix()
         if self._versions.pop(name, None) is not None:
-            with _reached(self.address):
-                _client(self.address).rm_file("/".join(_parts(f"{self.address}/{name}")))
+            at, client = "/".join(_parts(f"{self.address}/{name}")), _client(self.address)
+            with contextlib.suppress(FileNotFoundError):
+                _reach(self.address, lambda: client.rm_file(at))
         self._published.pop(name, None)
 
 
@@ -393,10 +476,10 @@ def output(out: Location) -> Iterator[pathlib.Path]:
     above.mkdir(parents=True, exist_ok=True, mode=0o700)
     _GIVEN[str(path)] = where
     yield path
-    client, (bucket, name) = _client(where), _parts(where)
-    with _reached(where):
-        for file in sorted((p for p in path.rglob("*") if p.is_file()), key=_order):
-            client.put_file(str(file), f"{bucket}/{name}/{file.relative_to(path).as_posix()}")
+    client, below = _client(where), "/".join(_parts(where))
+    for file in sorted((p for p in path.rglob("*") if p.is_file()), key=_order):
+        at = f"{below}/{file.relative_to(path).as_posix()}"
+        _reach(where, functools.partial(client.put_file, str(file), at))
     shutil.rmtree(above, ignore_errors=True)
 
 
@@ -467,7 +550,7 @@ class Lease:
                     self._lost = True
                     self._refuse()
                 # The answer to the last one was lost, and it was written.
-            self._until = began + LEASE_S
+            self._beaten = began
 
     def _refuse(self) -> None:
         assert self._copy is not None
@@ -478,12 +561,12 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with contextlib.suppress(BadInputError):  # ``check`` raises it
+            with contextlib.suppress(BadInputError, StoppedError):  # ``check`` raises it
                 self._beat()
 
     def check(self) -> None:
-        """Raises BadInputError unless this process still has the lease."""
-        if self._lost or time.monotonic() > self._until:
+        """Raises BadInputError unless this process has the lease, as the bucket says now."""
+        if self._lost or time.monotonic() > self._beaten + 1:  # buckets take one write a second
             self._beat()
 
     def close(self) -> None:
@@ -493,7 +576,7 @@ class Lease:
         self._ended.set()
         self._thread.join()
         self._copy.lease = None
-        with contextlib.suppress(BadInputError):
+        with contextlib.suppress(BadInputError, StoppedError):
             self._beat(holder=None)
 
 
@@ -503,8 +586,8 @@ class Lease:
 class CachedFolder:
     """The files of a folder in a bucket, in the cache of this machine, whose processes share them.
 
-    A file is downloaded when it is first asked for, and compared with its digest. A tenth of the
-    disk stays free: for that, the files of other folders that were not used for longest go.
+    A tenth of the disk stays free: for that, the files of other folders that were not used for
+    longest go.
     """
 
     def __init__(self, where: str, index: str) -> None:
@@ -520,64 +603,122 @@ class CachedFolder:
         _GIVEN[str(self.path)] = where
         if found:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _arriving(self.path / index) as partial:
-                partial.write_bytes(found)
+            partial = self.path / f"{uuid.uuid4().hex}.partial"
+            partial.write_bytes(found)
+            partial.rename(self.path / index)
 
-    def file(self, name: str, sha256: str) -> pathlib.Path:
-        """The path of a file that has this digest.
+    def file(self, name: str, digests: Sequence[bytes]) -> CachedFile:
+        """A file whose blocks have these digests."""
+        return CachedFile(
+            self.path / name, f"{self._address}/{name}", self.sizes[name], digests, self.make_room
+        )
+
+    def make_room(self, size: int) -> None:
+        """Removes files of other folders, until so many bytes can be written.
 
         Raises:
-          BadInputError: it has another one, or there is no room for it.
+          BadInputError: that does not suffice.
         """
-        path = self.path / name
-        with open(self.path / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be downloading it
-            if path.exists():
-                os.utime(path)
-                return path
-            self._make_room(self.sizes[name])
-            at = f"{self._address}/{name}"
-            with _arriving(path) as partial, _reached(at):
-                _client(at).get_file("/".join(_parts(at)), str(partial))
-                with partial.open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                        raise BadInputError(
-                            f"{at} does not have the checksum of its manifest: it was damaged, or "
-                            "belongs to another build; build the store again"
-                        )
-            return path
-
-    def _make_room(self, size: int) -> None:
         disk = shutil.disk_usage(self.path)
         short = size + disk.total // 10 - disk.free
+        if short <= 0:
+            return
         others = [
-            file
-            for file in self._cache.glob("*/*")
-            if file.parent != self.path
-            and file.suffix not in (".lock", ".partial")
+            (status.st_mtime, status.st_blocks * 512, entry.path)
+            for folder in os.scandir(self._cache)
+            for entry in os.scandir(folder)
             # Whoever is opening it has just touched it. What is open stays readable.
-            and time.time() - file.stat().st_mtime > 60
+            if folder.name != self.path.name
+            and time.time() - (status := entry.stat()).st_mtime > 60
         ]
-        for file in sorted(others, key=lambda file: file.stat().st_mtime):
+        for _, freed, file in sorted(others):
             if short > 0:
-                short -= file.stat().st_size
-                file.unlink(missing_ok=True)
+                short -= freed
+                pathlib.Path(file).unlink(missing_ok=True)
         if short > 0:
             raise BadInputError(
-                f"{self._address} does not fit into the cache {self._cache}: {size / 2**30:.1f} "
-                "GiB more are needed, and a tenth of the disk stays free; set DPFL_CACHE_DIR to a "
-                "folder of a larger disk"
+                f"{self._address} does not fit into the cache {self._cache}: "
+                f"{short / 2**20:,.0f} MiB more are needed, and a tenth of the disk stays free; "
+                "set DPFL_CACHE_DIR to a folder of a larger disk"
             )
 
 
-@contextlib.contextmanager
-def _arriving(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A name to write a file under, which gets its own when it is complete and on the disk."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
+class CachedFile:
+    """A file in a bucket, of which the blocks that were asked for are in a file of this machine.
+
+    A block is there if it has its digest: nothing else is noted. So each process compares a block
+    when it first reads it, and downloads what is missing, damaged or cut off.
+
+    Attributes:
+      path: the file of this machine; where a block was not asked for, it may hold anything.
+      bytes: uint8 [size], its content.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        where: str,
+        size: int,
+        digests: Sequence[bytes],
+        make_room: Callable[[int], None],
+    ) -> None:
+        """``digests`` are the SHA-256 of each block of ``BLOCK`` bytes; of the whole if one."""
+        self.path, self._address, self._digests, self._make_room = path, where, digests, make_room
+        self._block = size if len(digests) == 1 else BLOCK
+        if -(-size // self._block) != len(digests):
+            raise BadInputError(f"{where} has another size than its manifest says")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
+            file.truncate(size)
+            os.utime(path)
+            self.bytes = np.asarray(np.memmap(file, np.uint8, "r", shape=(size,)))
+        self._here = np.zeros(len(digests), bool)
+        self._guard = threading.Lock()
+
+    def need(self, begin: np.ndarray, size: np.ndarray | int) -> None:
+        """Returns when the bytes at ``begin`` [n] are there, ``size`` from each.
+
+        Raises:
+          BadInputError: the bucket has others than the digests say, or there is no room for them.
+        """
+        first = np.clip(begin // self._block, 0, len(self._here) - 1)
+        last = np.clip((begin + size - 1) // self._block, first, len(self._here) - 1)
+        blocks = first
+        if (last > first).any():
+            most = int((last - first).max()) + 1
+            blocks = np.minimum(first[:, None] + np.arange(most), last[:, None])
+        missing = np.unique(blocks[~self._here[blocks]])
+        if missing.size:
+            with self._guard, self.path.open("r+b", buffering=0) as file:
+                if len(self._digests) == 1:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # another process may be downloading it
+                for block in missing:
+                    self._fetch(int(block), file)
+
+    def _fetch(self, block: int, file: Any) -> None:
+        start = block * self._block
+        content = memoryview(self.bytes[start : start + self._block])  # type: ignore[arg-type]
+        if hashlib.sha256(content).digest() != self._digests[block]:
+            self._make_room(len(content))
+            client, at = _client(self._address), "/".join(_parts(self._address))
+            for begin in range(start, start + len(content), _LARGE):
+                end = min(begin + _LARGE, start + len(content))
+                read = functools.partial(client.cat_file, at, start=begin, end=end)
+                try:
+                    os.pwrite(file.fileno(), _reach(self._address, read), begin)
+                except FileNotFoundError:
+                    raise BadInputError(
+                        f"{self._address} is missing: build the store again"
+                    ) from None
+            if hashlib.sha256(content).digest() != self._digests[block]:
+                raise BadInputError(
+                    f"{self._address} does not have the checksum of its manifest: it was damaged, "
+                    "or belongs to another build; build the store again"
+                )
+        self._here[block] = True
+
+
+def block_digests(path: pathlib.Path) -> bytes:
+    """The SHA-256 of each block of ``BLOCK`` bytes of a file, one after the other."""
+    with path.open("rb") as file:
+        return b"".join(hashlib.sha256(b).digest() for b in iter(lambda: file.read(BLOCK), b""))

@@ -23,8 +23,9 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
+import pydantic
 
-from dpfl_jax.buckets import address, output
+from dpfl_jax.buckets import address, block_digests, output
 from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.documents import (
     DocumentFiles,
@@ -35,10 +36,11 @@ from dpfl_jax.data.documents import (
 )
 from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.owners import grouped_by_owner_set
-from dpfl_jax.data.records import STORE_FORMATS, disk_error, write_records
+from dpfl_jax.data.records import STORE_FORMATS, disk_error, layout_of, write_records
 from dpfl_jax.data.rows import BadRows, expand_paths
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.shards import (
+    BLOCKS,
     INDEX,
     LENGTHS,
     LENGTHS_INDEX,
@@ -177,7 +179,7 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
     if out.exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
-    known = {"plan": dataclasses.asdict(plan), "sources": sources, "keeps": "lengths"}
+    known = {"plan": dataclasses.asdict(plan), "sources": sources, "keeps": "lengths, blocks"}
     identity = json.dumps(known, sort_keys=True)
     marker = staging / "build.json"
     try:
@@ -350,8 +352,10 @@ def encode_partition(
 
     path = _shard_path(staging, plan, shard)
     total = write_records(path, plan.shard_format, schema, blocks())
+    layout = layout_of(path, schema, total) if plan.shard_format == "arrow" else None
     side = {
-        "entry": dataclasses.asdict(FileEntry.of(path, total)),
+        "entry": dataclasses.asdict(FileEntry.of(path, total, layout)),
+        "blocks": block_digests(path).hex() if layout else "",
         "users": names,
         "counts": counts,
         "digests": [d.hex() for d in digests],
@@ -430,11 +434,14 @@ def finish(
     dropped = int(noted.read_text()) if noted.exists() else 0
     entries, names, counts, digests = [], [], [], []
     lengths: list[np.ndarray] = []
+    block_hashes: list[bytes] = []
     for shard in range(plan.num_shards):
         side = json.loads(side_path(staging, plan, shard).read_text())
         path = _shard_path(staging, plan, shard)
         if side["entry"]["examples"]:
-            entries.append(FileEntry(**side["entry"] | {"file": path.name}))
+            entry = side["entry"] | {"file": path.name}
+            entries.append(pydantic.TypeAdapter(FileEntry).validate_python(entry))
+            block_hashes.append(bytes.fromhex(side["blocks"]))
         else:
             path.unlink(missing_ok=True)
         names += side["users"]
@@ -456,6 +463,10 @@ def finish(
             with pa.ipc.new_file(os.fspath(staging / LENGTHS), LENGTHS_INDEX) as writer:
                 writer.write_batch(tokens)
             of_examples = FileEntry.of(staging / LENGTHS)
+        of_blocks = None
+        if any(block_hashes):
+            (staging / BLOCKS).write_bytes(b"".join(block_hashes))
+            of_blocks = FileEntry.of(staging / BLOCKS)
         manifest = Manifest(
             plan.schema,
             plan.shard_format,
@@ -466,6 +477,7 @@ def finish(
             index,
             users_are_sets or any(SEPARATOR in name for name in names),
             of_examples,
+            of_blocks,
             {
                 "sources": sources,
                 "max_examples_per_user": plan.max_examples_per_user,

@@ -25,7 +25,7 @@ from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set, store_from_u
 from dpfl_jax.data.rows import FORMATS, BadRows, expand_paths
 from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
 from dpfl_jax.data.sets import data_source, installed_package_files, standard_library_files
-from dpfl_jax.data.shards import open_store
+from dpfl_jax.data.shards import ShardStore, open_store
 from dpfl_jax.data.store import (
     ArrayStore,
     Store,
@@ -319,11 +319,18 @@ def count_users(config: SourceConfig) -> tuple[int, int]:
       BadInputError: as in ``load_examples``.
     """
     if config.source == "store":
-        store = open_store(os.fspath(expand_paths(config.path)[0]))
+        store = _open(config)
         return store.num_users, store.num_examples
     documents, _ = _documents(config, BadRows(config.on_bad_row == "drop"))
     texts = collections.Counter(user for user, _ in documents)
     return len(texts), texts.total()
+
+
+def _open(config: SourceConfig) -> ShardStore | SharedStore:
+    path = config.path
+    if not (isinstance(path, str) and address(path)):
+        path = os.fspath(expand_paths(path)[0])
+    return open_store(path)
 
 
 def _documents(config: SourceConfig, bad: BadRows) -> tuple[Iterator[Document], DocumentFiles]:
@@ -402,10 +409,7 @@ def _named(config: SourceConfig) -> LoadedExamples:
 
 def _stored(config: SourceConfig) -> LoadedExamples:
     """Reads a built store: tokens as they are, arrays as ``x`` and ``label``."""
-    path = config.path
-    if not isinstance(path, str) or address(path) is None:
-        path = os.fspath(expand_paths(path)[0])
-    store, classes = open_store(path), config.classes
+    store, classes, path = _open(config), config.classes, config.path
     if store.schema.kind in ("tokens", "answers"):
         tokenizer = load_tokenizer(config.tokenizer)
         made_by = store.schema.tokenizer

@@ -5,6 +5,7 @@ Layout of a store's folder::
     manifest.json            version, schema, counts, checksums, tokeniser, how it was built
     users.arrow              id and number of examples of each user, in store order
     lengths.arrow            tokens of each example, in store order (sequences of tokens only)
+    blocks.sha256            SHA-256 of every 256 KiB of the shards, to read parts of them (Arrow)
     shard-00000-of-00016.*   examples, users in store order, no user in two shards
 
 Shards are Arrow files (memory-mapped: the fastest random access) or ArrayRecord files (compressed,
@@ -30,10 +31,10 @@ import pyarrow as pa
 import pyarrow.ipc
 import pydantic
 
-from dpfl_jax.buckets import CachedFolder, address
+from dpfl_jax.buckets import BLOCK, CachedFolder, address
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
-from dpfl_jax.data.records import STORE_FORMATS, RecordReader, open_records
+from dpfl_jax.data.records import STORE_FORMATS, Layout, RecordReader, open_cached, open_records
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import Store, content_fingerprint
 from dpfl_jax.errors import BadInputError
@@ -43,9 +44,10 @@ MANIFEST = "manifest.json"
 KIND = "dpfl_jax user-partitioned store"
 VERSION = 3
 USERS = "users.arrow"
-_DOWNLOADS = 8  # at once
+_DOWNLOADS = 32  # at once
 INDEX = pa.schema([("user", pa.large_string()), ("examples", pa.int64())])
 LENGTHS = "lengths.arrow"
+BLOCKS = "blocks.sha256"
 LENGTHS_INDEX = pa.schema([("tokens", pa.uint32())])
 
 
@@ -57,17 +59,26 @@ def sha256_file(path: pathlib.Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """The manifest's entry for a file: name, bytes, hex SHA-256, and number of examples."""
+    """The manifest's entry for a file.
+
+    Attributes:
+      file: its name.
+      bytes: its size.
+      sha256: its digest, in hex.
+      examples: number of examples.
+      layout: where they are, in an Arrow file.
+    """
 
     file: str
     bytes: int
     sha256: str
     examples: int = 0
+    layout: Layout | None = None
 
     @classmethod
-    def of(cls, path: pathlib.Path, examples: int = 0) -> FileEntry:
+    def of(cls, path: pathlib.Path, examples: int = 0, layout: Layout | None = None) -> FileEntry:
         """Describes an existing file."""
-        return cls(path.name, path.stat().st_size, sha256_file(path), examples)
+        return cls(path.name, path.stat().st_size, sha256_file(path), examples, layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +96,7 @@ class Manifest:
       shared: whether users are sets of owners (``owners``).
       lengths: entry of ``lengths.arrow``; None for arrays and pairs, and in stores that were built
         before there was one.
+      blocks: entry of ``blocks.sha256``, if there is one.
       build: facts about the build (sources, settings), which are not part of the content.
     """
 
@@ -97,12 +109,13 @@ class Manifest:
     index: FileEntry
     shared: bool = False
     lengths: FileEntry | None = None
+    blocks: FileEntry | None = None
     build: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
         """The entries of all files."""
-        return (*self.shards, self.index, *([] if self.lengths is None else [self.lengths]))
+        return (*self.shards, self.index, *filter(None, (self.lengths, self.blocks)))
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes ``manifest.json``, durably and in one step."""
@@ -197,7 +210,9 @@ class ShardStore(Store):
     def _file(self, entry: FileEntry) -> pathlib.Path:
         """The path of a file, which is downloaded if it is neither here nor in the cache."""
         path = within(self.path, entry.file)
-        return path if self._cached is None else self._cached.file(entry.file, entry.sha256)
+        if self._cached is not None:
+            self._cached.file(entry.file, [bytes.fromhex(entry.sha256)]).need(np.zeros(1, int), 1)
+        return path
 
     def _check_size(self, entry: FileEntry) -> None:
         path = within(self.path, entry.file)
@@ -235,15 +250,30 @@ class ShardStore(Store):
         if reader is None:
             with self._lock:
                 if shard not in self._readers:
-                    entry = self.manifest.shards[shard]
-                    self._readers[shard] = open_records(
-                        self._file(entry),
-                        self.manifest.shard_format,
-                        self.schema,
-                        entry.examples,
-                    )
+                    self._readers[shard] = self._open(self.manifest.shards[shard])
                 reader = self._readers[shard]
         return reader
+
+    def _open(self, entry: FileEntry) -> RecordReader:
+        if self._cached is not None and entry.layout is not None and self.manifest.blocks:
+            first, last = self._blocks_of[entry.file]
+            file = self._cached.file(entry.file, self._digests[first:last])
+            return open_cached(file, self.schema, entry.layout)
+        kind = self.manifest.shard_format
+        return open_records(self._file(entry), kind, self.schema, entry.examples)
+
+    @functools.cached_property
+    def _digests(self) -> list[bytes]:
+        assert self.manifest.blocks is not None
+        found = self._file(self.manifest.blocks).read_bytes()
+        return [found[i : i + 32] for i in range(0, len(found), 32)]
+
+    @functools.cached_property
+    def _blocks_of(self) -> dict[str, tuple[int, int]]:
+        """The first block of each shard, and the one after its last."""
+        ends = np.cumsum([0, *(-(-entry.bytes // BLOCK) for entry in self.manifest.shards)])
+        pairs = zip(ends[:-1].tolist(), ends[1:].tolist())
+        return {entry.file: pair for entry, pair in zip(self.manifest.shards, pairs)}
 
     def records(self, positions: np.ndarray) -> np.ndarray:
         """Returns the stored records at ``positions``.
@@ -258,17 +288,20 @@ class ShardStore(Store):
         shard = np.searchsorted(self._starts, positions, side="right") - 1
         order = np.argsort(shard, kind="stable")
         bounds = np.searchsorted(shard[order], np.arange(len(self.manifest.shards) + 1))
-        needed = np.flatnonzero(np.diff(bounds))
-        self._download([int(s) for s in needed if int(s) not in self._readers])
-        for s in needed:
+
+        def read(s: int) -> None:
             rows = order[bounds[s] : bounds[s + 1]]
-            out[rows] = self._reader(int(s)).read(positions[rows] - self._starts[s])
+            out[rows] = self._reader(s).read(positions[rows] - self._starts[s])
+
+        needed = np.flatnonzero(np.diff(bounds)).tolist()
+        # A request takes long, and little of this machine.
+        for _ in map(read, needed) if self._cached is None else self._pool.map(read, needed):
+            pass
         return out
 
-    def _download(self, shards: Sequence[int]) -> None:
-        if self._cached is not None and shards:
-            with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS) as pool:
-                list(pool.map(lambda s: self._file(self.manifest.shards[s]), shards))
+    @functools.cached_property
+    def _pool(self) -> concurrent.futures.ThreadPoolExecutor:
+        return concurrent.futures.ThreadPoolExecutor(_DOWNLOADS)
 
     @property
     def has_lengths(self) -> bool:  # type: ignore[override]
@@ -298,8 +331,8 @@ class ShardStore(Store):
         Raises:
           BadInputError: naming the first file that is not what was built.
         """
-        self._download(range(len(self.manifest.shards)))
         for entry in self.manifest.files:
+            self._file(entry)
             self._check_sum(entry, "a byte changed or it belongs to another build")
         if content_fingerprint(self) != self.manifest.fingerprint:
             raise BadInputError(
@@ -332,8 +365,9 @@ def _unit_key(sources: dict[str, Any]) -> str:
 def open_store(path: str | os.PathLike[str]) -> ShardStore | SharedStore:
     """Opens a store's folder; a ``SharedStore`` if records have several owners.
 
-    A folder in a bucket (``gs://``, ``s3://``) is read through the cache of this machine: a shard
-    is downloaded, and compared with its checksum, when one of its records is first asked for.
+    A folder in a bucket (``gs://``, ``s3://``) is read through the cache of this machine: a block
+    of 256 KiB (without ``blocks.sha256``, a shard) is downloaded, and compared with its checksum,
+    when one of its records is first asked for.
 
     Sizes of all files and the checksum of the index are checked; ``ShardStore.verify`` reads the
     rest.

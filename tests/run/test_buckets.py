@@ -1,5 +1,6 @@
 """Runs, stores, ledgers and exports in buckets: an S3 server of moto, and one like Google's."""
 
+import contextlib
 import http.server
 import itertools
 import json
@@ -81,7 +82,7 @@ def test_an_object_is_replaced_only_if_it_is_what_was_read(bucket):
         buckets._replace(where, b"3", first)
     assert buckets._read(where) == (b"2", second)
     assert buckets._replace(where, b"2", first) == second  # the answer to the first try was lost
-    with pytest.raises(BadInputError, match="cannot be reached"):
+    with pytest.raises(BadInputError, match="there is no bucket s3://no-such-bucket"):
         buckets._replace("s3://no-such-bucket/a", b"1", None)
 
 
@@ -215,25 +216,60 @@ def test_a_store_in_a_bucket_is_the_store(bucket, form, tmp_path):
         write_store(mine, f"{bucket}/store", form)
 
 
-def test_shards_are_downloaded_when_needed_once_and_compared(bucket, tmp_path, monkeypatch):
+@contextlib.contextmanager
+def counted(monkeypatch, where):
+    """The sizes of the ranges that are downloaded."""
+    client, sizes = buckets._client(where), []
+    real = client.cat_file
+
+    def cat_file(path, start, end):
+        sizes.append(end - start)
+        return real(path, start=start, end=end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "cat_file", cat_file)
+        yield sizes
+
+
+def wide(users=300):
+    """About two MiB of examples."""
+    rng = np.random.default_rng(0)
+    owners = np.repeat(np.arange(users), rng.integers(1, 9, users))
+    return dpfl.from_arrays({"x": rng.normal(size=(len(owners), 400)).astype("float32")}, owners)
+
+
+def test_blocks_are_downloaded_when_needed_once(bucket, monkeypatch):
     monkeypatch.setattr("dpfl_jax.data.build.default_num_shards", lambda size: 4)
+    mine, everything = wide(), np.arange(wide().num_examples)
+    made = write_store(mine, f"{bucket}/store")
+    with counted(monkeypatch, bucket) as sizes:
+        np.testing.assert_array_equal(made.records(np.array([0])), mine.records(np.array([0])))
+    assert len(sizes) == 2  # blocks.sha256 and a block
+    with counted(monkeypatch, bucket) as sizes:
+        np.testing.assert_array_equal(made.records(everything), mine.records(everything))
+        np.testing.assert_array_equal(made.records(everything), mine.records(everything))
+    size = sum(entry.bytes for entry in made.manifest.shards)
+    assert size - 4 * 2**18 < sum(sizes) <= size
+    with counted(monkeypatch, bucket) as sizes:
+        again = shards.open_store(f"{bucket}/store")
+        np.testing.assert_array_equal(again.records(everything), mine.records(everything))
+    assert not sizes
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut"])
+def test_what_is_damaged_in_the_cache_is_downloaded_again(bucket, tmp_path, damage):
     mine = people()
     made = write_store(mine, f"{bucket}/store")
-    cache = tmp_path / "cache" / "stores"
-
-    def cached():
-        return sorted(path.name for path in cache.glob("*/*.arrow"))
-
-    assert cached() == ["users.arrow"]
-    made.records(np.array([0]))
-    assert len(cached()) == 2
-    made.records(np.arange(mine.num_examples))
-    assert len(cached()) == 5
-    client = buckets._client(bucket)
-    monkeypatch.setattr(client, "get_file", None)  # nothing is downloaded again
+    made.verify()
+    files = [p for p in (tmp_path / "cache" / "stores").glob("*/*") if p.name != "manifest.json"]
+    assert len(files) == 3
+    for path in files:
+        data = path.read_bytes()
+        path.write_bytes(data[:-9] + b"!" * 9 if damage == "changed" else data[:5])
     again = shards.open_store(f"{bucket}/store")
-    again.records(np.arange(mine.num_examples))
-    monkeypatch.undo()
+    everything = np.arange(mine.num_examples)
+    np.testing.assert_array_equal(again.records(everything), mine.records(everything))
+    again.verify()
 
 
 def test_another_shard_than_the_manifest_says_is_not_read(bucket):
@@ -243,7 +279,10 @@ def test_another_shard_than_the_manifest_says_is_not_read(bucket):
     buckets._replace(f"{bucket}/store/{shard}", content[:-1] + b"!", version)
     with pytest.raises(BadInputError, match="does not have the checksum of its manifest"):
         shards.open_store(f"{bucket}/store").records(np.array([0]))
+    opened = shards.open_store(f"{bucket}/store")
     buckets._client(bucket).rm_file(f"{bucket[5:]}/store/{shard}")
+    with pytest.raises(BadInputError, match="is missing"):
+        opened.records(np.array([0]))
     with pytest.raises(BadInputError, match="is missing"):
         shards.open_store(f"{bucket}/store")
 
@@ -252,21 +291,15 @@ def test_the_cache_is_bounded(bucket, tmp_path, monkeypatch):
     one, two = (write_store(people(n), f"{bucket}/store{n}") for n in (40, 50))
     one.records(np.array([0]))
     cache = tmp_path / "cache" / "stores"
-    files = {path: path.stat().st_size for path in cache.glob("*/shard-*.arrow")}
-    assert len(files) == 1
-    total = 10 * sum(path.stat().st_size for path in cache.glob("*/*"))
-
-    def usage(path):
-        used = sum(path.stat().st_size for path in cache.glob("*/*.arrow"))
-        return shutil._ntuple_diskusage(total, used, total // 10 + 2000)  # 2000 more may be used
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
+    files = list(one.path.iterdir())
+    full = shutil._ntuple_diskusage(0, 0, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(BadInputError, match="does not fit into the cache"):
         two.records(np.array([0]))  # what was used a moment ago stays
-    for path in files:
+    for path in cache.glob("*/*"):
         os.utime(path, (0, 0))
     two.records(np.array([0]))
-    assert not any(path.exists() for path in files)
+    assert not all(path.exists() for path in files)
     one.records(np.array([0]))  # what is open stays readable
 
 
@@ -334,10 +367,10 @@ def test_a_process_that_was_silent_for_too_long_writes_nothing_more(bucket, quic
     second = RunDirectory(f"{bucket}/run", {"a": 1}, None, {"data": "abc"})
     buckets._COPIES["paused"] = copy  # it wakes up
     second.record_released(5)
-    copy.lease._until = time.monotonic() + 60  # its clock stood still
+    copy.lease._beaten = time.monotonic() + 60  # its clock stood still
     with pytest.raises(BadInputError, match="was changed by somebody else"):
         paused.record_released(2)
-    copy.lease._until = 0.0
+    copy.lease._beaten = 0.0
     with pytest.raises(BadInputError, match="has taken over"):
         paused.record_released(2)
     assert json.loads(buckets.content(f"{bucket}/run/{RELEASED_STEPS}"))["steps"] == 5
@@ -398,10 +431,15 @@ def test_a_run_in_a_bucket_from_its_data_to_its_model(job, bucket, tmp_path, cap
     assert main(["verify", f"{bucket}/run"]) == 0
     assert main(["export", f"{bucket}/run", f"{bucket}/model"]) == 0
     assert names(f"{bucket}/model") == sorted(
-        ["guarantee.json", "model.json", "model.safetensors", "run.json"]
+        ["README.md", "guarantee.json", "model.json", "model.safetensors", "run.json"]
     )
     assert main(["verify", f"{bucket}/model"]) == 0
     assert dpfl.load_exported(f"{bucket}/model").params
+    for where in (f"{bucket}/run", f"{bucket}/model"):
+        assert main(["sample", where, "--prompt", "la", "--max-tokens", "3"]) == 0
+    rows = str(tmp_path / "made" / "rows.jsonl")
+    assert main(["synthesize", f"{bucket}/run", "--rows", "3", "--out", rows]) == 0
+    assert main(["data", "inspect", f"{bucket}/store", "--verify"]) == 0
     assert main(["train", job, "--run-dir", f"{bucket}/run"]) == 2
     assert "is finished and is not overwritten" in capsys.readouterr().err
     ledger = Ledger(f"{bucket}/ledger.jsonl")
