@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -26,10 +25,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
-
-import numpy as np
 
 from dpfl_jax.errors import BadInputError, StoppedError, extra
 from dpfl_jax.files import default_cache_dir, on_disk
@@ -42,7 +39,6 @@ _IN_PLACE = "checkpoints"  # read and written in the bucket itself: Orbax does
 _LAST = ("manifest.json", "guarantee.json", "report.json")  # they say that the rest is complete
 _LEASE = "run.lock"
 _LARGE = 2**26
-BLOCK = 2**18
 BEAT_S, LEASE_S = 5.0, 30.0
 PATIENCE_S = 600.0
 
@@ -67,6 +63,11 @@ def as_given(text: str) -> str:
 
 
 _GIVEN: dict[str, str] = {}
+
+
+def stands_for(path: pathlib.Path, where: str) -> None:
+    """Notes that what is below a folder of this machine is a copy of what an address has."""
+    _GIVEN[str(path)] = where
 
 
 # ---- objects -------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def _status(error: BaseException | None) -> int:
     return 0
 
 
-def _sizes(where: str) -> dict[str, int]:
+def sizes(where: str) -> dict[str, int]:
     """The sizes of all objects below an address, by name.
 
     Raises:
@@ -310,6 +311,16 @@ def content(where: str) -> bytes:
     return _read(where)[0]
 
 
+def part(where: str, begin: int, end: int) -> bytes:
+    """Some bytes of an object.
+
+    Raises:
+      FileNotFoundError: there is no such object.
+    """
+    client, at = _client(where), "/".join(_parts(where))
+    return _reach(where, lambda: client.cat_file(at, start=begin, end=end))
+
+
 # ---- working copies ------------------------------------------------------------------------------
 
 
@@ -327,7 +338,7 @@ class _Copy:
         above = tempfile.mkdtemp(prefix="dpfl-")  # only its owner can open it
         atexit.register(shutil.rmtree, above, ignore_errors=True)
         self.folder = pathlib.Path(above).resolve() / where.rpartition("/")[2]
-        _GIVEN[str(self.folder)] = where
+        stands_for(self.folder, where)
         self._versions: dict[str, str] = {}
         self._published: dict[str, tuple[int, int]] = {}
 
@@ -337,7 +348,7 @@ class _Copy:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         self._versions, self._published = {}, {}
-        for name, size in _sizes(self.address).items():
+        for name, size in sizes(self.address).items():
             top = name.partition("/")[0]
             if top == _IN_PLACE:
                 (self.folder / top).mkdir(parents=True, exist_ok=True)
@@ -436,7 +447,7 @@ def files_below(path: Any) -> list[Any]:
     """All files below a ``located`` folder."""
     if isinstance(path, pathlib.Path):
         return [file for file in path.rglob("*") if file.is_file()]
-    return [path / name for name in _sizes(str(path))]
+    return [path / name for name in sizes(str(path))]
 
 
 def publish(path: pathlib.Path) -> None:
@@ -467,14 +478,14 @@ def output(out: Location) -> Iterator[pathlib.Path]:
     if where is None:
         yield on_disk(out)
         return
-    if _sizes(where):
+    if sizes(where):
         raise BadInputError(f"{where} exists: give another name or remove it")
     # The same folder again after an interruption, so that a build resumes.
     above = default_cache_dir() / "uploads" / hashlib.sha256(where.encode()).hexdigest()[:16]
     path = above.absolute() / where.rpartition("/")[2]
     shutil.rmtree(path, ignore_errors=True)  # of an upload that was interrupted
     above.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _GIVEN[str(path)] = where
+    stands_for(path, where)
     yield path
     client, below = _client(where), "/".join(_parts(where))
     for file in sorted((p for p in path.rglob("*") if p.is_file()), key=_order):
@@ -578,147 +589,3 @@ class Lease:
         self._copy.lease = None
         with contextlib.suppress(BadInputError, StoppedError):
             self._beat(holder=None)
-
-
-# ---- files of a store ----------------------------------------------------------------------------
-
-
-class CachedFolder:
-    """The files of a folder in a bucket, in the cache of this machine, whose processes share them.
-
-    A tenth of the disk stays free: for that, the files of other folders that were not used for
-    longest go.
-    """
-
-    def __init__(self, where: str, index: str) -> None:
-        """Downloads ``index``, which decides what the other files are.
-
-        Raises:
-          BadInputError: the bucket cannot be reached.
-        """
-        self._address, self.sizes = where, _sizes(where)
-        found = content(f"{where}/{index}") if index in self.sizes else b""
-        self._cache = default_cache_dir().absolute() / "stores"
-        self.path = self._cache / hashlib.sha256(f"{where}\n".encode() + found).hexdigest()[:32]
-        _GIVEN[str(self.path)] = where
-        if found:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            partial = self.path / f"{uuid.uuid4().hex}.partial"
-            partial.write_bytes(found)
-            partial.rename(self.path / index)
-
-    def file(self, name: str, digests: Sequence[bytes]) -> CachedFile:
-        """A file whose blocks have these digests."""
-        return CachedFile(
-            self.path / name, f"{self._address}/{name}", self.sizes[name], digests, self.make_room
-        )
-
-    def make_room(self, size: int) -> None:
-        """Removes files of other folders, until so many bytes can be written.
-
-        Raises:
-          BadInputError: that does not suffice.
-        """
-        disk = shutil.disk_usage(self.path)
-        short = size + disk.total // 10 - disk.free
-        if short <= 0:
-            return
-        others = [
-            (status.st_mtime, status.st_blocks * 512, entry.path)
-            for folder in os.scandir(self._cache)
-            for entry in os.scandir(folder)
-            # Whoever is opening it has just touched it. What is open stays readable.
-            if folder.name != self.path.name
-            and time.time() - (status := entry.stat()).st_mtime > 60
-        ]
-        for _, freed, file in sorted(others):
-            if short > 0:
-                short -= freed
-                pathlib.Path(file).unlink(missing_ok=True)
-        if short > 0:
-            raise BadInputError(
-                f"{self._address} does not fit into the cache {self._cache}: "
-                f"{short / 2**20:,.0f} MiB more are needed, and a tenth of the disk stays free; "
-                "set DPFL_CACHE_DIR to a folder of a larger disk"
-            )
-
-
-class CachedFile:
-    """A file in a bucket, of which the blocks that were asked for are in a file of this machine.
-
-    A block is there if it has its digest: nothing else is noted. So each process compares a block
-    when it first reads it, and downloads what is missing, damaged or cut off.
-
-    Attributes:
-      path: the file of this machine; where a block was not asked for, it may hold anything.
-      bytes: uint8 [size], its content.
-    """
-
-    def __init__(
-        self,
-        path: pathlib.Path,
-        where: str,
-        size: int,
-        digests: Sequence[bytes],
-        make_room: Callable[[int], None],
-    ) -> None:
-        """``digests`` are the SHA-256 of each block of ``BLOCK`` bytes; of the whole if one."""
-        self.path, self._address, self._digests, self._make_room = path, where, digests, make_room
-        self._block = size if len(digests) == 1 else BLOCK
-        if -(-size // self._block) != len(digests):
-            raise BadInputError(f"{where} has another size than its manifest says")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        with open(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
-            file.truncate(size)
-            os.utime(path)
-            self.bytes = np.asarray(np.memmap(file, np.uint8, "r", shape=(size,)))
-        self._here = np.zeros(len(digests), bool)
-        self._guard = threading.Lock()
-
-    def need(self, begin: np.ndarray, size: np.ndarray | int) -> None:
-        """Returns when the bytes at ``begin`` [n] are there, ``size`` from each.
-
-        Raises:
-          BadInputError: the bucket has others than the digests say, or there is no room for them.
-        """
-        first = np.clip(begin // self._block, 0, len(self._here) - 1)
-        last = np.clip((begin + size - 1) // self._block, first, len(self._here) - 1)
-        blocks = first
-        if (last > first).any():
-            most = int((last - first).max()) + 1
-            blocks = np.minimum(first[:, None] + np.arange(most), last[:, None])
-        missing = np.unique(blocks[~self._here[blocks]])
-        if missing.size:
-            with self._guard, self.path.open("r+b", buffering=0) as file:
-                if len(self._digests) == 1:
-                    fcntl.flock(file, fcntl.LOCK_EX)  # another process may be downloading it
-                for block in missing:
-                    self._fetch(int(block), file)
-
-    def _fetch(self, block: int, file: Any) -> None:
-        start = block * self._block
-        content = memoryview(self.bytes[start : start + self._block])  # type: ignore[arg-type]
-        if hashlib.sha256(content).digest() != self._digests[block]:
-            self._make_room(len(content))
-            client, at = _client(self._address), "/".join(_parts(self._address))
-            for begin in range(start, start + len(content), _LARGE):
-                end = min(begin + _LARGE, start + len(content))
-                read = functools.partial(client.cat_file, at, start=begin, end=end)
-                try:
-                    os.pwrite(file.fileno(), _reach(self._address, read), begin)
-                except FileNotFoundError:
-                    raise BadInputError(
-                        f"{self._address} is missing: build the store again"
-                    ) from None
-            if hashlib.sha256(content).digest() != self._digests[block]:
-                raise BadInputError(
-                    f"{self._address} does not have the checksum of its manifest: it was damaged, "
-                    "or belongs to another build; build the store again"
-                )
-        self._here[block] = True
-
-
-def block_digests(path: pathlib.Path) -> bytes:
-    """The SHA-256 of each block of ``BLOCK`` bytes of a file, one after the other."""
-    with path.open("rb") as file:
-        return b"".join(hashlib.sha256(b).digest() for b in iter(lambda: file.read(BLOCK), b""))

@@ -25,7 +25,8 @@ import pyarrow as pa
 import pyarrow.ipc
 import pydantic
 
-from dpfl_jax.buckets import address, block_digests, output
+from dpfl_jax.buckets import address, output
+from dpfl_jax.data.cached import block_digests
 from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.documents import (
     DocumentFiles,

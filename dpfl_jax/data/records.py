@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
-from dpfl_jax.buckets import CachedFile
+from dpfl_jax.data.cached import CachedFile
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 

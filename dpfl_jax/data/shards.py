@@ -31,7 +31,8 @@ import pyarrow as pa
 import pyarrow.ipc
 import pydantic
 
-from dpfl_jax.buckets import BLOCK, CachedFolder, address
+from dpfl_jax.buckets import address
+from dpfl_jax.data.cached import BLOCK, CachedFolder
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.records import STORE_FORMATS, Layout, RecordReader, open_cached, open_records

@@ -10,6 +10,7 @@ random moments. Prints the digest of both last checkpoints; exit status 1 if the
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ import yaml
 ROOT = pathlib.Path(__file__).parents[2]
 LAYOUTS = ((2, 4), (4, 2))
 BUCKET = "s3://jobs"
+say = functools.partial(print, flush=True)
 
 
 def config(steps):
@@ -99,7 +101,7 @@ def saved(run_dir):
     """The steps of its checkpoints."""
     from dpfl_jax import buckets
 
-    names = buckets._sizes(f"{run_dir}/checkpoints")
+    names = buckets.sizes(f"{run_dir}/checkpoints")
     return sorted(int(n.split("/")[0]) for n in names if n.endswith("commit_success.txt"))
 
 
@@ -139,13 +141,13 @@ def main(argv=None):
     os.environ["DPFL_CACHE_DIR"] = str(args.folder.absolute() / "cache")
     file, rng = args.folder / "job.yaml", random.Random(args.seed)
     file.write_text(yaml.safe_dump(config(args.steps)))
-    print(f"seed {args.seed}", flush=True)
+    say(f"seed {args.seed}")
     with server(), (args.folder / "log").open("a") as log:
-        print(build_synthetic(f"{BUCKET}/store", args.users, args.examples, 64, "arrow"), flush=True)
+        say(build_synthetic(f"{BUCKET}/store", args.users, args.examples, 64, "arrow"))
         begun = time.monotonic()
         whole = start(file, f"{BUCKET}/whole", LAYOUTS[0], log).wait()
         seconds = time.monotonic() - begun
-        print(f"uninterrupted: exit status {whole}, {seconds:.0f} s", flush=True)
+        say(f"uninterrupted: exit status {whole}, {seconds:.0f} s")
         for number in range(args.kills):
             layout, before = LAYOUTS[number % 2], saved(f"{BUCKET}/killed")
             job = start(file, f"{BUCKET}/killed", layout, log)
@@ -159,11 +161,11 @@ def main(argv=None):
             kill(job, log)
             said = "killed" if alive else f"ended with {job.returncode}"
             where = f"checkpoints {before[-1:]} -> {saved(f'{BUCKET}/killed')[-1:]}"
-            print(f"{number + 1}: {layout[0]} x {layout[1]}, {said}, {where}", flush=True)
+            say(f"{number + 1}: {layout[0]} x {layout[1]}, {said}, {where}")
         status = start(file, f"{BUCKET}/killed", LAYOUTS[args.kills % 2], log).wait()
-        print(f"resumed to the end: exit status {status}", flush=True)
+        say(f"resumed to the end: exit status {status}")
         digests = [digest(f"{BUCKET}/{name}") for name in ("whole", "killed")]
-        print(json.dumps(dict(zip(("whole", "killed"), digests))), flush=True)
+        say(json.dumps(dict(zip(("whole", "killed"), digests))))
     return digests[0] == digests[1] and (whole, status) == (0, 0)
 
 
