@@ -42,6 +42,7 @@ from dpfl_jax.data.rows import BadRows, expand_paths
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.shards import (
     BLOCKS,
+    DIGESTS,
     INDEX,
     LENGTHS,
     LENGTHS_INDEX,
@@ -180,7 +181,11 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
     if out.exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
-    known = {"plan": dataclasses.asdict(plan), "sources": sources, "keeps": "lengths, blocks"}
+    known = {
+        "plan": dataclasses.asdict(plan),
+        "sources": sources,
+        "keeps": "lengths, digests, blocks",
+    }
     identity = json.dumps(known, sort_keys=True)
     marker = staging / "build.json"
     try:
@@ -464,6 +469,7 @@ def finish(
             with pa.ipc.new_file(os.fspath(staging / LENGTHS), LENGTHS_INDEX) as writer:
                 writer.write_batch(tokens)
             of_examples = FileEntry.of(staging / LENGTHS)
+        (staging / DIGESTS).write_bytes(b"".join(map(bytes.fromhex, digests)))
         of_blocks = None
         if any(block_hashes):
             (staging / BLOCKS).write_bytes(b"".join(block_hashes))
@@ -478,6 +484,7 @@ def finish(
             index,
             users_are_sets or any(SEPARATOR in name for name in names),
             of_examples,
+            FileEntry.of(staging / DIGESTS),
             of_blocks,
             {
                 "sources": sources,

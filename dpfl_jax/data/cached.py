@@ -105,7 +105,7 @@ class CachedFile:
         """``digests`` are the SHA-256 of each block of ``BLOCK`` bytes; of the whole if one."""
         self.path, self._address, self._digests, self._make_room = path, where, digests, make_room
         self._block = size if len(digests) == 1 else BLOCK
-        if -(-size // self._block) != len(digests):
+        if len(digests) not in (1, num_blocks(size)):
             raise BadInputError(f"{where} has another size than its manifest says")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         with open(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
@@ -154,6 +154,11 @@ class CachedFile:
                     "or belongs to another build; build the store again"
                 )
         self._here[block] = True
+
+
+def num_blocks(size: int) -> int:
+    """The number of blocks of a file of so many bytes."""
+    return -(-size // BLOCK)
 
 
 def block_digests(path: pathlib.Path) -> bytes:

@@ -5,6 +5,7 @@ Layout of a store's folder::
     manifest.json            version, schema, counts, checksums, tokeniser, how it was built
     users.arrow              id and number of examples of each user, in store order
     lengths.arrow            tokens of each example, in store order (sequences of tokens only)
+    digests.sha256           digest of each user, in store order: of some users without reading them
     blocks.sha256            SHA-256 of every 256 KiB of the shards, to read parts of them (Arrow)
     shard-00000-of-00016.*   examples, users in store order, no user in two shards
 
@@ -32,12 +33,12 @@ import pyarrow.ipc
 import pydantic
 
 from dpfl_jax.buckets import address
-from dpfl_jax.data.cached import BLOCK, CachedFolder
+from dpfl_jax.data.cached import CachedFolder, num_blocks
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.records import STORE_FORMATS, Layout, RecordReader, open_cached, open_records
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import Store, content_fingerprint
+from dpfl_jax.data.store import Store, combine_digests, content_fingerprint
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import on_disk, within
 
@@ -48,7 +49,7 @@ USERS = "users.arrow"
 _DOWNLOADS = 32  # at once
 INDEX = pa.schema([("user", pa.large_string()), ("examples", pa.int64())])
 LENGTHS = "lengths.arrow"
-BLOCKS = "blocks.sha256"
+BLOCKS, DIGESTS = "blocks.sha256", "digests.sha256"
 LENGTHS_INDEX = pa.schema([("tokens", pa.uint32())])
 
 
@@ -97,7 +98,7 @@ class Manifest:
       shared: whether users are sets of owners (``owners``).
       lengths: entry of ``lengths.arrow``; None for arrays and pairs, and in stores that were built
         before there was one.
-      blocks: entry of ``blocks.sha256``, if there is one.
+      digests, blocks: entries of ``digests.sha256`` and ``blocks.sha256``, if there are such files.
       build: facts about the build (sources, settings), which are not part of the content.
     """
 
@@ -110,13 +111,14 @@ class Manifest:
     index: FileEntry
     shared: bool = False
     lengths: FileEntry | None = None
+    digests: FileEntry | None = None
     blocks: FileEntry | None = None
     build: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
         """The entries of all files."""
-        return (*self.shards, self.index, *filter(None, (self.lengths, self.blocks)))
+        return (*self.shards, self.index, *filter(None, (self.lengths, self.digests, self.blocks)))
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes ``manifest.json``, durably and in one step."""
@@ -241,6 +243,19 @@ class ShardStore(Store):
         """Hex digest of users, examples and schema, from the manifest."""
         return self.manifest.fingerprint
 
+    def known_digests(self) -> np.ndarray | None:
+        if self.manifest.digests is None:
+            return None
+        path = self._file(self.manifest.digests)
+        found = path.read_bytes()
+        fits = len(found) == 32 * self.num_users
+        if not fits or combine_digests(self.schema, [found]) != self.fingerprint:
+            raise BadInputError(
+                f"{path} does not have the digests of the store's users: it belongs to another "
+                "build or was damaged; build the store again"
+            )
+        return np.frombuffer(found, np.uint8).reshape(-1, 32)
+
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         chosen = np.fromiter(indices, np.int64, len(indices))
         places = pa.Array.from_buffers(pa.int64(), len(chosen), [None, pa.py_buffer(chosen)])
@@ -272,7 +287,7 @@ class ShardStore(Store):
     @functools.cached_property
     def _blocks_of(self) -> dict[str, tuple[int, int]]:
         """The first block of each shard, and the one after its last."""
-        ends = np.cumsum([0, *(-(-entry.bytes // BLOCK) for entry in self.manifest.shards)])
+        ends = np.cumsum([0, *(num_blocks(entry.bytes) for entry in self.manifest.shards)])
         pairs = zip(ends[:-1].tolist(), ends[1:].tolist())
         return {entry.file: pair for entry, pair in zip(self.manifest.shards, pairs)}
 

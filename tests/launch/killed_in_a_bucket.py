@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A job in a bucket is killed at random moments, resumed, and ends as one that was not.
 
-Builds a store of heavy-tailed users in a bucket of moto's server, trains on it with 2 processes of
-4 devices, and again: with 2 x 4 and 4 x 2 processes in turn, all of which are killed (SIGKILL) at
+Builds a store of heavy-tailed users, puts it into a bucket, trains on it with 2 processes of 4
+devices, and again: with 2 x 4 and 4 x 2 processes in turn, all of which are killed (SIGKILL) at
 random moments. Prints the digest of both last checkpoints; exit status 1 if they differ.
 
   tests/launch/killed_in_a_bucket.py FOLDER --users 30000 --examples 1000000 --kills 10
@@ -17,6 +17,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,9 +26,12 @@ import time
 
 import yaml
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import google_storage
+
 ROOT = pathlib.Path(__file__).parents[2]
 LAYOUTS = ((2, 4), (4, 2))
-BUCKET = "s3://jobs"
+BUCKET = "gs://bucket"
 say = functools.partial(print, flush=True)
 
 
@@ -51,29 +55,24 @@ def config(steps):
     }  # fmt: skip
 
 
+SERVER = "import sys, google_storage; google_storage.Server(int(sys.argv[1])).serve_forever()"
+
+
 @contextlib.contextmanager
 def server():
-    """A server like S3's with an empty bucket; its address is in the environment."""
+    """A server like Google's with an empty bucket; its address is in the environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [f"{sys.prefix}/bin/moto_server", "-H", "127.0.0.1", "-p", str(port)]
-    with open(os.devnull, "w") as nowhere:
-        running = subprocess.Popen(command, stdout=nowhere, stderr=nowhere)
-    os.environ |= {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
+    command = [sys.executable, "-c", SERVER, str(port)]
+    running = subprocess.Popen(command, cwd=pathlib.Path(google_storage.__file__).parent)
+    os.environ |= google_storage.environment(port)
     try:
-        from dpfl_jax import buckets
-
-        for _ in range(120):
-            with contextlib.suppress(Exception):
-                buckets._client(BUCKET).mkdir(BUCKET.removeprefix("s3://"))
+        while True:
+            with contextlib.suppress(ConnectionError):
+                socket.create_connection(("127.0.0.1", port)).close()
                 break
-            time.sleep(0.5)
+            time.sleep(0.2)
         yield
     finally:
         running.kill()
@@ -128,7 +127,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=pathlib.Path, help="for logs and caches")
+    parser.add_argument("folder", type=pathlib.Path, help="for store, log and cache")
     parser.add_argument("--users", type=int, default=30_000)
     parser.add_argument("--examples", type=int, default=1_000_000)
     parser.add_argument("--kills", type=int, default=10)
@@ -137,13 +136,18 @@ def main(argv=None):
     args = parser.parse_args(argv)
     sys.path.insert(0, str(ROOT))
     from benchmarks.data import build_synthetic
+    from dpfl_jax import buckets
 
     os.environ["DPFL_CACHE_DIR"] = str(args.folder.absolute() / "cache")
     file, rng = args.folder / "job.yaml", random.Random(args.seed)
     file.write_text(yaml.safe_dump(config(args.steps)))
+    store = args.folder / "store"  # one that is there is used again
+    if not store.exists():
+        say(build_synthetic(store, args.users, args.examples, 64, "arrow"))
     say(f"seed {args.seed}")
     with server(), (args.folder / "log").open("a") as log:
-        say(build_synthetic(f"{BUCKET}/store", args.users, args.examples, 64, "arrow"))
+        with buckets.output(f"{BUCKET}/store") as place:
+            shutil.copytree(store, place)
         begun = time.monotonic()
         whole = start(file, f"{BUCKET}/whole", LAYOUTS[0], log).wait()
         seconds = time.monotonic() - begun

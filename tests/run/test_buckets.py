@@ -20,12 +20,15 @@ import yaml
 from runs import death_after_a_checkpoint
 
 import dpfl_jax as dpfl
+from benchmarks.data import heavy_tailed_counts
+from benchmarks.packing import reads
 from dpfl_jax import buckets
 from dpfl_jax.accounting import Account, BudgetExceededError, Ledger, events
 from dpfl_jax.cli.main import main
-from dpfl_jax.data import shards
+from dpfl_jax.data import ArrayStore, Schema, cached, shards
 from dpfl_jax.data.build import write_store
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.mechanisms import uls
 from dpfl_jax.run.checkpoint import released
 from dpfl_jax.run.directory import RELEASED_STEPS, RunDirectory
 
@@ -152,6 +155,68 @@ def test_files_that_complete_a_folder_come_last(bucket, monkeypatch):
     assert [at.rpartition("/")[2] for at in written] == ["b", "a", "report.json"]
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(buckets, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(buckets, "_REACHED", set())
+
+
+def test_a_bucket_that_is_gone_for_a_while_is_waited_for(bucket, impatient):
+    buckets._replace(f"{bucket}/a", b"1", None)
+    answers = [ConnectionError("no route"), ConnectionError("no route")]
+
+    def fails():
+        if answers:
+            raise answers.pop()
+        return "here"
+
+    assert buckets._reach(bucket, fails) == "here"
+    answers += [ConnectionError("no route")] * 9
+    with pytest.raises(StoppedError, match="the same command resumes from it"):
+        buckets._reach(bucket, fails)
+
+
+def test_a_bucket_that_was_never_reached_is_refused_at_once(bucket, impatient):
+    def fails():
+        raise ConnectionError("no route")
+
+    with pytest.raises(BadInputError, match=r"cannot be reached \(no route\): check"):
+        buckets._reach(bucket, fails)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["show", "AT/run"],
+        ["verify", "AT/run"],
+        ["export", "AT/run", "model"],
+        ["sample", "AT/run"],
+        ["data", "inspect", "AT/store"],
+        ["train", "configs/quickstart.yaml", "--run-dir", "AT/run"],
+        ["data", "build", "--source", "shakespeare", "--out", "AT/store"],
+    ],
+    ids=lambda argv: argv[0] + argv[1][:2],
+)
+def test_a_bucket_that_does_not_exist_is_one_sentence(bucket, argv, capsys):
+    at = f"{bucket[:5]}no-such-bucket"
+    assert main([word.replace("AT", at) for word in argv]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"dpfl: error: there is no bucket {at}: create it, or give another address"
+
+
+@pytest.mark.slow
+def test_no_credentials_are_one_sentence(bucket, monkeypatch, impatient, tmp_path, capsys):
+    for name in AMAZON:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    client = type(buckets._client("s3://bucket"))
+    client.clear_instance_cache()
+    assert main(["show", "s3://bucket/run"]) == 2
+    client.clear_instance_cache()
+    assert re.search(r"s3://bucket/run cannot be reached \(.*credentials", capsys.readouterr().err)
+
+
 # ---- the ledger -------------------------------------------------------------------------------
 
 
@@ -252,18 +317,17 @@ def test_a_store_in_a_bucket_is_the_store(bucket, form, tmp_path):
 
 
 @contextlib.contextmanager
-def counted(monkeypatch, where):
-    """The sizes of the ranges that are downloaded."""
-    client, sizes = buckets._client(where), []
-    real = client.cat_file
+def counted(monkeypatch):
+    """Inside, what is downloaded of stores: (name of the file, number of bytes)."""
+    real, read = buckets.part, []
 
-    def cat_file(path, start, end):
-        sizes.append(end - start)
-        return real(path, start=start, end=end)
+    def part(where, begin, end):
+        read.append((where.rpartition("/")[2], end - begin))
+        return real(where, begin, end)
 
     with monkeypatch.context() as patch:
-        patch.setattr(client, "cat_file", cat_file)
-        yield sizes
+        patch.setattr(buckets, "part", part)
+        yield read
 
 
 def wide(users=300):
@@ -277,18 +341,39 @@ def test_blocks_are_downloaded_when_needed_once(bucket, monkeypatch):
     monkeypatch.setattr("dpfl_jax.data.build.default_num_shards", lambda size: 4)
     mine, everything = wide(), np.arange(wide().num_examples)
     made = write_store(mine, f"{bucket}/store")
-    with counted(monkeypatch, bucket) as sizes:
+    with counted(monkeypatch) as read:
         np.testing.assert_array_equal(made.records(np.array([0])), mine.records(np.array([0])))
-    assert len(sizes) == 2  # blocks.sha256 and a block
-    with counted(monkeypatch, bucket) as sizes:
+    assert [size for _, size in read][1:] == [cached.BLOCK]  # and first the digests of blocks
+    with counted(monkeypatch) as read:
         np.testing.assert_array_equal(made.records(everything), mine.records(everything))
         np.testing.assert_array_equal(made.records(everything), mine.records(everything))
     size = sum(entry.bytes for entry in made.manifest.shards)
-    assert size - 4 * 2**18 < sum(sizes) <= size
-    with counted(monkeypatch, bucket) as sizes:
+    assert sum(size for _, size in read) == size - cached.BLOCK
+    with counted(monkeypatch) as read:
         again = shards.open_store(f"{bucket}/store")
         np.testing.assert_array_equal(again.records(everything), mine.records(everything))
-    assert not sizes
+    assert not read
+
+
+def test_a_process_downloads_its_part_of_what_is_drawn(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(cached, "BLOCK", 1024)
+    rng, schema = np.random.default_rng(0), Schema.tokens(64, 32)
+    users = (
+        (f"u{u}", {"tokens": rng.integers(1, 32, (n, 64)), "mask": np.ones((n, 64), bool)})
+        for u, n in enumerate(heavy_tailed_counts(2000, 20_000))
+    )
+    write_store(ArrayStore.from_users(users, schema), f"{bucket}/store")
+    mechanism = uls(group_size=4, cohort_size=64, clip_norm=1.0)
+    downloaded, examples = [], []
+    for processes in (1, 2, 4, 8):
+        monkeypatch.setenv("DPFL_CACHE_DIR", str(tmp_path / str(processes)))
+        with counted(monkeypatch) as read:
+            made = reads(shards.open_store(f"{bucket}/store"), mechanism, processes)
+        downloaded.append(sum(size for name, size in read if name.startswith("shard-")))
+        examples.append(made["examples"])
+    for number, processes in enumerate((1, 2, 4, 8)):
+        assert downloaded[number] * processes < 1.5 * downloaded[0]
+        assert examples[number] * processes < 1.5 * examples[0]
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut"])
