@@ -33,6 +33,9 @@ class Server(http.server.ThreadingHTTPServer):
         self.objects, self.pieces, self.lock = {}, {}, threading.Lock()
         self.generations = itertools.count(1000)
 
+    def handle_error(self, request, client_address):
+        """A client that is killed, or no longer wants to know, is no error."""
+
 
 class Handler(http.server.BaseHTTPRequestHandler):
     """One request."""
