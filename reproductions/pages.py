@@ -24,7 +24,7 @@ from dpfl_jax.run.directory import write_atomically
 from reproductions import registry
 from reproductions.headlines import HEADLINES
 from reproductions.quotes import quoted
-from reproductions.runner import ARCHIVE, ROOT, manifest
+from reproductions.runner import ARCHIVE, ROOT, is_random, manifest
 
 Rows = Sequence[Mapping[str, Any]]
 PAGES = (
@@ -54,7 +54,8 @@ def archive(files: Iterable[pathlib.Path]) -> None:
     known = {_key(entry): entry for entry in entries}
     for file in files:
         for entry in json.loads(file.read_text())["experiments"]:
-            if "error" in entry:
+            # Where nothing is drawn, other seeds are no second run.
+            if "error" in entry or (entry["replication"] and not is_random(entry["figure"])):
                 continue
             known[_key(entry)] = _lean(entry)
             for name, place in PICTURES.items():

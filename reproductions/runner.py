@@ -184,8 +184,8 @@ def key_of(job: Job) -> str:
 
 
 @functools.cache
-def code_of(module: str) -> str:
-    """Digest of the package and of the reproduction's modules that ``module`` imports."""
+def modules_of(module: str) -> frozenset[pathlib.Path]:
+    """Files of a reproduction: its own, and those of the others' that it imports."""
     needed, ahead = {ROOT / "reproductions" / "registry.py"}, [module]
     while ahead:
         name = ahead.pop()
@@ -196,8 +196,19 @@ def code_of(module: str) -> str:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reproductions"):
                 ahead += [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]
+    return frozenset(needed)
+
+
+def is_random(figure: str) -> bool:
+    """Whether a figure depends on seeds, so that it can be run again with others."""
+    return ROOT / "reproductions" / "_seeds.py" in modules_of(registry.figures()[figure])
+
+
+@functools.cache
+def code_of(module: str) -> str:
+    """Digest of the package and of the reproduction's modules that ``module`` imports."""
     digest = hashlib.sha256(_package().encode())
-    for file in sorted(needed):
+    for file in sorted(modules_of(module)):
         if not str(file.relative_to(ROOT)).startswith(_SILENT):
             digest.update(file.read_bytes())
     return digest.hexdigest()

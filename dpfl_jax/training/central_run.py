@@ -177,8 +177,8 @@ class CentralRun(Run):
     def evaluator(self) -> Evaluate | None:
         if self.held_out is None or self.task is None:
             return None
-        size = self.config.eval.batch_size
-        return Evaluator.of_model(self.model, self.task, self.mesh, size).of(self.held_out)
+        size, cuts = self.config.eval.batch_size, self.config.execution.packing > 0
+        return Evaluator.of_model(self.model, self.task, self.mesh, size, cuts).of(self.held_out)
 
     def after_steps(self, algorithm: Any, result: RunResult) -> dict[str, Any]:
         """A copy of the model tuned to each held-out user, if asked for."""

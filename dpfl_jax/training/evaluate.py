@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
 from dpfl_jax.clipping import Trainable, join, split
+from dpfl_jax.data.packing import example_lengths, lengths_warning
 from dpfl_jax.data.pipeline import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.data.tokenizers import Tokenizer, prompt_ids
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.participation import mean_of_examples
-from dpfl_jax.mesh import make_mesh, replicated, unit_axes, unit_parts
+from dpfl_jax.mesh import SEQUENCE_AXIS, make_mesh, replicated, unit_axes, unit_parts
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate
 from dpfl_jax.randomness import key_argument
@@ -28,6 +29,8 @@ from dpfl_jax.task import Task
 PyTree = Any
 # Long enough to show the style, and a temperature at which small models stay coherent.
 _TIMES, _LENGTH, _TEMPERATURE, _TOP_K = 4, 28, 0.5, 40
+# Texts are cut to one of these parts of a row, if they fill that many batches: each is a program.
+_PARTS, _WORTH = (8, 4, 2), 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Evaluator:
         predict: Callable[..., jax.Array] | None = None,
         right: Callable[[jax.Array], jax.Array] | None = None,
         classes: int = 0,
+        cuts: bool = False,
     ) -> None:
         """Prepares the evaluation.
 
@@ -104,12 +108,15 @@ class Evaluator:
           predict: ``(params, x) -> label``, compared with the ``label`` of an example that has one.
           right: ``loss -> hit``, if the loss says whether a prediction is right.
           classes: number of classes of the labels; 0 if they are not classes.
+          cuts: whether short texts are evaluated together, without most of their padding; the loss
+            must not depend on it.
         """
         key_argument(loss_fn, needed_without="evaluation")
         self._batch = batch_size * unit_parts(mesh)
         self._sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
 
         self._classes = classes
+        self._cuts = cuts and mesh.shape.get(SEQUENCE_AXIS, 1) == 1
 
         def one(params: PyTree, example: Any) -> tuple[jax.Array, ...]:
             hit = score = jnp.float32(jnp.nan)
@@ -137,19 +144,42 @@ class Evaluator:
     def _columns(self, params: PyTree, store: Readable) -> list[np.ndarray]:
         first, stop = int(store.user_offsets[0]), int(store.user_offsets[-1])
         mine = local_columns(self._sharding, self._batch, axis=0)
-        parts = []
-        for start in range(first, stop, self._batch):
+        columns = np.empty((4, stop - first), np.float32)
+        pending: list[tuple[np.ndarray, Any]] = []
+        for positions, length in self._batches(store):
             # The last batch repeats its last example instead of compiling for another shape.
-            positions = np.minimum(np.arange(start, start + self._batch), stop - 1)
-            examples = ship_columns(
-                store.read(positions[mine]), mine, self._batch, 0, self._sharding
+            padded = np.pad(positions, (0, self._batch - len(positions)), mode="edge")
+            examples = jax.tree.map(
+                lambda x, n=length: x[:, :n] if n else x, store.read(padded[mine])
             )
-            parts.append(self._measure(params, examples))
-        whole = (np.concatenate([np.asarray(p[i], np.float32) for p in parts]) for i in range(4))
-        return [column[: stop - first] for column in whole]
+            examples = ship_columns(examples, mine, self._batch, 0, self._sharding)
+            pending.append((positions - first, self._measure(params, examples)))
+        for places, measured in pending:
+            columns[:, places] = [np.asarray(x, np.float32)[: len(places)] for x in measured]
+        return list(columns)
+
+    def _batches(self, store: Readable) -> Iterator[tuple[np.ndarray, int | None]]:
+        """Positions of each batch, and the tokens to which its texts are cut; None: as they are."""
+        left = np.arange(int(store.user_offsets[0]), int(store.user_offsets[-1]))
+        if self._cuts and lengths_warning(store) is None:
+            lengths = example_lengths(store, left)
+            order = np.argsort(lengths, kind="stable")
+            left, lengths = left[order], lengths[order]
+            seq_len = store.read(left[:1])["tokens"].shape[-1]
+            for size in (-(-seq_len // part) for part in _PARTS):
+                short = np.searchsorted(lengths, size, "right") // self._batch * self._batch
+                if short >= _WORTH * self._batch:
+                    yield from (
+                        (part, size) for part in np.split(left[:short], short // self._batch)
+                    )
+                    left, lengths = left[short:], lengths[short:]
+        for start in range(0, len(left), self._batch):
+            yield left[start : start + self._batch], None
 
     @classmethod
-    def of_model(cls, model: Any, task: Task, mesh: Mesh, batch_size: int) -> Evaluator:
+    def of_model(
+        cls, model: Any, task: Task, mesh: Mesh, batch_size: int, cuts: bool = False
+    ) -> Evaluator:
         """Makes the evaluator of a model of the library, or of one that ``model.module`` built."""
         return cls(
             model.loss,
@@ -158,6 +188,7 @@ class Evaluator:
             model.predict if task.kind == "classes" else None,
             getattr(model, "right", None),
             task.classes,
+            cuts,
         )
 
     def of(self, store: Readable) -> Callable[[PyTree], dict[str, Any]]:

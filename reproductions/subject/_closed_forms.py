@@ -15,8 +15,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
+from scipy import optimize
+
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.calibrate import calibrate_noise_multiplier
+from dpfl_jax.accounting.renyi import renyi_divergences
 from dpfl_jax.errors import at_least
 
 
@@ -43,17 +47,35 @@ def noise_by_group(
     steps: int,
     *,
     tight: bool = False,
+    moments: bool = False,
 ) -> float:
-    """sigma_g: record-level DP-SGD noise for :func:`item_budget_of_group` (by PLD).
+    """sigma_g: record-level DP-SGD noise for :func:`item_budget_of_group`, by PLD or moments.
 
     Sound if ``size`` is K, the most records of a subject in the silo. With the paper's ``size`` =
     Z, the largest count in the *batch*, it is NOT A BOUND for the subject: the amplification is
     that of one record, and a noise that follows Z depends on private data.
     """
     item_epsilon, item_delta = item_budget_of_group(epsilon, delta, size, tight=tight)
+    if moments:
+        return moments_noise(item_epsilon, item_delta, sampling_prob, steps)
     return calibrate_noise_multiplier(
         lambda sigma: events.poisson(sigma, sampling_prob, steps), item_epsilon, item_delta
     )
+
+
+def moments_noise(epsilon: float, delta: float, sampling_prob: float, steps: int) -> float:
+    """Noise of DP-SGD by the papers' moments accountant (Abadi et al. 2016, Theorem 2).
+
+    Epsilon is the least D_a + log(1 / delta) / (a - 1) over the orders a = 2, ..., 64.
+    """
+    orders = np.arange(2.0, 65.0)
+
+    def excess(log_noise: float) -> float:
+        event = events.poisson(math.exp(log_noise), sampling_prob, steps)
+        bounds = renyi_divergences(event, orders) - math.log(delta) / (orders - 1)
+        return float(bounds.min()) - epsilon
+
+    return math.exp(optimize.brentq(excess, math.log(0.2), math.log(1e5)))
 
 
 def hi_grad_fraction(
@@ -67,6 +89,16 @@ def hi_grad_fraction(
     if variant == "exact":
         return events.any_of_several(sampling_prob, int(items_per_subject))
     return min(1.0, items_per_subject * sampling_prob) if variant == "A" else sampling_prob
+
+
+def user_ldp_noise(epsilon: float, delta: float, steps: int) -> float:
+    """UserLDP by A's Theorem 3.10: a step moves by C, every batch counts. NOT A BOUND: by 2C."""
+    return moments_noise(epsilon, delta, 1.0, steps)
+
+
+def user_ldp_least_noise(epsilon: float, delta: float) -> float:
+    """What A's Theorem 3.11 asks for besides: 1 / (sqrt(2 pi) epsilon delta e^epsilon)."""
+    return 1 / (math.sqrt(2 * math.pi) * epsilon * delta * math.exp(epsilon))
 
 
 def rounds_printed(rounds: int, silos: int) -> int:

@@ -8,8 +8,12 @@ paper_batch_z LocalGroupDP: sigma for Z records of a subject *in the batch*, wit
               of one record; chosen anew for each batch (A, Algorithm 1).
 paper_a       HiGradAvgDP: a subject is sampled with probability K q (A, section 3.2), and sums are
               divided by the number of subjects in the batch (A, Algorithm 2).
-paper_b       HiGradAvgDP: a subject is sampled with probability q (B, section 3.1).
-              UserLDP: sensitivity C instead of 2C (A's Theorem 3.11 asks for more noise still).
+              UserLDP: sensitivity C instead of 2C, without amplification (A, Theorem 3.10; Theorem
+              3.11 asks for more noise still, and B states no fraction).
+paper_b       HiGradAvgDP: a subject is sampled with probability q (B, section 3.2).
+
+All are calibrated by the tight accountant, which gives less noise than the papers' moments
+accountant. Batches are Poisson; the papers draw B records.
 
 The papers calibrate one silo alone for R rounds, then run R / sqrt(s) of them to pay for s silos
 (``paper_sqrt``), or calibrate for s times the steps (``more_noise``).
@@ -250,7 +254,7 @@ def _paper(
         def event(sigma: float) -> Any:
             return events.poisson(sigma, fraction, steps)
 
-    elif mechanism.kind == "user_ldp" and recipe in ("paper_a", "paper_b"):
+    elif mechanism.kind == "user_ldp" and recipe == "paper_a":
 
         def event(sigma: float) -> Any:
             return events.user_ldp(sigma, steps, sensitivity=1.0)

@@ -60,6 +60,10 @@ class Run:
     optimizer: tuple[str, float] | None = None
 
 
+# UserLDP by text A's Theorem 3.10; a verdict on it must say that there is also Theorem 3.11.
+USER = "UserLDP, sensitivity C"
+USER_NOTE = "UserLDP's noise is without text A's Theorem 3.11, which asks for more"
+FEW_NOTE = 'text B, E.3, has itself "a noticable drop" with 350 subjects'
 # What the papers compare where the federation itself varies.
 COMPARED = (
     Run("LocalItemDP", "local_item"),
@@ -127,19 +131,24 @@ def _spread(config_json: str) -> FederatedData:
     return spread(_subjects(json.dumps(dataclasses.asdict(config.data))).train, config)
 
 
+def people_of(data: dict[str, Any]) -> int:
+    """Number of subjects who are trained on."""
+    return round(0.8 * data["max_users"]) if "max_users" in data else 71
+
+
 def tried_of(raw: dict[str, Any], seeds: int) -> Tried:
     """The size of a federation as trained here. Nothing is tuned."""
     data, federation = raw["data"], raw["federation"]
-    people = f"{round(0.8 * data['max_users'])} subjects" if "max_users" in data else "71 subjects"
     name, rate = federation["local_optimizer"].values()
     return Tried(
-        f"{people} in {federation['silos']} silos, {federation['rounds']} rounds of "
-        f"{federation['local_steps']} local steps, batches of "
+        f"{people_of(data)} subjects in {federation['silos']} silos, {federation['rounds']} rounds "
+        f"of {federation['local_steps']} local steps, batches of "
         f"{raw['mechanism'].get('batch_size', 64):g}, {seeds} seeds (papers: 3,500 subjects of "
         "FEMNIST, 660 of Shakespeare, 100 and 200 rounds, batches of 512 and 100; 350 subjects and "
         "batches of 256 for text B's Small-FEMNIST)",
-        fixed=f"nothing ({name.capitalize()}'s learning rate {rate:g} where no other is named; the "
-        "papers tune)",
+        fixed=f"nothing ({name.capitalize()}, learning rate {rate:g} and clip norm "
+        f"{raw['mechanism'].get('clip_norm', 1.0):g} where no other is named; the papers tune, and "
+        "their pseudocode is plain SGD)",
     )
 
 

@@ -24,20 +24,33 @@ Q = BATCH / RECORDS
 COLUMNS = ("claimed", "one_silo", "16_silos_fewer_rounds", "16_silos_more_noise")
 TEXT_A, TEXT_B = "text A, HiGradAvgDP", "text B, HiGradAvgDP"
 GROUP = "LocalGroupDP with constant noise for Z = 3"
-CONSTANT = "here with a constant divisor: as printed, it is the secret number of subjects"
+USER = "UserLDP, sensitivity C"
+USER_A = "UserLDP, text A"
+CONSTANT = (
+    "here with a constant divisor, where text A has the secret number of subjects, and with "
+    "Poisson batches, where it draws B records"
+)
 # Shakespeare: 660 roles of 4,484 characters over 16 silos, batches of 100, 200 rounds.
 SPEECH_CAP, SPEECH_BATCH, SPEECH_ROUNDS = 280, 100, 200
 SPEECH_RECORDS = 660 * SPEECH_CAP
 
 
 def calibrate(make: Callable[[float], Any]) -> float:
-    """Noise for the papers' target."""
+    """Noise for the papers' target, by the tight accountant."""
     return accounting.calibrate_noise_multiplier(make, EPSILON, DELTA)
 
 
 def noise_of_records(fraction: float, steps: int) -> float:
-    """Noise of DP-SGD at a sampling fraction."""
-    return calibrate(lambda s: events.poisson(s, fraction, steps))
+    """Noise of DP-SGD at a sampling fraction, by the papers' accountant."""
+    return _closed_forms.moments_noise(EPSILON, DELTA, fraction, steps)
+
+
+def noise_of_user(steps: int) -> float:
+    """UserLDP's by text A: of both theorems the larger."""
+    return max(
+        _closed_forms.user_ldp_noise(EPSILON, DELTA, steps),
+        _closed_forms.user_ldp_least_noise(EPSILON, DELTA),
+    )
 
 
 def federated(make: Callable[..., Any], sigma: float, rounds: int, silos: int, local: int) -> float:
@@ -70,19 +83,34 @@ def run(settings: Settings) -> Outcome:
     _draw(rows, file)
     note = (
         "text A prints the fraction k q with q = k B / |D|, and so k twice; here k counts once, as "
-        "in its section 5.1, and is the most records of a subject in a silo (section 3.2)"
+        "in its section 5.1, and is the most records of a subject in a silo (section 3.2); with "
+        "their mean, as in Theorem 3.7, subjects above the mean would spend more"
     )
-    return Outcome(claims, [file], rows, [note])
+    by = (
+        "noise by the moments accountant, as in the papers, and epsilon by the tight one; of an "
+        "attacker who sees each local step, over which the papers compose, too"
+    )
+    return Outcome(claims, [file], rows, [note, by])
 
 
 def _recipes() -> list[tuple[str, Callable[..., Any], Callable[[int], float]]]:
     """Name, event of a subject, and noise for a number of steps."""
     hi, group = events.poisson_of_averaged, events.poisson_of_several
+
+    def user(sigma: float, prob: float, cap: int, steps: int) -> Any:
+        return events.user_ldp(sigma, steps)
+
     fraction = functools.partial(_closed_forms.hi_grad_fraction, Q, CAP)
     return [
         (TEXT_B, hi, lambda steps: noise_of_records(fraction("B"), steps)),
-        (GROUP, group, lambda steps: _closed_forms.noise_by_group(EPSILON, DELTA, 3, Q, steps)),
+        (
+            GROUP,
+            group,
+            lambda steps: _closed_forms.noise_by_group(EPSILON, DELTA, 3, Q, steps, moments=True),
+        ),
         (TEXT_A, hi, lambda steps: noise_of_records(fraction("A"), steps)),
+        (USER, user, lambda steps: _closed_forms.user_ldp_noise(EPSILON, DELTA, steps)),
+        (USER_A, user, noise_of_user),
     ]
 
 
@@ -103,6 +131,20 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
             TEXT_B,
             "one_silo",
             "it takes q for 1 - (1 - q)^K, the chance that a subject is in a batch",
+        ),
+        keeps(
+            f"both: {USER}, has epsilon 4 in one silo",
+            USER,
+            "one_silo",
+            "two clipped means may be opposite, so that a step moves by 2C; every batch counts, as "
+            "in text A: text B names no fraction",
+        ),
+        keeps(
+            f"{USER_A}, has epsilon 4 in one silo",
+            USER_A,
+            "one_silo",
+            "by the larger noise of Theorems 3.10 and 3.11, which asks for "
+            f"{_closed_forms.user_ldp_least_noise(EPSILON, DELTA):.0f}",
         ),
         keeps(
             "both: what has epsilon 4 in one silo has it over s silos in R/sqrt(s) rounds",

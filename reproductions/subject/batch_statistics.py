@@ -15,7 +15,7 @@ from reproductions.registry import Claim, Outcome, Settings, near
 from reproductions.subject._batches import batch_statistics
 
 TITLE = "distinct subjects and largest groups in a batch"
-SOURCE = "Marathe et al., text A Figures 2 and 3, text B Figures 1 to 4"
+SOURCE = "Marathe et al., text A Figure 2, section 5.2; text B Figures 1, 2, 4, Appendix E.2"
 
 SILOS = 16
 ALPHAS = (1.0, 2.0, 4.0, 8.0, 16.0)

@@ -26,6 +26,7 @@ from dpfl_jax.planning import (
     Planner,
     Sensitivities,
     UserStatistics,
+    estimate_and_double,
     estimate_sensitivities,
     median_group_size,
 )
@@ -37,8 +38,9 @@ from reproductions._seeds import of
 from reproductions.registry import ERROR_RATE, Claim, Settings, Tried, Tuning, less
 
 NOTE = (
-    "a one-layer byte model on the embedded corpus (a user is a source file) instead of 350 M "
-    "parameters on Stack Overflow and CC-News: directions, not numbers"
+    "a one-layer byte model on the embedded corpus (a user is a source file), Adam and Poisson "
+    "batches, instead of 350 M parameters on Stack Overflow and CC-News, Adafactor and shuffled "
+    "batches: directions, not numbers"
 )
 SEED_NOTE = (
     "every cell trains with the noise that its sampling calls for, at a learning rate of its own; "
@@ -141,11 +143,16 @@ def planner(quick: bool, epsilon: float) -> Planner:
     )
 
 
-def least_noise(planner: Planner, budget: int) -> Option:
-    """The planner's ULS at a budget."""
-    users = planner.users.num_users
-    cells = [planner.option("uls", g, budget // g) for g in GROUPS if budget // g <= users]
-    return min(cells, key=lambda option: option.noise)
+def uls(planner: Planner, budget: int) -> Option:
+    """ULS at a budget, with the sizes of the paper's heuristic (Estimate-and-Double)."""
+    group, cohort = estimate_and_double(
+        planner.sensitivities.at,
+        lambda size: planner.option("uls", 1, size).noise_multiplier,
+        budget,
+        most_users=planner.users.num_users,
+        largest_group=max(GROUPS),
+    )
+    return planner.option("uls", group, cohort)
 
 
 @functools.cache

@@ -56,7 +56,7 @@ def run(settings: Settings) -> Outcome:
     for name, content, note in _sets(settings):
         planner, losses = _losses(settings, name, content, seeds)
         picks = {b: min(_cells(planner, b), key=lambda o: o.noise) for b in BUDGETS}
-        claims += _claims(name, losses, picks)
+        claims += _claims(name, losses, picks, planner.users.num_users)
         rows += _rows(name, losses, picks)
         drawn[f"{name}, {planner.users.num_users:,} users"] = (losses, picks)
         notes.append(note)
@@ -178,7 +178,7 @@ def _uls(losses: Losses, budget: int) -> dict[int, np.ndarray]:
     return {g: v for (kind, g, b), v in losses.items() if kind == "uls" and b == budget}
 
 
-def _claims(name: str, losses: Losses, picks: Mapping[int, Option]) -> list[Claim]:
+def _claims(name: str, losses: Losses, picks: Mapping[int, Option], users: int) -> list[Claim]:
     small, large = BUDGETS[0], BUDGETS[-1]
     both = sorted(set(_uls(losses, small)) & set(_uls(losses, large)))
     few, many = both[0], both[-1]
@@ -201,19 +201,23 @@ def _claims(name: str, losses: Losses, picks: Mapping[int, Option]) -> list[Clai
     els = {b: next(v for (k, _, c), v in losses.items() if (k, c) == ("els", b)) for b in BUDGETS}
     uls = {b: losses["uls", picks[b].group_size, b] for b in BUDGETS}
     sizes = ", ".join(f"B = {b}: G = {g}" for b, g in best.items())
+    share = (
+        f"at B = {large} G = {few} draws {large // few / users:.0%} of all users in a step (the "
+        "paper's limit of M = 512: 0.15 %)"
+    )
     return [
         less(
             f"{name}: examples of a user are worth more, against users, as compute grows",
             apart[large],
             apart[small],
-            f"loss at G = {many} less that at G = {few}: at B = {large}, minus at {small}",
+            f"loss at G = {many} less that at G = {few}: at B = {large}, minus at {small}; {share}",
             source="paper",
         ),
         less(
             f"{name}: at the largest budget a larger group than the smallest's best is better",
             losses["uls", max(best[large], kept), large],
             losses["uls", kept, large],
-            f"best by mean loss: {sizes}",
+            f"best by mean loss: {sizes}; {share}",
             source="paper",
         ),
         *(

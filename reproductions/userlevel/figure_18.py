@@ -32,7 +32,7 @@ def run(settings: Settings) -> Outcome:
     data, model, params, config = small.start(settings.quick)
     norms, median = small.sensitivities(settings.quick), small.median(settings.quick)
     common: dict[str, Any] = {"clipping": "normalized"}
-    option = small.least_noise(small.planner(settings.quick, EPSILON), BUDGET)
+    option = small.uls(small.planner(settings.quick, EPSILON), BUDGET)
     group = option.group_size
     mechanisms = {
         "ELS": els(group_size=median, batch_size=BUDGET, clip_norm=norms.example, **common),

@@ -39,11 +39,12 @@ def run(settings: Settings) -> Outcome:
         spread = max(flat.values()) / min(flat.values()) - 1
         claims.append(
             Claim(
-                "2(a): ELS's noise hardly depends on its group size (spread over G = 1 to 32)",
+                "2(a): if all users have K examples, ELS's noise hardly depends on its group size "
+                "(spread over G = 1 to 32)",
                 f"{spread:.2%}",
                 "<= 1%",
                 spread <= 0.01,
-                "1 % would hardly be seen in its plot",
+                "at epsilon 1; 1 % would hardly be seen in its plot",
                 source="paper",
             )
         )

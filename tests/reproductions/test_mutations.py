@@ -148,7 +148,7 @@ def test_a_group_whose_noise_does_not_grow_with_it(tmp_path, monkeypatch):
     def unscaled(made):
         return lambda order, sigma, size, prob: made(order, sigma / size, size, prob)
 
-    claim = "Lemma 1: Renyi divergences at integer orders"
+    claim = "Lemma 1: one-sided Renyi divergences of one step, at integer orders"
     name = "renyi_of_binomial_mixture"
     assert verdicts(lemma_1, tmp_path)[claim]
     monkeypatch.setattr(_closed_forms, name, unscaled(getattr(_closed_forms, name)))

@@ -259,11 +259,33 @@ def accuracy_by_groups(monkeypatch):
     return weighs
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_arms_are_compared_after_the_same_round(quick, tmp_path, monkeypatch):
+    """Where accuracy is the number of rounds, nine tenths of one arm's is below the other's."""
+
+    def train(settings, raw, run, seeds, evals):
+        rounds = raw["federation"]["rounds"]
+        if run.recipe != "sound":
+            rounds = _closed_forms.rounds_printed(rounds, raw["federation"]["silos"])
+        every = max(1, rounds // evals)
+        curve = [(t, 3.0, t / 1000) for t in range(every, rounds + 1, every)]
+        claim = types.SimpleNamespace(rounds=rounds)
+        return subject_training.Trained(run, [rounds / 1000] * seeds, [curve] * seeds, claim, 1.0)
+
+    monkeypatch.setattr(curves, "train", train)
+    monkeypatch.setattr(curves, "draw", lambda *a: None)
+    monkeypatch.setattr(subject_training.Trained, "row", lambda self: {})
+    outcome = curves.run(Settings(quick, tmp_path, Console(quiet=True)))
+    (found,) = (c for c in outcome.claims if "over the same rounds" in c.claim)
+    assert found.measured == ("-0.0018, 3 seeds" if quick else "-0.005, 3 seeds")
+    assert found.holds
+
+
 @pytest.mark.nightly
 def test_groups_of_a_subject_that_are_clipped_as_single_records(accuracy_by_groups, tmp_path):
     """Then no subject weighs more than another, and skew costs LocalGroupDP nothing."""
     pytest.importorskip("sklearn")
-    name = "both: LocalGroupDP loses more than LocalItemDP and text B's HiGradAvgDP"
+    name = "text B: LocalGroupDP loses more than LocalItemDP and HiGradAvgDP"
     assert verdicts(skew, tmp_path)[name]
     accuracy_by_groups["local_group"] = 0.0
     assert not verdicts(skew, tmp_path)[name]
@@ -379,7 +401,7 @@ def test_estimate_and_double_as_it_is_printed(loss_by_noise, tmp_path, monkeypat
 
 
 def test_uls_noise_for_g_times_the_sensitivity(loss_by_noise, tmp_path, monkeypatch):
-    name = "ULS is at least as good as ELS: B = 512, epsilon 4"
+    name = ULS_AHEAD
     monkeypatch.setattr(small, "_train", trained())
     assert verdicts(figure_6, tmp_path)[name]
 
@@ -388,6 +410,18 @@ def test_uls_noise_for_g_times_the_sensitivity(loss_by_noise, tmp_path, monkeypa
 
     monkeypatch.setattr(small, "_train", trained(more))
     assert not verdicts(figure_6, tmp_path)[name]
+
+
+def test_els_at_a_better_group_size_than_the_median(loss_by_noise, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "median", lambda quick: 16)
+
+    def told(option):
+        return option.noise * (0.3 if option.kind == "els" and option.group_size == 8 else 1)
+
+    monkeypatch.setattr(small, "_train", trained(told))
+    found = verdicts(figure_6, tmp_path)
+    assert found["ULS is at least as good as ELS with G = 16 (the median): B = 512, epsilon 4"]
+    assert found["ULS is at least as good as ELS with G = 8: B = 512, epsilon 4"] is None
 
 
 def test_users_that_the_accounting_forgets(loss_by_noise, tmp_path, monkeypatch):
@@ -413,7 +447,7 @@ def favoured(module, tmp_path, claim, said):
     return found.holds is None and said in found.note and said in outcome.tried.unfair
 
 
-ULS_AHEAD = "ULS is at least as good as ELS: B = 512, epsilon 4"
+ULS_AHEAD = "ULS is at least as good as ELS with G = 8 (the median): B = 512, epsilon 4"
 
 
 def test_uls_that_is_tuned_and_els_that_is_not(loss_by_noise, tmp_path, monkeypatch):

@@ -49,11 +49,11 @@ def test_the_list_names_every_figure_with_its_source(capsys):
 REFUTED = {
     "subject/audit": {
         "text B, HiGradAvgDP has epsilon 4 in one silo",
+        "both: UserLDP, sensitivity C, has epsilon 4 in one silo",
         "both: what has epsilon 4 in one silo has it over s silos in R/sqrt(s) rounds",
     },
     "subject/empirical-audit": {
-        "papers: text B, HiGradAvgDP, noise of one record, has epsilon 4",
-        "papers: LocalGroupDP, noise by the batch, has epsilon 4",
+        "LocalGroupDP, noise by the batch: no attack finds more than epsilon 4",
     },
 }
 

@@ -35,16 +35,16 @@ def planted(best):
 def test_verdicts_follow_what_was_planted(best, holds):
     """None: equal losses decide nothing."""
     losses, picks = planted(best)
-    assert [c.holds for c in judged(budgets._claims("made up", losses, picks))] == holds
+    assert [c.holds for c in judged(budgets._claims("made up", losses, picks, 2000))] == holds
 
 
 def test_a_bad_choice_and_one_seed_are_told():
     losses, picks = planted({64: 1, 256: 4, 1024: 16})
     worst = {b: Option("uls", 16, b // 16, 0.1, 1.0, 1.0) for b in picks}
-    told = [claim.holds for claim in judged(budgets._claims("made up", losses, worst))]
+    told = [claim.holds for claim in judged(budgets._claims("made up", losses, worst, 2000))]
     assert told[:6] == [True, True, True, False, None, False]
     single = {key: values[:1] for key, values in losses.items()}
-    told = [claim.holds for claim in judged(budgets._claims("made up", single, picks))]
+    told = [claim.holds for claim in judged(budgets._claims("made up", single, picks, 2000))]
     assert told == [None] * 7  # no interval without two seeds
     rows = budgets._rows("made up", losses, picks)
     assert len(rows) == 12

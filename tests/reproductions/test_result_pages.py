@@ -8,7 +8,7 @@ from reproductions import pages, registry
 from reproductions.headlines import HEADLINES
 from reproductions.quotes import quoted
 from reproductions.registry import LEAST_POWER
-from reproductions.runner import ROOT
+from reproductions.runner import ROOT, is_random
 
 # Only what a reader looks up; no result.
 NUMBERS = re.compile(r"(?<![\w.#])\d*\.\d+")
@@ -87,6 +87,7 @@ def test_a_second_run_with_other_seeds_contradicts_nothing(made):
     """What one decides the other decides alike, or leaves open."""
     found = pages.Found(made)
     assert found.again
+    assert all(map(is_random, found.again))
     for figure, again in found.again.items():
         for claim in found.claims(figure):
             pair = {claim["verdict"], again.get(claim["claim"], claim["verdict"])}

@@ -7,6 +7,7 @@ from sklearn.metrics import roc_auc_score
 
 import dpfl_jax as dpfl
 from dpfl_jax.mesh import data_parallel_mesh
+from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.small import MLP, LogisticRegression
 from dpfl_jax.training.evaluate import Evaluator, auc_of
 
@@ -42,3 +43,30 @@ def test_classes_have_a_majority_and_two_an_area(model, tmp_path):
     scores = scores if scores.ndim == 1 else scores[:, 1] - scores[:, 0]
     assert found.base_rate == pytest.approx((held["label"] == 1).mean())
     assert found.auc == pytest.approx(roc_auc_score(held["label"], scores), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_short_texts_are_evaluated_together_without_most_of_their_padding():
+    rng = np.random.default_rng(2)
+    lengths = np.where(rng.random(200) < 0.5, 7, rng.integers(1, 65, 200))
+    tokens, mask = rng.integers(0, 31, (200, 64)), np.arange(64) < lengths[:, None]
+    data = dpfl.from_arrays(
+        {"tokens": np.where(mask, tokens, 0).astype("int32"), "mask": mask},
+        users=np.arange(200) // 10,
+        tokenizer="bytes",
+    )
+    model = LanguageModel(
+        TransformerConfig(vocab_size=300, num_layers=1, embed_dim=16, num_heads=2, max_seq_len=64)
+    )
+    params, mesh = model.init(jax.random.key(0)), data_parallel_mesh(jax.devices()[:1])
+    computed = []
+
+    def loss(params, example):
+        computed.append(example["tokens"].shape[0])  # once for each program
+        return model.loss(params, example)
+
+    want, _ = Evaluator(loss, mesh, 4).measure(params, data)
+    assert computed == [64]
+    got, _ = Evaluator(loss, mesh, 4, cuts=True).measure(params, data)
+    assert computed[1:] == [8, 32, 64]  # too few have 9 to 16 tokens for another program
+    np.testing.assert_allclose(got, want, rtol=1e-5)

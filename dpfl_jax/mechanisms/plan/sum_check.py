@@ -8,29 +8,40 @@ arguments.
 
 It is compared with plain gradients of one unit after the other, and of one example after the other
 within a unit, so that the check takes no more memory than a step.
+
+``Passed`` remembers which programs were right, beside the compiled programs that are kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
+import os
+import pathlib
+import platform
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax.sharding import Mesh
 
 from dpfl_jax.clipping import SelfCheckError, Trainable, clipped_grad, join
 from dpfl_jax.clipping.cost import machine_for
-from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low
+from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low, unoptimised
 from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.data.pipeline import Bucket, Pipeline
 from dpfl_jax.mechanisms.plan.batches import units_of
 from dpfl_jax.mechanisms.user_update import Gradient
 from dpfl_jax.mesh import place, replicated
 from dpfl_jax.run import processes
+from dpfl_jax.run.directory import write_atomically
+from dpfl_jax.run.terms import computation_digest
 
 if TYPE_CHECKING:
     from dpfl_jax.mechanisms.mechanism import Mechanism
@@ -86,7 +97,8 @@ def check_sum(
       the plain gradients are computed on the mesh.
     * A single unit must not add more than the clip rule's sensitivity.
 
-    With several processes, all of them must call it.
+    A program that was found right on this machine before is not run again (``Passed``). With
+    several processes, all of them must call it.
 
     Args:
       summed: the run's compiled ``(params, units, mask, num_microbatches, frozen) -> (sum,
@@ -124,6 +136,11 @@ def check_sum(
         low = low or has_low(reference.loss_fn, join(params, frozen), example)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
     check = _Check(trial, reference, which, each, mechanism.clip.sensitivity, tolerance, say)
+    passed = Passed.of(check, pipeline.mesh)
+    found = None if passed is None else passed.found()
+    if all(processes.gather(found is not None)):
+        assert found is not None
+        return found
     check.alone = reference.on_one_device(pipeline.mesh.local_devices[0])
     check.run_all()
     # The sum may be wrong only in the parts of some processes.
@@ -135,7 +152,10 @@ def check_sum(
                 "was taken: use another mesh (execution.mesh.tensor=1, or data alone) or another "
                 "execution.strategy, and report this"
             )
-    return SumCheck(check.worst, tolerance, check.alone is not None)
+    found = SumCheck(check.worst, tolerance, check.alone is not None)
+    if passed is not None:
+        passed.keep(found)
+    return found
 
 
 @dataclasses.dataclass
@@ -364,6 +384,10 @@ class _Trial:
           blank: whether others' data are zeros.
           alone: whether there is one unit, in a first row: no other row is computed.
         """
+        return HostSum(*self.summed(*self.arguments(real, blank, alone)))
+
+    def arguments(self, real: Mask, blank: bool = False, alone: bool = False) -> tuple[Any, ...]:
+        """Arguments of the program, as for ``run``."""
         units = tuple(units_of(self.mechanism, bucket) for bucket in self.buckets)
         masks = tuple(
             place(np.pad(m, [(0, len(b.unit_mask) - len(m)), (0, 0)]), b.unit_mask.sharding)
@@ -380,7 +404,80 @@ class _Trial:
             np.int32(m.any() if alone else min(bucket.num_rows, _ROWS))
             for m, bucket in zip(real, self.buckets, strict=True)
         )
-        return HostSum(*self.summed(self.params, units, masks, used, self.frozen, *self.adapting))
+        return self.params, units, masks, used, self.frozen, *self.adapting
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """The file that exists if a program was found right on this machine.
+
+    Its name is a digest of all that the check compares except data: the program as it is given to
+    the compiler, the loss and the clip rule that it is compared with, this package, compiler,
+    flags, machine and devices. It lies beside the compiled programs that JAX keeps, which are
+    loaded and executed, so that who can write there needs no such file to change what runs.
+    """
+
+    file: pathlib.Path
+
+    @classmethod
+    def of(cls, check: _Check, mesh: Mesh) -> Passed | None:
+        """The file of a program; None if no programs are kept, or it cannot be told from others."""
+        trial, reference = check.trial, check.reference
+        kept = jax.config.jax_compilation_cache_dir
+        if not (kept and os.path.isdir(kept) and hasattr(trial.summed, "lower")):
+            return None  # there is no folder, or not a local one
+        program = trial.summed.lower(*trial.arguments(check.where(True))).as_text()
+        unit, bound = reference.mechanism.rule.of_units(
+            jax.tree.map(lambda x: x[0, 0], check.each[0])
+        )
+        example, weight = reference.examples(unit)[0]
+        sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reference.nothing)
+        added = (reference.params, reference.frozen, example, np.float32(weight), sums)
+        devices = list(mesh.devices.flat)
+        facts = [
+            program,
+            computation_digest(reference.add.__wrapped__, *added),
+            computation_digest(
+                reference.clip.__wrapped__, *sums, {} if bound is None else {"bound": bound}
+            ),
+            [check.bound, check.tolerance, _UNITS, _ROWS, _ALONE],
+            _package_digest(),
+            [jax.__version__, jaxlib.__version__, devices[0].client.platform_version],
+            [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+            [platform.node(), _processor(), jax.process_index(), jax.process_count()],
+            [(device.id, device.device_kind) for device in devices],
+        ]
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+        return cls(pathlib.Path(kept) / f"passed-{digest}.json")
+
+    def found(self) -> SumCheck | None:
+        """What was measured when the program was checked; None if it was not."""
+        try:
+            return SumCheck(**json.loads(self.file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def keep(self, found: SumCheck) -> None:
+        """Remembers that the program was right, if the folder can be written."""
+        with contextlib.suppress(OSError):
+            write_atomically(self.file, json.dumps(dataclasses.asdict(found)))
+
+
+@functools.cache
+def _package_digest() -> str:
+    """Of all modules of this package: a change in any may change what is checked, or how."""
+    files = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _processor() -> list[str]:
+    """For which the host's programs are compiled: its model and instructions."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return [platform.processor()]
+    said = ("model name", "flags", "Features", "CPU ")
+    return sorted({line for line in lines if line.startswith(said)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -489,7 +586,7 @@ class Reference:
             )
 
         places = jax.tree.map(lambda x: x.sharding, self.nothing)
-        return jax.jit(add, donate_argnums=4, out_shardings=places)
+        return jax.jit(add, donate_argnums=4, out_shardings=places, compiler_options=unoptimised())
 
     @functools.cached_property
     def clip(self) -> Any:
@@ -509,7 +606,7 @@ class Reference:
             stats = StepStats.of(one, jnp.ones(1), jnp.inf, leaf_norms=True)
             return one.sum, _norm(one.sum), stats
 
-        return jax.jit(clip)
+        return jax.jit(clip, compiler_options=unoptimised())
 
     def total(
         self, units: list[PyTree], counts: list[np.ndarray], like: HostSum

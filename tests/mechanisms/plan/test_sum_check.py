@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +217,69 @@ def test_a_loss_that_is_bound_to_the_mesh_is_checked_without_one_device():
     assert not sum_check.check_sum(
         total, MECHANISM, bound, placed, nothing, pipeline, GROUP
     ).on_one_device
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Programs are kept; the checks that ran."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    ran, run_all = [], sum_check._Check.run_all
+    monkeypatch.setattr(sum_check._Check, "run_all", lambda c: ran.append(c) or run_all(c))
+    yield ran
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def check_program(loss=loss, mechanism=MECHANISM, b=0.5):
+    mesh = make_mesh(devices=jax.devices()[:1])
+    total = jax.jit(clipped_sum_over_microbatches(mechanism, loss, mesh))
+    pipeline = training_pipeline(SAMPLER, store([1, 2, 3]), mesh, 2)
+    params, nothing = place(parameters(b), replicated(mesh)), {"a": None, "b": None}
+    return sum_check.check_sum(total, mechanism, loss, params, nothing, pipeline, GROUP)
+
+
+@pytest.mark.slow
+def test_a_program_that_was_right_is_not_run_again_and_another_is(kept, monkeypatch):
+    factor = np.float32(1.0)
+
+    def scaled_loss(params, example):  # its constant is captured
+        return factor * loss(params, example)
+
+    found = check_program(scaled_loss)
+    assert check_program(scaled_loss, b=0.6) == found  # whatever the parameters
+    assert len(kept) == 1
+    factor = np.float32(2.0)
+    check_program(scaled_loss)
+    check_program(mechanism=uls(group_size=GROUP, cohort_size=4.0, clip_norm=0.2))
+    monkeypatch.setattr(sum_check.platform, "node", lambda: "another")
+    check_program(scaled_loss)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_min_max=false")
+    check_program(scaled_loss)
+    assert len(kept) == 5
+    jax.config.update("jax_compilation_cache_dir", None)
+    check_program(scaled_loss)  # of programs that are not kept nothing is remembered
+    assert len(kept) == 6
+
+
+@pytest.mark.slow
+def test_a_wrong_sum_and_a_damaged_file_are_not_remembered(kept, monkeypatch, tmp_path):
+    right = Flat.leaf_weights
+
+    def doubled(*args):
+        reported, weights = right(*args)
+        return reported, [2.0 * w for w in weights]
+
+    monkeypatch.setattr(Flat, "leaf_weights", doubled)
+    for _ in range(2):
+        with pytest.raises(SelfCheckError):
+            check_program()
+    monkeypatch.undo()
+    assert not list(tmp_path.rglob("passed-*"))
+    check_program()
+    (file,) = tmp_path.rglob("passed-*")
+    file.write_text("{")
+    found = check_program()
+    assert json.loads(file.read_text()) == dataclasses.asdict(found)
 
 
 def convolved(params, example):
