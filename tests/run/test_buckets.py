@@ -1,10 +1,13 @@
 """Runs, stores, ledgers and exports in buckets: an S3 server of moto, and one like Google's."""
 
+import collections
 import concurrent.futures
 import contextlib
 import json
 import logging
+import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -288,6 +291,90 @@ def test_a_charge_whose_answer_is_lost_is_made_once(bucket, monkeypatch):
     monkeypatch.setattr(buckets, "_replace", loses_answers)
     ledger.reserve(Account("people"), "run", event, delta=1e-5, budget=0.8)
     assert len(ledger._records()) == 1
+
+
+class BadNetwork:
+    """Loses requests and answers, and delivers requests again later, in front of a client."""
+
+    def __init__(self, client, seed):
+        self._real, self._rng, self._late = client.call, random.Random(seed), []
+        self.lost = collections.Counter()
+
+    def call(self, method, *args, **kwargs):
+        if self._late and self._rng.random() < 0.5:  # a request that was thought to be lost arrives
+            with contextlib.suppress(Exception):
+                self._late.pop(self._rng.randrange(len(self._late)))()
+        fate = self._rng.choice(["arrives", "arrives", "is lost", "answer is lost", "comes later"])
+        if method != "POST" or fate == "arrives":
+            return self._real(method, *args, **kwargs)
+        self.lost[fate] += 1
+        if fate == "answer is lost":
+            self._real(method, *args, **kwargs)
+        if fate == "comes later":
+            self._late.append(lambda: self._real(method, *args, **kwargs))
+        raise ConnectionError(fate)
+
+
+@pytest.fixture
+def bad_network(bucket, monkeypatch):
+    if bucket.startswith("s3:"):
+        pytest.skip("one client suffices")
+    client = buckets._client(bucket)
+    buckets._replace(f"{bucket}/reached", b"1", None)
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 500))
+
+    def made(seed):
+        network = BadNetwork(client, seed)
+        monkeypatch.setattr(client, "call", network.call)
+        return network
+
+    return made
+
+
+@pytest.mark.slow
+def test_a_bad_network_charges_nothing_that_is_not_left(bucket, bad_network):
+    event, lost = events.uls(1.0, 0.01, steps=100), 0
+    for seed in range(8):
+        network, ledger = bad_network(seed), Ledger(f"{bucket}/ledger{seed}.jsonl")
+
+        def charge(run, ledger=ledger):
+            with contextlib.suppress(BudgetExceededError):
+                ledger.reserve(Account("people"), run, event, delta=1e-5, budget=0.8)
+                return True
+            return False
+
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            won = list(pool.map(charge, map(str, range(6))))
+        assert won.count(True) == 1
+        assert ledger.runs(Account("people")) == [str(won.index(True))]
+        assert len(ledger._records()) == 1
+        lost += network.lost.total()
+    assert lost > 20
+
+
+@pytest.mark.slow
+def test_in_a_bad_network_one_of_two_jobs_takes_a_step(bucket, quick, bad_network):
+    """The second finds the first silent, which wakes up and does not know that it was."""
+    for seed in range(6):
+        where, network = f"{bucket}/run{seed}", bad_network(seed)
+        paused = RunDirectory(where, {"a": 1}, None, {"data": "abc"})
+        paused.record_released(1)
+        copy = buckets._COPIES[paused.address]
+        killed(paused)
+        copy.lease._ended.clear()
+        second = RunDirectory(where, {"a": 1}, None, {"data": "abc"})
+        buckets._COPIES["paused"], copy.lease._beaten = copy, math.inf  # its clock stands still
+        took = []
+        for run in (paused, second) if seed % 2 else (second, paused):
+            with contextlib.suppress(BadInputError):
+                run.record_released(2)
+                took.append(run)
+        assert len(took) == 1
+        assert took[0].root_key.secret == paused.root_key.secret
+        with contextlib.suppress(BadInputError):
+            second.close()
+        del buckets._COPIES["paused"]
+    assert network.lost
 
 
 def test_a_damaged_ledger_is_refused(bucket):
