@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from dpfl_jax.errors import BadInputError, StoppedError, extra
+from dpfl_jax.errors import FULL_DISK, BadInputError, StoppedError, extra, one_line
 from dpfl_jax.files import default_cache_dir, on_disk
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _ADDRESS = re.compile(r"(gs|s3):/+([^/].*?)/*", re.DOTALL)
 _IN_PLACE = "checkpoints"  # read and written in the bucket itself: Orbax does
 _LAST = ("manifest.json", "guarantee.json", "report.json")  # they say that the rest is complete
 _LEASE = "run.lock"
-_LARGE = 2**26
+_UPLOADING = ".uploading"  # is there until a new folder is complete
 BEAT_S, LEASE_S = 5.0, 30.0
 PATIENCE_S = 600.0
 
@@ -90,6 +90,8 @@ def _reach(where: str, call: Callable[[], T]) -> T:
         except (BadInputError, FileNotFoundError, FileExistsError, TypeError, AttributeError):
             raise
         except Exception as error:  # every client has its own
+            if isinstance(error, OSError) and error.errno in FULL_DISK:
+                raise
             reason = (str(error).splitlines() or [""])[0] or type(error).__name__
             status = _status(error)
             refused = isinstance(error, PermissionError) or 400 <= status < 500
@@ -128,7 +130,10 @@ def _file_system(name: str) -> Any:
     import fsspec
 
     # Others write there, too.
-    fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
+    options = fsspec.config.conf.setdefault(name, {})
+    options.setdefault("use_listings_cache", False)
+    if name == "s3":  # gcsfs tries as often
+        options.setdefault("config_kwargs", {"retries": {"mode": "standard", "max_attempts": 10}})
     return fsspec.filesystem(name)
 
 
@@ -348,22 +353,18 @@ class _Copy:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         self._versions, self._published = {}, {}
-        for name, size in sizes(self.address).items():
+        for name in sizes(self.address):
             top = name.partition("/")[0]
             if top == _IN_PLACE:
                 (self.folder / top).mkdir(parents=True, exist_ok=True)
             elif name != _LEASE:
-                self._fetch_one(name, size)
+                self._fetch_one(name)
 
-    def _fetch_one(self, name: str, size: int) -> None:
+    def _fetch_one(self, name: str) -> None:
         path = self.folder / name
         if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
             raise BadInputError(f"{self.address}/{name} would lead out of its folder: remove it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if size > _LARGE:  # weights; nobody changes them here
-            at, client = "/".join(_parts(f"{self.address}/{name}")), _client(self.address)
-            _reach(self.address, lambda: client.get_file(at, str(path)))
-            return
         found, version = _read(f"{self.address}/{name}")
         if version is not None:
             path.write_bytes(found)
@@ -468,8 +469,13 @@ def remove(path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def output(out: Location) -> Iterator[pathlib.Path]:
+def output(out: Location, what: str = "") -> Iterator[pathlib.Path]:
     """Where to write a new folder; for an address, it is uploaded from there at the end.
+
+    Args:
+      out: a path or an address.
+      what: identifies the content; a folder with this content whose upload was interrupted is there
+        already, and needs not be written again.
 
     Raises:
       BadInputError: an address has something already, or cannot be reached.
@@ -478,19 +484,24 @@ def output(out: Location) -> Iterator[pathlib.Path]:
     if where is None:
         yield on_disk(out)
         return
-    if sizes(where):
+    if (there := sizes(where)) and _UPLOADING not in there:
         raise BadInputError(f"{where} exists: give another name or remove it")
     # The same folder again after an interruption, so that a build resumes.
     above = default_cache_dir() / "uploads" / hashlib.sha256(where.encode()).hexdigest()[:16]
     path = above.absolute() / where.rpartition("/")[2]
-    shutil.rmtree(path, ignore_errors=True)  # of an upload that was interrupted
+    note = above / "what"
+    if not (what and note.is_file() and note.read_text() == what):
+        shutil.rmtree(path, ignore_errors=True)
     above.mkdir(parents=True, exist_ok=True, mode=0o700)
+    note.write_text(what)
     stands_for(path, where)
     yield path
     client, below = _client(where), "/".join(_parts(where))
+    _reach(where, lambda: client.pipe_file(f"{below}/{_UPLOADING}", b"."))
     for file in sorted((p for p in path.rglob("*") if p.is_file()), key=_order):
         at = f"{below}/{file.relative_to(path).as_posix()}"
         _reach(where, functools.partial(client.put_file, str(file), at))
+    _reach(where, lambda: client.rm_file(f"{below}/{_UPLOADING}"))
     shutil.rmtree(above, ignore_errors=True)
 
 
@@ -526,9 +537,10 @@ class Lease:
         """The version of a lease that nobody has, or had for long; by the clock of this process."""
         assert self._copy is not None
         found, version = _read(self._where)
-        if not found or json.loads(found)["holder"] is None:
+        held = self._parsed(found)
+        if held["holder"] is None:
             return version
-        host, until = json.loads(found)["host"], time.monotonic() + LEASE_S
+        host, until = one_line(str(held["host"])), time.monotonic() + LEASE_S
         logging.getLogger("dpfl_jax").warning(
             "%s was last used by a process on %s: waiting %g s to see that it has ended",
             self._copy.address, host, LEASE_S,
@@ -536,13 +548,20 @@ class Lease:
         while time.monotonic() < until:
             time.sleep(BEAT_S / 5)
             if (now := _read(self._where))[1] != version:
-                if now[0] and json.loads(now[0])["holder"] is None:
+                if self._parsed(now[0])["holder"] is None:
                     return now[1]
                 raise BadInputError(
                     f"another process, on {host}, is training in {self._copy.address}: wait for "
                     "it, or choose another --run-dir"
                 )
         return version
+
+    def _parsed(self, found: bytes) -> dict[str, Any]:
+        try:
+            content = json.loads(found) if found else {}
+            return {name: content.get(name) for name in ("holder", "by", "host")}
+        except (ValueError, AttributeError, RecursionError):
+            raise BadInputError(f"{self._where} is no lease of a run: remove it") from None
 
     def _beat(self, holder: str | None = "") -> None:
         """Rewrites the object; raises BadInputError if another process has done so."""
@@ -557,7 +576,7 @@ class Lease:
                 self._version = _replace(self._where, content, self._version)
             except ConflictError:
                 found, self._version = _read(self._where)
-                if not found or json.loads(found)["by"] != self._me:
+                if self._parsed(found)["by"] != self._me:
                     self._lost = True
                     self._refuse()
                 # The answer to the last one was lost, and it was written.

@@ -168,12 +168,20 @@ def build_store(
       BadInputError: ``out`` exists, a row is bad, nothing is usable, or the disk is full.
     """
     progress = progress or (lambda *_: None)
-    with output(out) as folder:
-        staging = prepare(folder, plan, sources or {})
-        group_rows(rows, staging, bad or BadRows(), progress)
-        encode_partitions(staging, plan, workers, progress)
-        finish(staging, folder, plan, sources or {})
+    sources = sources or {}
+    with output(out, _identity(plan, sources)) as folder:
+        if address(out) is None or not folder.exists():
+            staging = prepare(folder, plan, sources)
+            group_rows(rows, staging, bad or BadRows(), progress)
+            encode_partitions(staging, plan, workers, progress)
+            finish(staging, folder, plan, sources)
     return ShardStore(out)
+
+
+def _identity(plan: BuildPlan, sources: dict[str, Any]) -> str:
+    """What an interrupted build must have, to be resumed."""
+    known = {"plan": dataclasses.asdict(plan), "sources": sources}
+    return json.dumps({**known, "keeps": "lengths, digests, blocks"}, sort_keys=True)
 
 
 def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> pathlib.Path:
@@ -181,13 +189,7 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
     if out.exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
-    known = {
-        "plan": dataclasses.asdict(plan),
-        "sources": sources,
-        "keeps": "lengths, digests, blocks",
-    }
-    identity = json.dumps(known, sort_keys=True)
-    marker = staging / "build.json"
+    identity, marker = _identity(plan, sources), staging / "build.json"
     try:
         if staging.exists() and not (marker.is_file() and marker.read_text() == identity):
             shutil.rmtree(staging)

@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from dpfl_jax import buckets
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.files import on_disk
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
@@ -256,8 +256,14 @@ class Checkpoints:
     def _room(self) -> Iterator[None]:
         try:
             yield
-        except (ValueError, OSError) as error:
-            if "No space left" not in str(error) and "quota" not in str(error):
+        except Exception as error:
+            if not isinstance(_place(self.directory), _Folder):  # every client has its own errors
+                raise StoppedError(
+                    f"no checkpoint could be written to {self.directory} ({error}): the same "
+                    "command resumes from the one before"
+                ) from error
+            is_full = "No space left" in str(error) or "quota" in str(error)
+            if not (is_full and isinstance(error, ValueError | OSError)):
                 raise
             raise BadInputError(
                 f"no checkpoint can be written to {self.directory}, as the disk is full: free "
