@@ -25,7 +25,7 @@ from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set, store_from_u
 from dpfl_jax.data.rows import FORMATS, BadRows, expand_paths
 from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
 from dpfl_jax.data.sets import data_source, installed_package_files, standard_library_files
-from dpfl_jax.data.shards import ShardStore, open_store
+from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.store import (
     ArrayStore,
     Store,
@@ -319,18 +319,17 @@ def count_users(config: SourceConfig) -> tuple[int, int]:
       BadInputError: as in ``load_examples``.
     """
     if config.source == "store":
-        store = _open(config)
+        store = open_store(_store_of(config))
         return store.num_users, store.num_examples
     documents, _ = _documents(config, BadRows(config.on_bad_row == "drop"))
     texts = collections.Counter(user for user, _ in documents)
     return len(texts), texts.total()
 
 
-def _open(config: SourceConfig) -> ShardStore | SharedStore:
+def _store_of(config: SourceConfig) -> str:
+    """The path or address of a built store."""
     path = config.path
-    if not (isinstance(path, str) and address(path)):
-        path = os.fspath(expand_paths(path)[0])
-    return open_store(path)
+    return path if isinstance(path, str) and address(path) else os.fspath(expand_paths(path)[0])
 
 
 def _documents(config: SourceConfig, bad: BadRows) -> tuple[Iterator[Document], DocumentFiles]:
@@ -409,7 +408,8 @@ def _named(config: SourceConfig) -> LoadedExamples:
 
 def _stored(config: SourceConfig) -> LoadedExamples:
     """Reads a built store: tokens as they are, arrays as ``x`` and ``label``."""
-    store, classes, path = _open(config), config.classes, config.path
+    path = _store_of(config)
+    store, classes = open_store(path), config.classes
     if store.schema.kind in ("tokens", "answers"):
         tokenizer = load_tokenizer(config.tokenizer)
         made_by = store.schema.tokenizer
