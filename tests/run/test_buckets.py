@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -718,3 +719,14 @@ def test_what_is_missing_of_a_killed_run_is_noticed_or_does_not_matter(
             chex.assert_trees_all_equal(final_params(where), whole)
         else:
             assert re.search(refusal, printed), (missing, printed)
+
+
+@pytest.mark.nightly
+def test_a_job_that_is_killed_in_a_bucket_ends_as_one_that_was_not(tmp_path):
+    pytest.importorskip("gcsfs")
+    script = pathlib.Path(__file__).parents[1] / "launch" / "killed_in_a_bucket.py"
+    sizes = ["--users", "2000", "--examples", "20000", "--kills", "3", "--steps", "16"]
+    made = subprocess.run(
+        [sys.executable, script, tmp_path, *sizes], capture_output=True, text=True, timeout=1800
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
