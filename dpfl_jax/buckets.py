@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from dpfl_jax.errors import FULL_DISK, BadInputError, StoppedError, extra, one_line
+from dpfl_jax.errors import FULL_DISK, BadInputError, UnreachableError, extra, one_line
 from dpfl_jax.files import default_cache_dir, on_disk
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def _reach(where: str, call: Callable[[], T]) -> T:
     Raises:
       FileNotFoundError, FileExistsError: as ``call`` did.
       BadInputError: the bucket refuses, or was never reached.
-      StoppedError: it was reached before, and now has not been for long.
+      UnreachableError: it was reached before, and now has not been for long.
     """
     bucket, until, pause = where.split("/")[2], time.monotonic() + PATIENCE_S, 1.0
     while True:
@@ -101,7 +101,7 @@ def _reach(where: str, call: Callable[[], T]) -> T:
                     "this machine has credentials that may list, read and write there"
                 ) from error
             if time.monotonic() > until:
-                raise StoppedError(
+                raise UnreachableError(
                     f"{where} could not be reached for {PATIENCE_S / 60:g} minutes ({reason}): "
                     "what was written before is there, and the same command resumes from it"
                 ) from error
@@ -591,7 +591,7 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with contextlib.suppress(BadInputError, StoppedError):  # ``check`` raises it
+            with contextlib.suppress(BadInputError, UnreachableError):  # ``check`` raises it
                 self._beat()
 
     def check(self) -> None:
@@ -606,5 +606,5 @@ class Lease:
         self._ended.set()
         self._thread.join()
         self._copy.lease = None
-        with contextlib.suppress(BadInputError, StoppedError):
+        with contextlib.suppress(BadInputError, UnreachableError):
             self._beat(holder=None)

@@ -30,6 +30,7 @@ from dpfl_jax.errors import (
     FULL_DISK,
     BadInputError,
     StoppedError,
+    UnreachableError,
     ignore_matplotlibrc,
     plain,
     too_little_memory,
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)
         return 1
-    except StoppedError as error:
+    except (StoppedError, UnreachableError) as error:
         print(plain(f"dpfl: {error}"), file=sys.stderr)
         return 1
     if getattr(args, "json", False) and result is not None:

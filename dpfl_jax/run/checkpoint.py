@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from dpfl_jax import buckets
-from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.errors import BadInputError, UnreachableError
 from dpfl_jax.files import on_disk
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
@@ -104,6 +104,13 @@ def _teach_s3() -> None:
     tensorstore_utils.build_kvstore_tspec = build
 
 
+def _meet(**given: Any) -> None:
+    """Waits for the other processes, but not after an error here: they wait for what it ended."""
+    if (error := sys.exception()) is not None:
+        raise error
+    ocp.multihost.get_barrier_sync_fn()(**given)
+
+
 class Checkpoints:
     """The checkpoints of one run; finished ones survive a kill at any moment.
 
@@ -122,7 +129,7 @@ class Checkpoints:
         # shows, and every checkpoint holds a digest of what it should be.
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self,
-            async_options=ocp.AsyncOptions(timeout_secs=_SLOW_STORAGE_S),
+            async_options=ocp.AsyncOptions(timeout_secs=_SLOW_STORAGE_S, barrier_sync_fn=_meet),
             temporary_path_class=None if isinstance(place, _Folder) else _CommittedLast,
         )
         self._manager = ocp.CheckpointManager(place, options=options)
@@ -258,7 +265,7 @@ class Checkpoints:
             yield
         except Exception as error:
             if not isinstance(_place(self.directory), _Folder):  # every client has its own errors
-                raise StoppedError(
+                raise UnreachableError(
                     f"no checkpoint could be written to {self.directory} ({error}): the same "
                     "command resumes from the one before"
                 ) from error

@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpfl_jax.config.execution import ProcessesConfig
-from dpfl_jax.errors import BadInputError, StoppedError, one_of
+from dpfl_jax.errors import BadInputError, StoppedError, UnreachableError, one_of
 from dpfl_jax.randomness import RootKey
 
 T = TypeVar("T")
@@ -263,6 +263,8 @@ def synchronized_shutdown(how: str, section: ProcessesConfig) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, BadInputError):
             leave(f"error: {error} (process {jax.process_index()})", 2)
+        if isinstance(error, UnreachableError):
+            leave(f"{error} (process {jax.process_index()})", 1)
         if _is_about_others(error):
             leave(lost_message(None, how), 1)
         traceback.print_exc()

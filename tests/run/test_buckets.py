@@ -31,7 +31,7 @@ from dpfl_jax.accounting import Account, BudgetExceededError, Ledger, events
 from dpfl_jax.cli.main import main
 from dpfl_jax.data import ArrayStore, Schema, cached, shards
 from dpfl_jax.data.build import write_store
-from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.errors import BadInputError, UnreachableError
 from dpfl_jax.mechanisms import uls
 from dpfl_jax.run.checkpoint import released
 from dpfl_jax.run.directory import RELEASED_STEPS, RunDirectory
@@ -176,7 +176,7 @@ def test_a_bucket_that_is_gone_for_a_while_is_waited_for(bucket, impatient):
 
     assert buckets._reach(bucket, fails) == "here"
     answers += [ConnectionError("no route")] * 9
-    with pytest.raises(StoppedError, match="the same command resumes from it"):
+    with pytest.raises(UnreachableError, match="the same command resumes from it"):
         buckets._reach(bucket, fails)
 
 
