@@ -227,8 +227,8 @@ def _headlines(found: Found) -> str:
                     verdicts.append(f"[{figure}](#{_anchor(figure)}): {_summary(claims)}")
             form = " and ".join(sorted(sizes))
             if not verdicts:
-                why = line.instead or "not run yet"
-                form, verdicts = ("not run", [why.removeprefix("not run: ")])
+                form, _, why = (line.instead or "not run: not yet").partition(": ")
+                verdicts = [why]
             rows.append([line.claim, line.where, form, "; ".join(verdicts)])
         out.append(f"### {paper}\n\n" + _table(["claim", "where", "size", "verdict"], rows))
     return "\n\n".join(out)
@@ -430,7 +430,8 @@ TABLES: dict[str, tuple[str, Any]] = {
     "isrl noise": (
         "isrl/closed-forms",
         lambda rows: _plain(
-            rows, "epsilon", "theorem", "one_pass_theorem", "local_sgd_at_most", "sound"
+            rows, "epsilon", "theorem", "one_pass_theorem", "local_sgd_at_most",
+            "local_sgd_on_mnist_at_most", "sound",
         ),
     ),
     "isrl experiments": (

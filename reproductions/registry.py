@@ -311,7 +311,9 @@ def judged(claims: Sequence[Claim]) -> list[Claim]:
     for rank, (p_value, k) in enumerate(tested):
         decided = decided and p_value <= ERROR_RATE / (len(tested) - rank)
         if not decided:
-            made[k] = dataclasses.replace(made[k], holds=None)
+            why = f"{made[k].note}; not after Holm's correction".removeprefix("; ")
+            note = why if p_value <= ERROR_RATE else made[k].note
+            made[k] = dataclasses.replace(made[k], holds=None, note=note)
     return made
 
 
@@ -330,7 +332,8 @@ def _fair(claim: Claim, tried: Tried | None) -> Claim:
     why = "" if tried is None else tried.unfair
     if not why and claim.holds is False and claim.source != "ours":
         if tried is None or not tried.is_papers_size:
-            why = "the opposite is found at this size, which is not the paper's"
+            found = "another value" if claim.p_value is None else "the opposite"
+            why = f"{found} is found at this size, which is not the paper's"
         elif claim.power is not None and claim.power < LEAST_POWER:
             why = f"power {claim.power:.0%}"
     if not why:

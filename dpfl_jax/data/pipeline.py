@@ -232,11 +232,11 @@ class Pipeline:
         return capacity
 
     def first_units(self, count: int, group_size: int | None) -> list[Bucket]:
-        """Returns the store's first units (up to ``count``), once for each shape of a step.
+        """Returns a few units of the store (up to ``count``), once for each shape of a step.
 
-        They are one bucket of one row for every group size (``group_size`` is the sampler's), with
-        as many of the users' examples as fit. The check before the first step uses them, whatever
-        is drawn. The arrays stay on the host.
+        They are the first, and the user with most examples: one bucket of one row for every group
+        size (``group_size`` is the sampler's), with as many of the users' examples as fit. The
+        check before the first step uses them, whatever is drawn. The arrays stay on the host.
         """
         offsets = np.asarray(self.store.user_offsets)
         sizes: tuple[Any, ...] = self.shapes or (group_size,)
@@ -244,7 +244,10 @@ class Pipeline:
             first = np.arange(offsets[0], min(offsets[0] + count, offsets[-1]))
         else:
             sizes = self.shapes or self.group_sizes or sizes
-            users = np.flatnonzero(np.diff(offsets))[:count]
+            examples = np.diff(offsets)
+            users = np.flatnonzero(examples)[:count]
+            if len(users) > 1 and (most := examples.argmax()) not in users:
+                users[-1] = most
             first = np.full((len(users), group_size), -1, np.int64)
             for row, start, stop in zip(first, offsets[users], offsets[users + 1]):
                 row[: stop - start] = np.arange(start, stop)[: len(row)]

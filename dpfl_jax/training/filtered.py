@@ -216,7 +216,7 @@ class FilteredSteps(CentralSteps):
     def __init__(self, run: Filtered, key: RootKey, start: int) -> None:
         super().__init__(run, key, start)
         self.owners = _owners(self.sampler, np.asarray(run.data.user_offsets))
-        # The check before the first step sees units with all levels of bounds.
+        # The check before the first step sees units with several bounds.
         units = max(len(self.owners), run.plan.population.num_examples)
         some = run.bounds[np.arange(units) % LEVELS]
         self.pipeline = dataclasses.replace(self.pipeline, per_unit=some)

@@ -74,7 +74,8 @@ def local_sgd_noise(
     """Noise multiplier of each step of local SGD, and the epsilon that all steps spend.
 
     A step takes one record uniformly (fixed size, replace-one) and all R K steps compose, as if
-    each were released. ``as_published`` (Appendix I) spends up to hundreds of times its budget.
+    each were released. ``as_published`` (Appendix I) may, by this bound, spend hundreds of times
+    its budget.
 
     Args:
       budget: of each record.

@@ -156,7 +156,7 @@ def best_over_steps(
 
 
 def tried_of(size: str, is_papers_size: bool, grids: Mapping[str, Sequence[np.ndarray]]) -> Tried:
-    """How the arms were tuned: each by its training loss, trial by trial, as in the paper.
+    """How the arms were tuned: each by its training loss, trial by trial, as the scripts do.
 
     Args:
       size: in words.
@@ -167,9 +167,8 @@ def tried_of(size: str, is_papers_size: bool, grids: Mapping[str, Sequence[np.nd
         arm: Tuning({"step size": steps.tolist(), "clip norm": clips.tolist()}, {}, ())
         for arm, (steps, clips) in grids.items()
     }
-    return Tried(
-        size, is_papers_size, tuning, "by the training loss of each trial, as in the paper"
-    )
+    how = "by the training loss of each trial, as in the authors' scripts"
+    return Tried(size, is_papers_size, tuning, how)
 
 
 def summary(values: list[float]) -> tuple[float, float]:

@@ -118,7 +118,8 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
             round(falling[0], 1),
             "> 10",
             falling[0] > 10,
-            source="paper",
+            "the paper's condition, d <= n epsilon^2, is up to constants and logarithms",
+            source="ours",
         ),
         Claim(
             f"the same at n epsilon^2 / d = {free[-1]['signal']:g}: privacy is free",
@@ -132,7 +133,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
             [round(v, 3) for v in falling],
             "decreasing",
             all(b < a for a, b in itertools.pairwise(falling)),
-            source="paper",
+            source="ours",
         ),
         Claim(
             "ISRL-DP at (epsilon/n, delta/(4n)) is (epsilon, delta) for a silo's whole data",

@@ -171,7 +171,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
                 found,
                 -1.0,
                 0.25,
-                source="paper",
+                source="arithmetic",
             )
         )
     last = {r["notion"]: r["private_risk"] for r in rows if r["value"] == SWEEPS["silos"][-1]}

@@ -16,6 +16,10 @@ UNTUNED = (  # how an arm of section 7.2 is trained here
     "Adam's learning rate {rate} and clip norm 1 for all arms, as in the authors' present scripts "
     "(paper: plain SGD, the best of five rates and four clip norms)"
 )
+STOPS = (
+    "the curve fit's records leave where the paper's budget accountant stops them: when Renyi's "
+    "epsilon, to which the rates are fitted, has used up their budget"
+)
 ALIKE = 0.02  # accuracies that differ by less are said to be the same
 LAST = 3  # accuracy is the mean over this many last rounds
 
@@ -48,6 +52,19 @@ def above(
     low, high = _common(worse, better)
     note = f"accuracies {np.mean(high):.4f} and {np.mean(low):.4f}; {note}".removesuffix("; ")
     return less(claim, low, high, note, source=source)
+
+
+def stops(rows: Sequence[dict[str, Any]], by: str, records: int) -> str:
+    """That the paper's method has them, and how many records they took in each line.
+
+    Args:
+      rows: of a figure.
+      by: what tells lines of the same budgets apart.
+      records: that there are.
+    """
+    found = [r for r in rows if r["run"] == "curve fit (paper)"]
+    counts = (f"{r['left_early']:,.0f} ({by} {r[by]}, {r['budgets']})" for r in found)
+    return f"{STOPS}: of {records:,} records {', '.join(counts)}" if found else STOPS
 
 
 def orders(

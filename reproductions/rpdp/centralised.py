@@ -52,11 +52,11 @@ def run(settings: Settings) -> Outcome:
     claims = []
     at = {(r["budgets"], r["run"]): r for r in rows}
     for name, (data, _) in sets.items():
-        mine, other = at[name, "certified"], at[name, "filter"]
+        mine, other = at[name, "bisection"], at[name, "filter"]
         claims += [
             above(f"{name}: personal rates are ahead of the filter", mine, other,
                   f"{TAU * ROUNDS} steps each, after which the filter has stopped only "
-                  f"{1 - other['active_at_end']:.0%} of the records; certified rates, not the "
+                  f"{1 - other['active_at_end']:.0%} of the records; rates by bisection, not the "
                   "fitted curve's", source="ours"),
             Claim(f"{name}: nobody exceeds a budget", other["over_budget"] + mine["over_budget"], 0,
                   other["over_budget"] + mine["over_budget"] == 0, source="arithmetic"),
@@ -66,8 +66,8 @@ def run(settings: Settings) -> Outcome:
     _draw(rows, active, figure)
     notes = [
         f"{seeds} seeds, {TAU * ROUNDS} steps of plain descent with rate {RATE:g}; budgets 2.0 "
-        "(70 %), 4.7 (20 %), 11.8 (10 %); the filter has sigma = 10 and Renyi accounting, personal "
-        "rates the noise of a public cap of 11.8 and certified rates: the same conversion for both",
+        "(70 %), 4.7 (20 %), 11.8 (10 %); the filter has sigma = 10, personal rates the noise of a "
+        "public cap of 11.8; both by Renyi accounting, with the same conversion",
         "the filter's steps are a constant here; the authors' stop when fewer than ten are active, "
         "and their budgets (B = 5, 20 and 100 in their notebook) stop most records within five",
     ]
@@ -135,7 +135,7 @@ def _compare(
     )
     mine, other, over, left = [], [], 0, []
     for seed in map(of, range(seeds)):
-        made = bench.personal(setting, LAW, "certified", seed)
+        made = bench.personal(setting, LAW, "bisection", seed)
         assert made.personal is not None
         over += made.personal.summary(ROUNDS)["over_budget"]
         mine.append(bench.run(made, torch_init(start, seed), seed))
@@ -156,7 +156,7 @@ def _compare(
         other.append(np.array(curve))
     active[name] = np.array(left).reshape(seeds, ROUNDS).mean(0)
     return [
-        row("certified", name, mine, noise_multiplier=sigma, over_budget=over),
+        row("bisection", name, mine, noise_multiplier=sigma, over_budget=over),
         row("filter", name, other, noise_multiplier=SIGMA_FILTER, over_budget=0,
             active_at_end=float(active[name][-1])),
     ]  # fmt: skip
@@ -166,7 +166,7 @@ def _draw(rows: list[dict[str, Any]], active: dict[str, np.ndarray], file: pathl
     with panel(file, 1, 2, size=(11, 4)) as (left, right):
         x = TAU * np.arange(1, ROUNDS + 1)
         for r in rows:
-            style = "-" if r["run"] == "certified" else "--"
+            style = "-" if r["run"] == "bisection" else "--"
             left.plot(x, r["curve"], style, label=f"{r['budgets']}, {r['run']}")
         for name, share in active.items():
             right.plot(x, share, label=name)

@@ -155,8 +155,9 @@ def tried_of(raw: dict[str, Any], seeds: int) -> Tried:
 def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int = 350) -> Any:
     """A FEMNIST-like federation on the data at hand: (raw config, note).
 
-    MNIST with synthetic writers of 145 images over 16 silos if ``DPFL_DATA_DIR`` has it, else
-    scikit-learn's digits with writers of 15 images over 4 silos.
+    MNIST over 16 silos if ``DPFL_DATA_DIR`` has it, with synthetic writers of 145 images, or of as
+    many as there are for so many writers; else scikit-learn's digits with writers of 15 images over
+    4 silos.
     """
     mnist = None if settings.data_dir is None else settings.data_dir / "mnist"
     raw: dict[str, Any] = {
@@ -172,15 +173,17 @@ def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int
         "execution": {"microbatch_size": 64},
     }
     if mnist is not None and pathlib.Path(mnist).is_dir():
+        writers = round(subjects / 0.8)  # a fifth is held out
+        images = min(145, 60_000 // writers)
         raw["data"] = {
             "source": "mnist",
             "path": str(mnist),
-            "records_per_user": 145,
-            "max_users": round(subjects / 0.8),
+            "records_per_user": images,
+            "max_users": writers,
         }
         raw["federation"]["silos"] = 16
         raw["mechanism"] |= {"batch_size": 256, "max_records_per_subject": 16}
-        return raw, "MNIST; 16 silos; writers are synthetic: 145 images of mixed labels each"
+        return raw, f"MNIST; 16 silos; writers are synthetic: {images} images of mixed labels each"
     raw["data"] = {"source": "digits", "records_per_user": 15}
     raw["federation"]["silos"] = 4
     raw["mechanism"] |= {"batch_size": 64, "max_records_per_subject": 6}

@@ -161,6 +161,7 @@ def test_many_orders_share_one_error_rate():
     assert verdict_of(*tested) == [True, True, True]  # 0.001 < .05/3, 0.02 < .05/2, 0.03 < .05
     tested = [Claim(str(p), 0, 0, True, source="paper", p_value=p) for p in (0.03, 0.001, 0.03)]
     assert verdict_of(*tested) == [None, True, None]
+    assert judged(tested)[0].note == "not after Holm's correction"
 
 
 def test_a_range_is_met_missed_or_left_open():

@@ -5,11 +5,15 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
+from dpfl_jax.accounting import closed_forms
+from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.personal import RateAssignment
 from reproductions import registry
 from reproductions.registry import Settings
 from reproductions.rpdp import mnist
 from reproductions.rpdp._tables import Beside, beside, row
+from reproductions.rpdp._training import with_papers_stops
 
 
 def outcome(name, tmp_path, data_dir=None, seeds=None):
@@ -60,6 +64,21 @@ def test_a_difference_from_a_published_mean_is_welchs():
     assert one.tested()[2] == pytest.approx(want.pvalue)
 
 
+def test_the_fitted_rates_leave_where_the_papers_accountant_stops_them():
+    """The last round that each budget allows, by Renyi's epsilon of the rate."""
+    setting = TwoStage(12.2509765625, 50, 15, 1.0, 1e-3)
+    budgets, form = np.array([0.1, 1.0, 5.0]), setting.closed_form()
+    rates = np.vectorize(closed_forms.fit_curve(*form).rate)(budgets)
+    stay = with_papers_stops(
+        RateAssignment("curve_fit", rates, np.full(3, 15), 0, {}), budgets, setting
+    ).stay
+    assert stay.tolist() == [10, 15, 14]
+    for rate, budget, rounds in zip(rates, budgets, stay.tolist(), strict=True):
+        spent = [closed_forms.epsilon_two_stage(rate, *form[:2], t, *form[3:])[0] for t in (10, 15)]
+        assert spent[0] <= budget
+        assert (spent[1] <= budget) == (rounds == 15)
+
+
 @pytest.mark.nightly
 def test_the_curve_stops_records_early_and_certified_rates_do_not(tmp_path):
     found = outcome("rpdp/curve", tmp_path)
@@ -89,7 +108,7 @@ def test_one_silo_against_the_filter(tmp_path):
     pytest.importorskip("sklearn")
     found = outcome("rpdp/centralised", tmp_path, seeds=5)
     assert next(c for c in found.claims if "nobody exceeds" in c.claim).holds
-    assert {r["run"] for r in found.rows} == {"certified", "filter"}
+    assert {r["run"] for r in found.rows} == {"bisection", "filter"}
 
 
 @pytest.mark.nightly
@@ -97,7 +116,7 @@ def test_hospitals(tmp_path, data_dir):
     found = outcome("rpdp/heart", tmp_path, data_dir, seeds=5)
     assert not [c for c in found.claims if c.holds is False]
     ahead = [c for c in found.claims if "is ahead of" in c.claim]
-    assert len(ahead) == 12  # three distributions, two methods, two baselines
+    assert len(ahead) == 15  # three distributions, two methods, two baselines, and minimum (b)
     assert all(float(c.measured.split()[0]) < 0 for c in ahead)  # five seeds decide little
 
 

@@ -127,7 +127,9 @@ def test_claims_of_what_is_there():
     assert claims("non-private", "all", "hospitals", 0.743, 0.743).holds
     assert claims("non-private", "all", "hospitals", 0.71, 0.712, 0.711, 0.711).holds is False
     assert claims("non-private", "all", "IID", 0.979, 0.979).holds
-    assert claims("curve fit", "Pareto", "IID", 0.86, 0.85, 0.855, 0.857, 0.853).holds is None
+    assert (
+        claims("curve fit", "Pareto (code)", "IID", 0.86, 0.85, 0.855, 0.857, 0.853).holds is None
+    )
     assert claims("dropout", "ThreeLevels", "non-IID", 0.9).holds is False
     assert published._claims([]) == []
 

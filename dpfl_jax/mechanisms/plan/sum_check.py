@@ -18,10 +18,10 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import pathlib
 import platform
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,6 @@ from dpfl_jax.mechanisms.plan.batches import units_of
 from dpfl_jax.mechanisms.user_update import Gradient
 from dpfl_jax.mesh import place, replicated
 from dpfl_jax.run import processes
-from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.run.terms import computation_digest
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ Mask = list[np.ndarray]
 _UNITS = 4  # number of different units, which are repeated until rows are full
 _ROWS = 2  # rows of each buffer that are filled
 _ALONE = 2  # places of a row in which a single unit is checked
+# Beginnings of the names of environment variables by which programs are compiled.
+_COMPILED_BY = ("XLA_", "LIBTPU", "TPU_", "NVIDIA_", "CUDA_", "CUDNN_", "CUBLAS_")
 # Largest relative difference of two runs of one program on devices that add in no fixed order.
 _UNORDERED = 1e-5
 
@@ -82,7 +83,7 @@ def check_sum(
     trainable: Trainable = None,
     tolerance: float | None = None,
     say: Callable[[str], object] = str,
-) -> SumCheck:
+) -> SumCheck | None:
     """Compares a run's sum with plain per-unit gradients, and checks that units do not mix.
 
     The first units of the store fill up to two rows of each buffer, so that every device holds
@@ -97,8 +98,9 @@ def check_sum(
       the plain gradients are computed on the mesh.
     * A single unit must not add more than the clip rule's sensitivity.
 
-    A program that was found right on this machine before is not run again (``Passed``). With
-    several processes, all of them must call it.
+    A program that was found right on this machine before, on data that would have shown a fault, is
+    not checked again while JAX keeps it (``Passed``); then None is returned. With several
+    processes, all of them must call it.
 
     Args:
       summed: the run's compiled ``(params, units, mask, num_microbatches, frozen) -> (sum,
@@ -136,12 +138,10 @@ def check_sum(
         low = low or has_low(reference.loss_fn, join(params, frozen), example)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
     check = _Check(trial, reference, which, each, mechanism.clip.sensitivity, tolerance, say)
-    passed = Passed.of(check, pipeline.mesh)
-    found = None if passed is None else passed.found()
-    if all(processes.gather(found is not None)):
-        assert found is not None
-        return found
     check.alone = reference.on_one_device(pipeline.mesh.local_devices[0])
+    passed = Passed(check, pipeline.mesh)
+    if all(processes.gather(passed.already())):
+        return None
     check.run_all()
     # The sum may be wrong only in the parts of some processes.
     for said in processes.gather(check.wrong[:1]):
@@ -152,10 +152,9 @@ def check_sum(
                 "was taken: use another mesh (execution.mesh.tensor=1, or data alone) or another "
                 "execution.strategy, and report this"
             )
-    found = SumCheck(check.worst, tolerance, check.alone is not None)
-    if passed is not None:
-        passed.keep(found)
-    return found
+    if check.is_telling:
+        passed.keep()
+    return SumCheck(check.worst, tolerance, check.alone is not None)
 
 
 @dataclasses.dataclass
@@ -172,6 +171,23 @@ class _Check:
     alone: Reference | None = None
     worst: float = 0.0
     wrong: list[str] = dataclasses.field(default_factory=list)
+    singles: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the data would have shown a fault.
+
+        Zero gradients would not; gradients that no rule had to clip would not show that they are
+        clipped, nor single examples that users' examples are averaged.
+        """
+        several = self.reference.mechanism.participation.unit_examples in (None, 1) or any(
+            len(self.reference.examples(jax.tree.map(lambda x, u=u: x[0, u], bucket))) > 1
+            for bucket, which in zip(self.each, self.which, strict=True)
+            for u in range(which.max() + 1)
+        )
+        clipped = any(size < 0.99 * norm for size, norm in self.singles)
+        others = max(which.max() for which in self.which)
+        return bool(several and clipped and others and all(size for size, _ in self.singles))
 
     def run_all(self) -> None:
         columns = [np.linspace(0, w.shape[1] - 1, _ALONE).astype(int) for w in self.which]
@@ -190,17 +206,30 @@ class _Check:
         size = max(got.size, *(part.size for part in parts))
         what = "the sums of two halves of some units do not add up to that of all"
         self.assert_close(got, parts[0].plus(parts[1].parts), size, what)
+        # A clip norm that adapts is an argument: here with another value.
+        trial = dataclasses.replace(
+            self.trial, adapting=tuple(0.5 * x for x in self.trial.adapting)
+        )
+        clip_norm = next(iter(trial.adapting), None)
         for number, (b, column) in enumerate(alone, 4):
             self.say(f"sum {number} of {sums} over a few units")
             real = self.where(False)
             real[b][0, column] = True
-            got = self.trial.run(real, alone=True)
-            self.compare(got, real, "the sum of a single unit")
-            if not got.size <= self.bound * (1 + self.tolerance):
+            got = trial.run(real, alone=True)
+            unit = float(clip_norm or 1.0)  # sums of a clip norm that adapts are in units of it
+            self.singles.append((unit * got.size, got.norms))
+            self.compare(got, real, "the sum of a single unit", clip_norm)
+            bound = self.bound_of(b, self.which[b][0, column])
+            if not got.size <= bound * (1 + self.tolerance):
                 self.wrong.append(
-                    f"a single unit adds {got.size:.6g} to it, but its clip rule allows"
-                    f" {self.bound:.6g}"
+                    f"a single unit adds {got.size:.6g} to it, but its clip rule allows {bound:.6g}"
                 )
+
+    def bound_of(self, b: int, u: int) -> float:
+        """The most that a unit may add: the clip rule's sensitivity, or less if it has a bound."""
+        rule = self.reference.mechanism.rule
+        _, own = rule.of_units(jax.tree.map(lambda x: x[0, u], self.each[b]))
+        return self.bound if own is None else min(self.bound, float(own))
 
     def where(self, value: bool) -> Mask:
         return [np.full(w.shape, value) for w in self.which]
@@ -214,19 +243,19 @@ class _Check:
                 f"{self.tolerance:.0e})"
             )
 
-    def compare(self, got: HostSum, real: Mask, what: str) -> None:
+    def compare(self, got: HostSum, real: Mask, what: str, clip_norm: Any = None) -> None:
         """Compares a sum, and the norms in it, with those of plain gradients."""
         counts = [
             np.bincount(w[m], minlength=w.max() + 1) for w, m in zip(self.which, real, strict=True)
         ]
         reference = self.alone or self.reference
         try:
-            want, size, norms, of_leaves = reference.total(self.each, counts, got)
+            want, size, norms, of_leaves = reference.total(self.each, counts, got, clip_norm)
         except ValueError as error:
             if self.alone is None or "incompatible devices" not in str(error):
                 raise
             self.alone = None  # the loss captures arrays on the mesh, or places them there
-            self.compare(got, real, what)
+            self.compare(got, real, what, clip_norm)
             return
         where = "one device" if self.alone is not None else "plain gradients"
         self.assert_close(got, want, size, f"{what} is not that of {where}")
@@ -407,60 +436,75 @@ class _Trial:
         return self.params, units, masks, used, self.frozen, *self.adapting
 
 
-@dataclasses.dataclass(frozen=True)
 class Passed:
-    """The file that exists if a program was found right on this machine.
+    """Whether a program was found right on this machine before.
 
-    Its name is a digest of all that the check compares except data: the program as it is given to
-    the compiler, the loss and the clip rule that it is compared with, this package, compiler,
-    flags, machine and devices. It lies beside the compiled programs that JAX keeps, which are
-    loaded and executed, so that who can write there needs no such file to change what runs.
+    A program that JAX compiles is always checked. One that JAX loads from its folder of kept
+    programs is not, if a file there says that it passed. Who can write there needs no such file to
+    change what runs, as these programs are executed.
     """
 
-    file: pathlib.Path
-
-    @classmethod
-    def of(cls, check: _Check, mesh: Mesh) -> Passed | None:
-        """The file of a program; None if no programs are kept, or it cannot be told from others."""
-        trial, reference = check.trial, check.reference
+    def __init__(self, check: _Check, mesh: Mesh) -> None:
+        self.file: pathlib.Path | None = None
+        self.is_loaded = False
         kept = jax.config.jax_compilation_cache_dir
-        if not (kept and os.path.isdir(kept) and hasattr(trial.summed, "lower")):
-            return None  # there is no folder, or not a local one
-        program = trial.summed.lower(*trial.arguments(check.where(True))).as_text()
-        unit, bound = reference.mechanism.rule.of_units(
-            jax.tree.map(lambda x: x[0, 0], check.each[0])
-        )
-        example, weight = reference.examples(unit)[0]
-        sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reference.nothing)
-        added = (reference.params, reference.frozen, example, np.float32(weight), sums)
-        devices = list(mesh.devices.flat)
-        facts = [
-            program,
-            computation_digest(reference.add.__wrapped__, *added),
-            computation_digest(
-                reference.clip.__wrapped__, *sums, {} if bound is None else {"bound": bound}
-            ),
-            [check.bound, check.tolerance, _UNITS, _ROWS, _ALONE],
-            _package_digest(),
-            [jax.__version__, jaxlib.__version__, devices[0].client.platform_version],
-            [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
-            [platform.node(), _processor(), jax.process_index(), jax.process_count()],
-            [(device.id, device.device_kind) for device in devices],
-        ]
-        digest = hashlib.sha256(repr(facts).encode()).hexdigest()
-        return cls(pathlib.Path(kept) / f"passed-{digest}.json")
+        lower = getattr(check.trial.summed, "lower", None)
+        if not (kept and os.path.isdir(kept) and lower):
+            return
+        lowered = lower(*check.trial.arguments(check.where(True)))
+        loads = _loads()
+        before = loads.count(threading.get_ident())
+        lowered.compile()
+        self.is_loaded = loads.count(threading.get_ident()) == before + 1
+        with contextlib.suppress(OSError):  # a file of the package that cannot be read
+            digest = hashlib.sha256(repr(_facts(check, lowered.as_text(), mesh)).encode())
+            self.file = pathlib.Path(kept) / f"passed-{digest.hexdigest()}"
 
-    def found(self) -> SumCheck | None:
-        """What was measured when the program was checked; None if it was not."""
-        try:
-            return SumCheck(**json.loads(self.file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return None
+    def already(self) -> bool:
+        """Whether the program was found right before."""
+        return self.is_loaded and self.file is not None and self.file.is_file()
 
-    def keep(self, found: SumCheck) -> None:
-        """Remembers that the program was right, if the folder can be written."""
+    def keep(self) -> None:
+        """Remembers that the program is right, if the folder can be written."""
         with contextlib.suppress(OSError):
-            write_atomically(self.file, json.dumps(dataclasses.asdict(found)))
+            if self.file is not None:
+                self.file.touch(mode=0o600)
+
+
+def _facts(check: _Check, program: str, mesh: Mesh) -> list[Any]:
+    """All that the check compares except data, and what JAX compiles by."""
+    reference = check.reference
+    unit, bound = reference.mechanism.rule.of_units(jax.tree.map(lambda x: x[0, 0], check.each[0]))
+    example, weight = reference.examples(unit)[0]
+    sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reference.nothing)
+    added = (reference.params, reference.frozen, example, np.float32(weight), sums)
+    clipped = (*sums, {} if bound is None else {"bound": bound}, None)
+    devices = list(mesh.devices.flat)
+    return [
+        program,
+        computation_digest(reference.add.__wrapped__, *added),
+        computation_digest(reference.clip.__wrapped__, *clipped),
+        [check.bound, check.tolerance, check.alone is None, _UNITS, _ROWS, _ALONE],
+        _package_digest(),
+        [jax.__version__, jaxlib.__version__, devices[0].client.platform_version],
+        [platform.node(), jax.process_index(), jax.process_count()],
+        [(device.id, device.device_kind) for device in devices],
+        sorted(jax.config.values.items(), key=lambda item: item[0]),
+        sorted(item for item in os.environ.items() if item[0].startswith(_COMPILED_BY)),
+    ]
+
+
+@functools.cache
+def _loads() -> list[int]:
+    """The thread of each program that JAX has loaded from its folder, from now on."""
+    threads: list[int] = []
+
+    def heard(event: str, **about: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            threads.append(threading.get_ident())
+
+    jax.monitoring.register_event_listener(heard)
+    return threads
 
 
 @functools.cache
@@ -468,16 +512,6 @@ def _package_digest() -> str:
     """Of all modules of this package: a change in any may change what is checked, or how."""
     files = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _processor() -> list[str]:
-    """For which the host's programs are compiled: its model and instructions."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return [platform.processor()]
-    said = ("model name", "flags", "Features", "CPU ")
-    return sorted({line for line in lines if line.startswith(said)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -590,7 +624,7 @@ class Reference:
 
     @functools.cached_property
     def clip(self) -> Any:
-        """Compiled ``(gradient, loss, bound) -> (clipped gradient, its norm, StepStats)``."""
+        """Compiled ``(gradient, loss, bound, clip_norm) -> (clipped, its norm, StepStats)``."""
 
         def linear(params: PyTree, unit: PyTree) -> jax.Array:
             products = jax.tree.map(lambda p, g: jnp.sum(p * g), params, unit["gradient"])
@@ -600,16 +634,20 @@ class Reference:
             clipped_grad(linear, rule=self.mechanism.rule, strategy="vmap")
         )
 
-        def clip(gradient: PyTree, loss: jax.Array, bound: dict[str, Any]) -> Any:
+        def clip(gradient: PyTree, loss: jax.Array, bound: dict[str, Any], clip_norm: Any) -> Any:
             unit = jax.tree.map(lambda x: x[None], {"gradient": gradient, "loss": loss, **bound})
-            one = summed(None, jax.tree.map(jnp.zeros_like, gradient), unit)
+            one = summed(clip_norm, jax.tree.map(jnp.zeros_like, gradient), unit)
             stats = StepStats.of(one, jnp.ones(1), jnp.inf, leaf_norms=True)
             return one.sum, _norm(one.sum), stats
 
         return jax.jit(clip, compiler_options=unoptimised())
 
     def total(
-        self, units: list[PyTree], counts: list[np.ndarray], like: HostSum
+        self,
+        units: list[PyTree],
+        counts: list[np.ndarray],
+        like: HostSum,
+        clip_norm: Any = None,
     ) -> tuple[list[np.ndarray], float, float, np.ndarray]:
         """Returns the sum of units, the size that errors are relative to, and sums of norms.
 
@@ -617,6 +655,7 @@ class Reference:
           units: a batch of units for each bucket.
           counts: int [units of a bucket], how often each unit is added.
           like: the sum that is compared, whose parts are summed on the host.
+          clip_norm: the clip norm if it adapts; None: that of the first step.
 
         The size is at least that of orthogonal summands: if units nearly cancel, rounding errors
         are relative to what was added up, not to the sum. Norms are those of all parameters
@@ -626,7 +665,9 @@ class Reference:
         squares, norms, of_leaves = 0.0, 0.0, np.zeros(())
         for bucket, often in zip(units, counts, strict=True):
             for u in np.flatnonzero(often):
-                clipped, size, stats = self._of_unit(jax.tree.map(lambda x, u=u: x[0, u], bucket))
+                clipped, size, stats = self._of_unit(
+                    jax.tree.map(lambda x, u=u: x[0, u], bucket), clip_norm
+                )
                 n = np.float32(often[u])
                 total = [a + n * b for a, b in zip(total, like.project(clipped), strict=True)]
                 squares += float(n) * float(size) ** 2
@@ -634,13 +675,15 @@ class Reference:
                 of_leaves = of_leaves + n * np.asarray(stats.leaf_norms, np.float64)
         return total, max(like.size, squares**0.5), norms, of_leaves
 
-    def _of_unit(self, unit: PyTree) -> Any:
+    def _of_unit(self, unit: PyTree, clip_norm: Any) -> Any:
         unit, bound = self.mechanism.rule.of_units(unit)
         sums = jax.tree.map(lambda x: place(np.zeros(x.shape, x.dtype), x.sharding), self.nothing)
         for example, weight in self.examples(unit):
             given = place((example, np.float32(weight)), self.place)
             sums = self.add(self.params, self.frozen, *given, sums)
-        return self.clip(*sums, {} if bound is None else {"bound": bound})
+        if clip_norm is not None:
+            clip_norm = place(np.asarray(clip_norm), self.place)
+        return self.clip(*sums, {} if bound is None else {"bound": bound}, clip_norm)
 
 
 def _averages(mechanism: Mechanism) -> bool:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,15 @@ import numpy as np
 import optax
 import pytest
 from fitting import fit_given as fit
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import check as bench
-from dpfl_jax.clipping import Flat, SelfCheckError
+from dpfl_jax.clipping import Adaptive, Flat, SelfCheckError
+from dpfl_jax.clipping.rules import OwnBound
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
+from dpfl_jax.experimental import individual
 from dpfl_jax.mechanisms import els, participation, uls
 from dpfl_jax.mechanisms.plan import sum_check
 from dpfl_jax.mechanisms.plan.batches import training_pipeline
@@ -29,10 +31,11 @@ MECHANISM = uls(group_size=GROUP, cohort_size=4.0, clip_norm=0.1)
 SAMPLER = MECHANISM.sampler(np.arange(6), RootKey.from_seed(0))
 
 
-def store(examples, size=4):
+def store(examples, size=4, scale=1.0):
     rng = np.random.default_rng(0)
     users = (
-        (f"u{u}", {"x": rng.normal(size=(n, size)).astype("f4")}) for u, n in enumerate(examples)
+        (f"u{u}", {"x": (scale * rng.normal(size=(n, size))).astype("f4")})
+        for u, n in enumerate(examples)
     )
     return ArrayStore.from_users(users, Schema("arrays", (Field("x", "float32", (size,)),)))
 
@@ -221,48 +224,77 @@ def test_a_loss_that_is_bound_to_the_mesh_is_checked_without_one_device():
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """Programs are kept; the checks that ran."""
-    before = jax.config.jax_compilation_cache_dir
+    """JAX keeps programs, also small ones; the checks that ran."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    reset_cache()
     ran, run_all = [], sum_check._Check.run_all
     monkeypatch.setattr(sum_check._Check, "run_all", lambda c: ran.append(c) or run_all(c))
     yield ran
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
 
 
-def check_program(loss=loss, mechanism=MECHANISM, b=0.5):
+def check_program(loss=loss, mechanism=MECHANISM, examples=(1, 2, 3), b=0.5, scale=1.0):
     mesh = make_mesh(devices=jax.devices()[:1])
     total = jax.jit(clipped_sum_over_microbatches(mechanism, loss, mesh))
-    pipeline = training_pipeline(SAMPLER, store([1, 2, 3]), mesh, 2)
+    pipeline = training_pipeline(SAMPLER, store(examples, scale=scale), mesh, 2)
     params, nothing = place(parameters(b), replicated(mesh)), {"a": None, "b": None}
     return sum_check.check_sum(total, mechanism, loss, params, nothing, pipeline, GROUP)
 
 
 @pytest.mark.slow
-def test_a_program_that_was_right_is_not_run_again_and_another_is(kept, monkeypatch):
+def test_a_program_that_was_right_is_not_run_again_and_another_is(kept, monkeypatch, tmp_path):
     factor = np.float32(1.0)
 
     def scaled_loss(params, example):  # its constant is captured
         return factor * loss(params, example)
 
-    found = check_program(scaled_loss)
-    assert check_program(scaled_loss, b=0.6) == found  # whatever the parameters
-    assert len(kept) == 1
+    assert check_program(scaled_loss) is not None
+    assert check_program(scaled_loss, b=0.6) is None  # whatever the parameters
     factor = np.float32(2.0)
-    check_program(scaled_loss)
-    check_program(mechanism=uls(group_size=GROUP, cohort_size=4.0, clip_norm=0.2))
-    monkeypatch.setattr(sum_check.platform, "node", lambda: "another")
-    check_program(scaled_loss)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_min_max=false")
-    check_program(scaled_loss)
-    assert len(kept) == 5
-    jax.config.update("jax_compilation_cache_dir", None)
-    check_program(scaled_loss)  # of programs that are not kept nothing is remembered
-    assert len(kept) == 6
+    assert check_program(scaled_loss) is not None
+    other = uls(group_size=GROUP, cohort_size=4.0, clip_norm=0.2)
+    assert check_program(mechanism=other) is not None
+    monkeypatch.setattr(sum_check.platform, "node", lambda: "another machine")
+    assert check_program(scaled_loss) is not None
+    assert check_program(scaled_loss) is None
+    fast = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", not fast)
+    try:
+        assert check_program(scaled_loss) is not None  # other machine code of the same program
+    finally:
+        jax.config.update("jax_disable_most_optimizations", fast)
+    for program in tmp_path.glob("jit_*"):
+        program.unlink()
+    assert check_program(scaled_loss) is not None  # it is not kept any more
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        assert check_program(scaled_loss) is not None
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.mark.slow
-def test_a_wrong_sum_and_a_damaged_file_are_not_remembered(kept, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "shown",
+    [{"scale": 0.0}, {"b": 1e-4}, {"examples": (1, 1, 1)}, {"examples": (3,)}],
+    ids=["no gradients", "none is clipped", "one example each", "one unit"],
+)
+def test_data_that_would_show_no_fault_are_not_enough_to_remember(kept, shown):
+    for _ in range(2):
+        assert check_program(**shown) is not None
+    assert check_program() is not None
+    assert check_program() is None
+
+
+@pytest.mark.slow
+def test_a_wrong_sum_and_a_folder_in_the_files_place_are_not_remembered(
+    kept, monkeypatch, tmp_path
+):
     right = Flat.leaf_weights
 
     def doubled(*args):
@@ -273,13 +305,68 @@ def test_a_wrong_sum_and_a_damaged_file_are_not_remembered(kept, monkeypatch, tm
     for _ in range(2):
         with pytest.raises(SelfCheckError):
             check_program()
-    monkeypatch.undo()
-    assert not list(tmp_path.rglob("passed-*"))
-    check_program()
-    (file,) = tmp_path.rglob("passed-*")
-    file.write_text("{")
-    found = check_program()
-    assert json.loads(file.read_text()) == dataclasses.asdict(found)
+    monkeypatch.setattr(Flat, "leaf_weights", right)
+    assert not list(tmp_path.glob("passed-*"))
+    assert check_program() is not None
+    (file,) = tmp_path.glob("passed-*")
+    file.unlink()
+    file.mkdir()
+    assert check_program() is not None
+
+
+def test_an_adapting_clip_norm_is_tried_at_another_value(monkeypatch):
+    """Its first value, 1, hides a sum that is divided by it once too often."""
+    mechanism = uls(group_size=GROUP, cohort_size=4.0, clip=Adaptive(clip_norm=1.0))
+    mesh = make_mesh(devices=jax.devices()[:1])
+    total = jax.jit(clipped_sum_over_microbatches(mechanism, loss, mesh))
+
+    def divided(*given):
+        summed, stats = total(*given)
+        return jax.tree.map(lambda x: x / given[-1], summed), stats
+
+    pipeline = training_pipeline(SAMPLER, store([1, 2, 3]), mesh, 2)
+    params, nothing = place(parameters(), replicated(mesh)), {"a": None, "b": None}
+    given = (mechanism, loss, params, nothing, pipeline, GROUP)
+    assert sum_check.check_sum(total, *given).max_relative_error < 1e-4
+    with pytest.raises(SelfCheckError, match="the sum of a single unit is not that of one device"):
+        sum_check.check_sum(divided, *given)
+
+
+def test_the_user_with_most_examples_is_among_those_that_are_looked_at(monkeypatch):
+    """The first four have one example each, with which a wrong count is not seen."""
+    right = participation.pieces_of_unit
+
+    def of_each_piece(*args, **options):
+        pieces = right(*args, **options)
+        return {**pieces, "count": pieces["mask"].sum(axis=1)}
+
+    monkeypatch.setattr(participation, "pieces_of_unit", of_each_piece)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    total = jax.jit(clipped_sum_over_microbatches(MECHANISM, loss, mesh, examples_at_once=1))
+    pipeline = training_pipeline(SAMPLER, store([1, 1, 1, 1, 1, 3]), mesh, 2)
+    params, nothing = place(parameters(1e-4), replicated(mesh)), {"a": None, "b": None}
+    with pytest.raises(SelfCheckError, match="sum of several units is not that of one device"):
+        sum_check.check_sum(total, MECHANISM, loss, params, nothing, pipeline, GROUP)
+
+
+def test_a_rule_that_ignores_a_units_own_bound_is_seen(monkeypatch):
+    """The plain gradients are clipped by the same rule, but a unit's bound is known."""
+    weights = OwnBound.weights
+
+    def ignored(self, norms, bound=None):
+        return weights(self, norms, jnp.full_like(bound, self.clip_norm))
+
+    monkeypatch.setattr(OwnBound, "weights", ignored)
+    mechanism = individual(group_size=GROUP, cohort_size=2.0, refresh=10, clip_norm=0.1)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    total = jax.jit(clipped_sum_over_microbatches(mechanism, loss, mesh))
+    sampler = mechanism.sampler(np.arange(4), RootKey.from_seed(0))
+    pipeline = training_pipeline(sampler, store([1, 2, 3]), mesh, 2)
+    pipeline = dataclasses.replace(pipeline, per_unit=np.float32([0.05, 0.1, 0.1]))
+    params, nothing = place(parameters(), replicated(mesh)), {"a": None, "b": None}
+    given = (total, mechanism, loss, params, nothing, pipeline, GROUP)
+    with pytest.raises(SelfCheckError, match=r"single unit adds 0.1 to it, .* allows 0.05"):
+        sum_check.check_sum(*given)
 
 
 def convolved(params, example):
