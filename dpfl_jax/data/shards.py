@@ -243,7 +243,7 @@ class ShardStore(Store):
         """Hex digest of users, examples and schema, from the manifest."""
         return self.manifest.fingerprint
 
-    def known_digests(self) -> np.ndarray | None:
+    def _known_digests(self) -> np.ndarray | None:
         if self.manifest.digests is None:
             return None
         path = self._file(self.manifest.digests)

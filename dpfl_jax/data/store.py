@@ -115,9 +115,9 @@ class Store(abc.ABC):
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        return content_fingerprint(self, self.known_digests())
+        return content_fingerprint(self, self._known_digests())
 
-    def known_digests(self) -> np.ndarray | None:
+    def _known_digests(self) -> np.ndarray | None:
         """uint8 [num_users, 32], each user's ``user_digest`` if it is known without reading, or 0.
 
         None if none is.
@@ -381,8 +381,8 @@ class UserView(Store):
     def records(self, positions: np.ndarray) -> np.ndarray:
         return self.parent.records(self._in_parent(positions))
 
-    def known_digests(self) -> np.ndarray | None:
-        known = self.parent.known_digests()
+    def _known_digests(self) -> np.ndarray | None:
+        known = self.parent._known_digests()
         return None if known is None else known[self._users] * self._is_whole[:, None]
 
     @property
