@@ -262,6 +262,10 @@ class StoppedError(Exception):
     """Work stopped before its end at the user's wish, with everything done so far saved."""
 
 
+class UnreachableError(Exception):
+    """Storage that was used before cannot be reached from this process; trying later may help."""
+
+
 class TooLittleMemoryError(BadInputError):
     """The work does not fit into the memory of the device, or of the host."""
 

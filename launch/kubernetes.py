@@ -3,10 +3,11 @@ r"""One run on many hosts of a Kubernetes cluster (GKE or other), as a JobSet.
 
 Submits a JobSet whose pods all run `dpfl train CONFIG key=value ... --run-dir RUN_DIR`: one pod
 per host, with its TPU chips or GPUs. CONFIG, the data and RUN_DIR are paths in the pods; RUN_DIR
-must be on a volume that all of them mount for writing (--claim, mounted at --mount). If a pod is
-lost, all are started again and resume from the last checkpoint: as often as needed if the cluster
-evicted it, else at most --restarts times. Bad input (status 2) is never repeated. Needs kubectl,
-and JobSet 0.10 or newer in the cluster. launch/Dockerfile makes an image.
+must be on a volume that all of them mount for writing (--claim, mounted at --mount), or in a bucket
+(gs://, s3://). If a pod is lost, all are started again and resume from the last checkpoint: as
+often as needed if the cluster evicted it, else at most --restarts times. Bad input (status 2) is
+never repeated. Needs kubectl, and JobSet 0.10 or newer in the cluster. launch/Dockerfile makes an
+image.
 
 examples:
   launch/kubernetes.py --name mine --image IMAGE --claim shared --tpu v5e:4x4 \

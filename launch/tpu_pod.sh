@@ -9,11 +9,12 @@ usage: launch/tpu_pod.sh --tpu NAME --zone ZONE [options] CONFIG RUN_DIR [key=va
 Runs `dpfl train CONFIG key=value ... --run-dir RUN_DIR` on every worker of the slice NAME at once.
 The workers find each other by the slice's own metadata; each reads its share of every batch; worker
 0 writes the report. CONFIG, the data and RUN_DIR are paths on the workers: RUN_DIR (and
-pretrain.cache_dir) must be on storage that all of them share, such as a Filestore mount. Compiled
-programs are kept in ~/.cache/dpfl_jax/compiled of each worker for later starts, or where
-JAX_COMPILATION_CACHE_DIR says (a folder of your own that all share saves the most). If a worker is
-lost the job ends on all of them; it is started again, at most --restarts times. Ctrl-C and SIGTERM
-are passed on to all workers, which save a checkpoint; the run is not started again.
+pretrain.cache_dir) must be on storage that all of them share, such as a Filestore mount; RUN_DIR
+and a store may be in a bucket. Compiled programs are kept in ~/.cache/dpfl_jax/compiled of each
+worker for later starts, or where JAX_COMPILATION_CACHE_DIR says (a folder of your own that all
+share saves the most). If a worker is lost the job ends on all of them; it is started again, at most
+--restarts times. Ctrl-C and SIGTERM are passed on to all workers, which save a checkpoint; the run
+is not started again.
 
   --tpu NAME          the TPU VM (also a queued resource's node)
   --zone ZONE         its zone

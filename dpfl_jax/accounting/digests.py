@@ -8,17 +8,22 @@ from __future__ import annotations
 import hashlib
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from dpfl_jax.buckets import files_below, located
 
 CONFIG = "config.yaml"
 # Files that may be added to an export's folder without being part of the export.
 _ADDED = ("*.md", "LICENSE*", "NOTICE*", ".*")
 
 
-def digest(path: pathlib.Path) -> str:
-    """Returns the SHA-256 of a file's bytes, or of the names and digests of a folder's files."""
+def digest(path: Any) -> str:
+    """Returns the SHA-256 of a file's bytes, or of the names and digests of a folder's files.
+
+    ``path`` is a path of this machine, or one of ``etils.epath`` in a bucket.
+    """
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
+        files = sorted(files_below(path))
         lines = (f"{digest(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
     with path.open("rb") as file:
@@ -33,7 +38,8 @@ def checkpoint(step: int | str) -> str:
 def of_run(directory: pathlib.Path, steps: Iterable[int | None]) -> dict[str, str]:
     """Returns the digests of a run's configuration and of its checkpoints at ``steps``, by name."""
     names = [CONFIG, *(checkpoint(step) for step in steps if step is not None)]
-    return {name: digest(directory / name) for name in names if (directory / name).exists()}
+    paths = {name: located(directory / name) for name in names}
+    return {name: digest(path) for name, path in paths.items() if path.exists()}
 
 
 def of_export(directory: pathlib.Path, guarantee: str) -> dict[str, str]:
@@ -71,7 +77,7 @@ def compare(
     """
     comparison = Comparison([], [], [], [])
     for name in known if names is None else names:
-        path = directory / name
+        path = located(directory / name)
         if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
             comparison.changed.append(f"the guarantee names a file outside its folder: {name!r}")
         elif not (path.is_file() or path.is_dir()):
@@ -80,8 +86,9 @@ def compare(
             comparison.same.append(name)
         else:
             comparison.changed.append(f"{path} is not the one that the guarantee was written for")
-    for path in sorted(directory.glob(checkpoint("*"))):
-        if (name := path.relative_to(directory).as_posix()) not in known:
+    kept = located(directory / "checkpoints")
+    for step in sorted(path.name for path in kept.iterdir()) if kept.is_dir() else ():
+        if (name := checkpoint(step)) not in known and (kept / step / "state").exists():
             comparison.untied.append(name)
     return comparison
 

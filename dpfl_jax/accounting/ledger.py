@@ -8,7 +8,8 @@ unit key: what visits spend does not add up to what a patient spends.
 
 The file has one JSON record per line, each with the hash of the record before it, so that a record
 removed or changed in the middle is noticed. Each record is one ``write``, synced to disk under an
-exclusive lock, so that concurrent runs cannot both take what is left.
+exclusive lock, so that concurrent runs cannot both take what is left. In a bucket each is one write
+of the whole object, which fails if the object is not the one that was read.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import os
 import pathlib
 import stat
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import dp_accounting
 
+from dpfl_jax import buckets
 from dpfl_jax.accounting import event_types
 from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, check_delta, check_epsilon
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
@@ -37,6 +39,8 @@ from dpfl_jax.accounting.filters import filtered_epsilon
 from dpfl_jax.accounting.guarantee import Guarantee, rounded_up
 from dpfl_jax.errors import BadInputError, one_line
 from dpfl_jax.files import on_disk
+
+T = TypeVar("T")
 
 
 class LedgerError(BadInputError):
@@ -150,7 +154,8 @@ class Ledger:
     """An append-only record of what each account has spent.
 
     Args:
-      path: the file; created, with its folder, at the first reservation.
+      path: the file, also an address (``gs://``, ``s3://``); created, with its folder, at the
+        first reservation.
 
     Examples:
       >>> import tempfile
@@ -164,7 +169,7 @@ class Ledger:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = on_disk(path).absolute()
+        self.path = buckets.address(path) or on_disk(path).absolute()
 
     def reserve(
         self,
@@ -201,8 +206,8 @@ class Ledger:
         if not run:
             raise BadInputError("a reservation needs the name of its run")
         stored = event_types.to_json(_as_event(event, account))
-        with self._locked() as handle:
-            records, tail = _parse(handle, self.path)
+
+        def decide(records: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, Reservation]:
             entries, budgets = _entries(records, account), _budgets(records, account)
             if run in entries and entries[run]["reserved"] != stored:
                 raise LedgerError(
@@ -230,25 +235,25 @@ class Ledger:
                     if at != delta:
                         why += f" (the account also has a budget at delta {delta:g})"
                     raise BudgetExceededError("; ".join([f"{why} (ledger {self.path})", *notes]))
-            # proof: ledger-reserve-1
             promised = None if budget is None else max(budget, budgets.get(delta, 0.0))
             known = promised is None or budgets.get(delta) == promised
-            if run not in entries or entries[run]["committed"] or not known:
-                _append(
-                    handle,
-                    tail,
-                    {
-                        "kind": "reserve",
-                        "account": _key(account),
-                        "unit_key": unit_key,
-                        "run": run,
-                        "event": stored,
-                        "budget": promised,
-                        "delta": delta,
-                    },
-                )
-        limit = budgets.get(delta) if budget is None else budget
-        return Reservation(run, before, after, delta, limit, not records, notes)
+            limit = budgets.get(delta) if budget is None else budget
+            reservation = Reservation(run, before, after, delta, limit, not records, notes)
+            if run in entries and not entries[run]["committed"] and known:
+                return None, reservation
+            record = {
+                "kind": "reserve",
+                "account": _key(account),
+                "unit_key": unit_key,
+                "run": run,
+                "event": stored,
+                "budget": promised,
+                "delta": delta,
+            }
+            return record, reservation
+
+        # proof: ledger-reserve-1
+        return self._change(decide)
 
     def commit(self, run: str) -> None:
         """Notes that a run has ended; what it reserved still counts in full.
@@ -259,13 +264,14 @@ class Ledger:
         Raises:
           LedgerError: the run has reserved nothing, or the file is damaged.
         """
-        with self._locked() as handle:
-            records, tail = _parse(handle, self.path)
+
+        def decide(records: list[dict[str, Any]]) -> tuple[dict[str, Any], None]:
             mine = [r for r in records if r["run"] == run and r["kind"] == "reserve"]
             if not mine:
                 raise LedgerError(f"run {run!r} has reserved nothing in {self.path}")
-            last = {key: mine[-1][key] for key in ("account", "run", "event")}
-            _append(handle, tail, {"kind": "commit", **last})
+            return {"kind": "commit"} | {key: mine[-1][key] for key in _REPEATED}, None
+
+        self._change(decide)
 
     def spent(self, account: Account, delta: float) -> float:
         """Returns the least budget at ``delta`` that allows all runs of the account so far.
@@ -304,19 +310,42 @@ class Ledger:
         return _entries(self._records(), account)
 
     def _records(self) -> list[dict[str, Any]]:
+        if isinstance(self.path, str):
+            return _parse(buckets.content(self.path), self.path)[0]
         try:
             handle = _opened(self.path, os.O_RDONLY)
         except FileNotFoundError:
             return []
         with handle:
             fcntl.flock(handle, fcntl.LOCK_SH)
-            return _parse(handle, self.path)[0]
+            return _parse(handle.read(), self.path)[0]
+
+    def _change(
+        self, decide: Callable[[list[dict[str, Any]]], tuple[dict[str, Any] | None, T]]
+    ) -> T:
+        """Appends the record that ``decide`` returns for all records, and returns the rest of that.
+
+        Nobody else appends in between.
+        """
+
+        def appended(content: bytes) -> tuple[bytes, T]:
+            records, tail = _parse(content, self.path)
+            record, result = decide(records)
+            return b"" if record is None else _line(record, tail), result
+
+        if isinstance(self.path, str):
+            return buckets.append(self.path, appended)
+        with self._locked(self.path) as handle:
+            line, result = appended(handle.read())
+            if line:
+                _append(handle, line)
+            return result
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[io.FileIO]:
+    def _locked(self, path: pathlib.Path) -> Iterator[io.FileIO]:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = _opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = _opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise LedgerError(
                 f"the ledger {self.path} cannot be written ({error.strerror}): choose another file"
@@ -496,28 +525,33 @@ def _notes_on_units(
     return tuple(notes)
 
 
+_REPEATED = ("account", "run", "event")  # of a reservation, in the record that ends it
 _START = b'{"account": {"adjacency": "'  # keys are sorted
 
 
-def _append(handle: io.FileIO, tail: tuple[str, bool], record: dict[str, Any]) -> None:
+def _line(record: dict[str, Any], tail: tuple[str, bool]) -> bytes:
     previous, torn = tail
     record = {**record, "time": time.time(), "previous": previous}
     line = json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
     # First end a line that a crash has cut short.
-    data = (b"\n" + line) if torn else line
+    return (b"\n" + line) if torn else line
+
+
+def _append(handle: io.FileIO, data: bytes) -> None:
     written = os.write(handle.fileno(), data)
     os.fsync(handle.fileno())
     if written != len(data):
         raise OSError("the ledger could not be written in full: is the disk full?")
 
 
-def _parse(handle: io.FileIO, path: pathlib.Path) -> tuple[list[dict[str, Any]], tuple[str, bool]]:
+def _parse(
+    content: bytes, path: str | pathlib.Path
+) -> tuple[list[dict[str, Any]], tuple[str, bool]]:
     """All records, and (hash of the last one, whether the file ends in a cut line).
 
     A line that was cut by a crash was never acknowledged, so no step ran on its account.
     """
-    handle.seek(0)
-    lines = handle.read().split(b"\n")
+    lines = content.split(b"\n")
     # A last line without a line break is a record if it is complete, and ignored if it is cut.
     torn = lines[-1] != b""
     records: list[dict[str, Any]] = []

@@ -7,6 +7,7 @@ import dataclasses
 import os
 from typing import Annotated, Any, ClassVar, Literal
 
+from dpfl_jax.buckets import as_given
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.data.sections import CONVERSATION
@@ -70,7 +71,7 @@ class Build(options.Options):
     split: str = "train"
     data_dir: str | None = None
     remove_near_duplicates_of: Annotated[tuple[str, ...] | None, Flag("PATH")] = None
-    out: Annotated[str, Flag("STORE")]
+    out: Annotated[str, Flag("STORE", in_buckets=True)]
     store_format: str = "arrow"
     shards: int | None = None
     workers: int | None = None
@@ -92,7 +93,7 @@ class Inspect(options.Options):
       seed: public seed of --private, for tests only.
     """
 
-    store: Annotated[str, Flag("STORE", is_positional=True)]
+    store: Annotated[str, Flag("STORE", is_positional=True, in_buckets=True)]
     verify: bool = False
     png: Annotated[str | None, Flag("FILE")] = None
     private: bool = False
@@ -178,7 +179,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     people = SharedStore(store) if store.manifest.shared else store
     shared = {"most_owners": people.most_owners} if isinstance(people, SharedStore) else {}
     result: dict[str, Any] = {
-        "store": os.fspath(store.path),
+        "store": as_given(os.fspath(store.path)),
         "users": people.num_users,
         "examples": store.num_examples,
         **shared,

@@ -48,8 +48,8 @@ class Options(options.Options):
       module: code of model.module, if some of what it builds was not trained; it is imported.
     """
 
-    run: Annotated[str, Flag("RUN", is_positional=True)]
-    out: Annotated[str, Flag("DIR", is_positional=True)]
+    run: Annotated[str, Flag("RUN", is_positional=True, in_buckets=True)]
+    out: Annotated[str, Flag("DIR", is_positional=True, in_buckets=True)]
     which: Literal["last", "best"] = "last"
     adapter: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"

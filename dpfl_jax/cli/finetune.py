@@ -9,11 +9,13 @@ import shlex
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
+from dpfl_jax import buckets
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.data.rows import FORMATS
 from dpfl_jax.data.sections import CONVERSATION
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import on_disk
 
 DESCRIPTION = """\
 Fine-tune a language model on texts of people, with a guarantee for each of them. Writes a
@@ -76,10 +78,10 @@ class Options(options.MayRunCode):
     lists_keys = True
 
     checkpoint: Annotated[str, Flag("CHECKPOINT", is_positional=True)]
-    data: Annotated[str, Flag("DATA", is_positional=True)]
+    data: Annotated[str, Flag("DATA", is_positional=True, in_buckets=True)]
     overrides: Annotated[tuple[str, ...], Flag("key=value", is_positional=True)] = ()
     full: bool = False
-    out: Annotated[str, Flag("OUT")] = "finetuned"
+    out: Annotated[str, Flag("OUT", in_buckets=True)] = "finetuned"
     dry_run: bool = False
     synthesize: Annotated[int | None, Flag("ROWS")] = None
 
@@ -92,34 +94,41 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from dpfl_jax.run.console import RunConsole
     from dpfl_jax.training.export import export
 
-    out = pathlib.Path(args.out)
+    out, bucket = pathlib.Path(args.out), buckets.address(args.out)
+    if args.synthesize is not None:
+        on_disk(args.out)
     raw, console = configuration(args), RunConsole(stderr=args.json)
+    # A relative ledger is beside the configuration.
+    place = pathlib.Path("config.yaml") if bucket else out / "config.yaml"
     # This also writes the overrides into `raw`.
-    config = make_config(raw, args.overrides, out / "config.yaml", args.allow_code)
+    config = make_config(raw, args.overrides, place, args.allow_code)
     chosen = choose(raw, config, args.overrides)
-    config = make_config(raw, (), out / "config.yaml", args.allow_code)
+    config = make_config(raw, (), place, args.allow_code)
     text = "".join(f"# {sentence}\n" for sentence in chosen) + write_yaml(raw)
     if processes.is_primary():
         console.print(text, highlight=False, soft_wrap=True, markup=False)
         if not args.dry_run:
             _write(out / "config.yaml", text)
-    report = train_or_price(config, out / "run", args.dry_run, console)
+    run_dir = f"{bucket}/run" if bucket else out / "run"
+    report = train_or_price(config, run_dir, args.dry_run, console)
     if report is None or args.dry_run:
         return report
-    made = export(out / "run", out / "model")
-    console.print(f"the model is in {out / 'model'}, and its guarantee in guarantee.json there")
+    made = export(run_dir, out / "model")
+    console.print(f"the model is in {made['out']}, and its guarantee in guarantee.json there")
     rate = config.optimizer.learning_rate
-    console.print(
-        f"to try other choices with one epsilon for all: dpfl sweep {out / 'config.yaml'} "
-        f"eval.max_users=null --grid learning_rate={rate / 2:g},{rate:g},{2 * rate:g} --private",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    if not bucket:
+        console.print(
+            f"to try other choices with one epsilon for all: dpfl sweep {out / 'config.yaml'} "
+            f"eval.max_users=null --grid learning_rate={rate / 2:g},{rate:g},{2 * rate:g} "
+            "--private",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     if args.synthesize is None:
         return report | {"model": str(made["out"])}
     from dpfl_jax.synthesis import synthesize
 
     written = synthesize(
-        out / "run", out / "synthetic" / "rows.jsonl", args.synthesize, console=console
+        run_dir, out / "synthetic" / "rows.jsonl", args.synthesize, console=console
     )
     console.print(f"{written['rows']:,} synthetic rows are in {written['out']}", highlight=False)
     return report | {"model": str(made["out"]), "synthetic": written["out"]}
@@ -230,11 +239,18 @@ def source_of(data: str) -> str:
     if data.startswith("hf:"):
         return "huggingface"
     path = pathlib.Path(data)
-    return "store" if (path / "manifest.json").exists() else guess_format(path)
+    is_store = buckets.address(data) or (path / "manifest.json").exists()
+    return "store" if is_store else guess_format(path)
 
 
 def _write(path: pathlib.Path, text: str) -> None:
     """Writes the configuration, but never over another one."""
+    taken = "is of another run (or was changed): name another folder with --out"
+    if where := buckets.address(path):
+        try:
+            return buckets.create(where, text.encode())
+        except FileExistsError:
+            raise BadInputError(f"{where} {taken}") from None
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("x") as file:
@@ -243,6 +259,5 @@ def _write(path: pathlib.Path, text: str) -> None:
         if path.is_symlink() or path.read_text() != text:
             again = ["dpfl", "train", str(path), "--run-dir", str(path.parent / "run")]
             raise BadInputError(
-                f"{path} is of another run (or was changed): name another folder with --out, or "
-                f"resume it with `{shlex.join(again)}`"
+                f"{path} {taken}, or resume it with `{shlex.join(again)}`"
             ) from None

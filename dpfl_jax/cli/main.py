@@ -25,10 +25,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpfl_jax import __version__
+from dpfl_jax.buckets import as_given
 from dpfl_jax.errors import (
     FULL_DISK,
     BadInputError,
     StoppedError,
+    UnreachableError,
     ignore_matplotlibrc,
     plain,
     too_little_memory,
@@ -208,12 +210,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             sentence = _of_a_file(error)
         if verbose:
             traceback.print_exc()
-        print(plain(f"dpfl: error: {sentence}"), file=sys.stderr)
+        print(plain(f"dpfl: error: {as_given(sentence)}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)
         return 1
-    except StoppedError as error:
+    except (StoppedError, UnreachableError) as error:
         print(plain(f"dpfl: {error}"), file=sys.stderr)
         return 1
     if getattr(args, "json", False) and result is not None:

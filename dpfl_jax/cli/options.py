@@ -21,6 +21,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
+from dpfl_jax.buckets import address
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import on_disk
 
@@ -40,6 +41,7 @@ class Flag:
       parse: converts text to the value.
       choices: all allowed values.
       is_prose: whether it is text, which may begin like an address, and no path.
+      in_buckets: whether it may be an address of a bucket (``buckets``).
     """
 
     metavar: str | None = None
@@ -50,6 +52,7 @@ class Flag:
     parse: Callable[[str], Any] | None = None
     choices: Any = None
     is_prose: bool = False
+    in_buckets: bool = False
 
 
 class Options:
@@ -147,7 +150,7 @@ def _add(parser: Any, name: str, hint: Any, default: Any, words: str) -> None:
         given["choices"] = get_args(kind)
     else:
         if kind in (str, pathlib.Path) and not flag.is_prose:
-            kind = functools.partial(_given, kind=kind)
+            kind = functools.partial(_given, kind=kind, in_buckets=flag.in_buckets)
         given |= {"choices": flag.choices, "metavar": flag.metavar, "type": flag.parse or kind}
     if flag.is_positional:
         if not is_required and "nargs" not in given:
@@ -158,10 +161,11 @@ def _add(parser: Any, name: str, hint: Any, default: Any, words: str) -> None:
     parser.add_argument(option, dest=name, required=is_required, **given)
 
 
-def _given(text: str, kind: Callable[[str], Any]) -> Any:
+def _given(text: str, kind: Callable[[str], Any], in_buckets: bool) -> Any:
     """A value of the command line, if it is no address: it may be a path."""
     try:
-        on_disk(text)
+        if not (in_buckets and address(text)):
+            on_disk(text)
         return kind(text)
     except BadInputError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

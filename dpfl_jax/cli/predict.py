@@ -9,6 +9,7 @@ import pathlib
 import tempfile
 from typing import Annotated, Any, Literal
 
+from dpfl_jax import buckets
 from dpfl_jax.cli import options
 from dpfl_jax.cli.data import csv_format
 from dpfl_jax.cli.options import Flag
@@ -50,7 +51,7 @@ class Options(options.Options):
       module: the function of model.module, if it built the model; it is imported.
     """
 
-    run: Annotated[str, Flag("RUN", is_positional=True)]
+    run: Annotated[str, Flag("RUN", is_positional=True, in_buckets=True)]
     rows: Annotated[str, Flag("FILE", is_positional=True)]
     out: Annotated[str, Flag("FILE")]
     held_out: bool = False
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from dpfl_jax.data.rows import CsvFormat
 
-    folder, source, out = pathlib.Path(args.run), pathlib.Path(args.rows), pathlib.Path(args.out)
+    folder, source, out = buckets.folder(args.run), pathlib.Path(args.rows), pathlib.Path(args.out)
     if out.exists() or out.suffix not in (".csv", ".tsv", ".parquet"):
         raise BadInputError(f"--out is {out}: give a new file, .csv, .tsv or .parquet")
     build = None if args.module is None else imported(args.module, "--module")

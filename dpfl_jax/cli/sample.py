@@ -6,6 +6,7 @@ import argparse
 import pathlib
 from typing import Annotated, Any
 
+from dpfl_jax import buckets
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, plain
@@ -38,7 +39,7 @@ class Options(options.Options):
       tokenizer: a tokeniser's file, or bytes; default the run's or checkpoint's.
     """
 
-    run: Annotated[str, Flag("RUN", is_positional=True)]
+    run: Annotated[str, Flag("RUN", is_positional=True, in_buckets=True)]
     prompt: Annotated[str, Flag(is_prose=True)] = ""
     max_tokens: int = 64
     temperature: float = 1.0
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.models.checkpoint import checkpoint_dir
     from dpfl_jax.models.generate import generate
 
-    model, params, tokenizer = _load(checkpoint_dir(args.run), args.tokenizer)
+    folder = buckets.folder if buckets.address(args.run) else checkpoint_dir
+    model, params, tokenizer = _load(folder(args.run), args.tokenizer)
     out = sys.stderr if args.json else sys.stdout
     tokens: list[int] = []
     shown = ""

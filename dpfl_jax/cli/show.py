@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from rich.markdown import Markdown
 from rich.table import Table
 
+from dpfl_jax import buckets
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.cli.train import in_short
@@ -46,7 +47,7 @@ class Options(options.Options):
       limit: number of records shown with --records.
     """
 
-    run: Annotated[str, Flag("RUN", is_positional=True)]
+    run: Annotated[str, Flag("RUN", is_positional=True, in_buckets=True)]
     full: bool = False
     records: bool = False
     limit: Annotated[int, Flag("N")] = 20
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=args.json)
     if not draws(console) and "COLUMNS" not in os.environ:
         console.width = _WIDE
-    directory = pathlib.Path(args.run)
+    directory = buckets.folder(args.run)
     if args.records:
         return _records(directory, args.limit, console)
     if (directory / "report.json").exists():

@@ -55,7 +55,7 @@ class Options(options.Options):
       report: folder for a report that compares the rows with real people's: not to be published.
     """
 
-    run: Annotated[str, Flag("RUN", is_positional=True)]
+    run: Annotated[str, Flag("RUN", is_positional=True, in_buckets=True)]
     out: Annotated[str, Flag("FILE")]
     rows: int | None = None
     label: Annotated[tuple[str, ...], Flag("WORD=NUMBER", several=True)] = ()

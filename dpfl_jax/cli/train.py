@@ -62,7 +62,7 @@ class Options(Configured):
     keys: ClassVar[dict[str, Any]] = {"execution.profile": None}
     lists_keys = True
 
-    run_dir: Annotated[str | None, Flag("DIR")] = None
+    run_dir: Annotated[str | None, Flag("DIR", in_buckets=True)] = None
     dry_run: bool = False
 
 

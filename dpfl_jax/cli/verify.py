@@ -7,6 +7,7 @@ import importlib
 import pathlib
 from typing import Annotated, Any
 
+from dpfl_jax import buckets
 from dpfl_jax.cli import options
 from dpfl_jax.cli.options import Flag
 from dpfl_jax.errors import BadInputError, imported
@@ -68,7 +69,7 @@ class Options(options.Options):
       advisories: file of further advisories, newer than those that came with this version.
     """
 
-    file: Annotated[str, Flag("FILE", is_positional=True)]
+    file: Annotated[str, Flag("FILE", is_positional=True, in_buckets=True)]
     mechanism: Annotated[str | None, Flag("PACKAGE.MODULE:CLASS")] = None
     advisories: Annotated[str | None, Flag("FILE")] = None
 
@@ -82,6 +83,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         imported(args.mechanism, "--mechanism")
     known = advisories.known(*filter(None, (args.advisories,)))
     given = pathlib.Path(args.file)
+    if buckets.address(given) is not None:
+        given = buckets.folder(args.file)
     folder = given if given.is_dir() else given.parent
     is_run = given.is_dir() or given.name == "report.json"
     stated = statement.read(folder / statement.NAME if is_run else given)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from dpfl_jax.buckets import address
 from dpfl_jax.config.schema import RunConfig
 from dpfl_jax.config.variants import Variant, takes, variant_of
 from dpfl_jax.data.keys import names_function
@@ -34,6 +35,8 @@ _PATHS = (
     "privacy.ledger",
     "privacy.budgets.path",
 )
+
+_IN_BUCKETS = ("data.path", "privacy.ledger")  # may be addresses (``buckets``)
 
 _MOST_VALUES, _MOST_DEPTH = 100_000, 50
 
@@ -306,6 +309,8 @@ def _with_full_ledger(raw: dict[str, Any], file: pathlib.Path) -> dict[str, Any]
     privacy = raw.get("privacy")
     if not (isinstance(privacy, dict) and isinstance(privacy.get("ledger"), str)):
         return raw
+    if address(privacy["ledger"]) is not None:
+        return raw
     # Links are followed: a configuration with two names has one ledger.
     full = file.resolve().parent / os.path.expanduser(privacy["ledger"])
     return {**raw, "privacy": {**privacy, "ledger": str(full.resolve())}}
@@ -350,7 +355,7 @@ def _expand(value: Any, where: str, key: str = "") -> Any:
         return os.environ[name]
 
     value = _VARIABLE.sub(substitute, value)
-    if key in _PATHS:
+    if key in _PATHS and not (key in _IN_BUCKETS and address(value)):
         on_disk(value)
     return value
 

@@ -23,7 +23,10 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
+import pydantic
 
+from dpfl_jax.buckets import address, output
+from dpfl_jax.data.cached import block_digests
 from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.documents import (
     DocumentFiles,
@@ -34,10 +37,12 @@ from dpfl_jax.data.documents import (
 )
 from dpfl_jax.data.keys import SEPARATOR
 from dpfl_jax.data.owners import grouped_by_owner_set
-from dpfl_jax.data.records import STORE_FORMATS, disk_error, write_records
+from dpfl_jax.data.records import STORE_FORMATS, disk_error, layout_of, write_records
 from dpfl_jax.data.rows import BadRows, expand_paths
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.shards import (
+    BLOCKS,
+    DIGESTS,
     INDEX,
     LENGTHS,
     LENGTHS_INDEX,
@@ -150,7 +155,8 @@ def build_store(
       rows: opens the stream of (user id, data); not called if an interrupted build read all rows. A
         user's rows keep their order. ``data`` is UTF-8 text, or packed records if the plan has no
         tokeniser.
-      out: folder of the store; must not exist.
+      out: folder of the store, also an address (``gs://``, ``s3://``), which gets the store when it
+        is complete; must not exist.
       plan: layout and settings.
       sources: identifies the rows (paths, sizes, times): an interrupted build of other sources is
         thrown away.
@@ -161,22 +167,29 @@ def build_store(
     Raises:
       BadInputError: ``out`` exists, a row is bad, nothing is usable, or the disk is full.
     """
-    out = pathlib.Path(out)
-    staging = prepare(out, plan, sources or {})
     progress = progress or (lambda *_: None)
-    group_rows(rows, staging, bad or BadRows(), progress)
-    encode_partitions(staging, plan, workers, progress)
-    return finish(staging, out, plan, sources or {})
+    sources = sources or {}
+    with output(out, _identity(plan, sources)) as folder:
+        if address(out) is None or not folder.exists():
+            staging = prepare(folder, plan, sources)
+            group_rows(rows, staging, bad or BadRows(), progress)
+            encode_partitions(staging, plan, workers, progress)
+            finish(staging, folder, plan, sources)
+    return ShardStore(out)
+
+
+def _identity(plan: BuildPlan, sources: dict[str, Any]) -> str:
+    """What an interrupted build must have, to be resumed."""
+    known = {"plan": dataclasses.asdict(plan), "sources": sources}
+    return json.dumps({**known, "keeps": "lengths, digests, blocks"}, sort_keys=True)
 
 
 def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> pathlib.Path:
     """Returns the staging folder, of an interrupted build with the same plan or a new one."""
-    if on_disk(out).exists():
+    if out.exists():
         raise BadInputError(f"{out} exists: give another --out or remove it")
     staging = out.with_name(out.name + ".building")
-    known = {"plan": dataclasses.asdict(plan), "sources": sources, "keeps": "lengths"}
-    identity = json.dumps(known, sort_keys=True)
-    marker = staging / "build.json"
+    identity, marker = _identity(plan, sources), staging / "build.json"
     try:
         if staging.exists() and not (marker.is_file() and marker.read_text() == identity):
             shutil.rmtree(staging)
@@ -347,8 +360,10 @@ def encode_partition(
 
     path = _shard_path(staging, plan, shard)
     total = write_records(path, plan.shard_format, schema, blocks())
+    layout = layout_of(path, schema, total) if plan.shard_format == "arrow" else None
     side = {
-        "entry": dataclasses.asdict(FileEntry.of(path, total)),
+        "entry": dataclasses.asdict(FileEntry.of(path, total, layout)),
+        "blocks": block_digests(path).hex() if layout else "",
         "users": names,
         "counts": counts,
         "digests": [d.hex() for d in digests],
@@ -418,7 +433,7 @@ def finish(
     plan: BuildPlan,
     sources: dict[str, Any],
     users_are_sets: bool = False,
-) -> ShardStore:
+) -> None:
     """Phase 3: writes index and manifest, removes what only the build needed, renames.
 
     ``users_are_sets``: users are sets of owners, even if each set has one owner.
@@ -427,11 +442,14 @@ def finish(
     dropped = int(noted.read_text()) if noted.exists() else 0
     entries, names, counts, digests = [], [], [], []
     lengths: list[np.ndarray] = []
+    block_hashes: list[bytes] = []
     for shard in range(plan.num_shards):
         side = json.loads(side_path(staging, plan, shard).read_text())
         path = _shard_path(staging, plan, shard)
         if side["entry"]["examples"]:
-            entries.append(FileEntry(**side["entry"] | {"file": path.name}))
+            entry = side["entry"] | {"file": path.name}
+            entries.append(pydantic.TypeAdapter(FileEntry).validate_python(entry))
+            block_hashes.append(bytes.fromhex(side["blocks"]))
         else:
             path.unlink(missing_ok=True)
         names += side["users"]
@@ -453,6 +471,11 @@ def finish(
             with pa.ipc.new_file(os.fspath(staging / LENGTHS), LENGTHS_INDEX) as writer:
                 writer.write_batch(tokens)
             of_examples = FileEntry.of(staging / LENGTHS)
+        (staging / DIGESTS).write_bytes(b"".join(map(bytes.fromhex, digests)))
+        of_blocks = None
+        if any(block_hashes):
+            (staging / BLOCKS).write_bytes(b"".join(block_hashes))
+            of_blocks = FileEntry.of(staging / BLOCKS)
         manifest = Manifest(
             plan.schema,
             plan.shard_format,
@@ -463,6 +486,8 @@ def finish(
             index,
             users_are_sets or any(SEPARATOR in name for name in names),
             of_examples,
+            FileEntry.of(staging / DIGESTS),
+            of_blocks,
             {
                 "sources": sources,
                 "max_examples_per_user": plan.max_examples_per_user,
@@ -479,7 +504,6 @@ def finish(
         staging.rename(out)
     except OSError as error:
         raise disk_error(staging, error) from error
-    return ShardStore(out)
 
 
 def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow") -> ShardStore:
@@ -492,22 +516,23 @@ def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow"
     size = store.num_examples * store.schema.record_dtype.itemsize
     plan = BuildPlan(store.schema, format, default_num_shards(size), tokenizer=None)
     sources = {"fingerprint": store.fingerprint, "unit_key": unit_key_of(store)}
-    staging = prepare(pathlib.Path(out), plan, sources)
     users = enumerate(store.user_ids(range(store.num_users)))
     upcoming = next(users, None)
-    for shard in range(plan.num_shards):
 
-        def members(shard: int = shard) -> Iterator[tuple[str, list[bytes]]]:
-            nonlocal upcoming
-            while upcoming is not None and plan.partition(upcoming[1]) == shard:
-                u, name = upcoming
-                positions = np.arange(store.user_offsets[u], store.user_offsets[u + 1])
-                yield name, [store.records(positions).tobytes()]
-                upcoming = next(users, None)
+    def members(shard: int) -> Iterator[tuple[str, list[bytes]]]:
+        nonlocal upcoming
+        while upcoming is not None and plan.partition(upcoming[1]) == shard:
+            u, name = upcoming
+            positions = np.arange(store.user_offsets[u], store.user_offsets[u + 1])
+            yield name, [store.records(positions).tobytes()]
+            upcoming = next(users, None)
 
-        encode_partition(members(), staging, plan, shard)
-    users_are_sets = getattr(store, "users_are_sets", False)
-    return finish(staging, pathlib.Path(out), plan, sources, users_are_sets)
+    with output(out) as folder:
+        staging = prepare(folder, plan, sources)
+        for shard in range(plan.num_shards):
+            encode_partition(members(shard), staging, plan, shard)
+        finish(staging, folder, plan, sources, getattr(store, "users_are_sets", False))
+    return ShardStore(out)
 
 
 # ---- with Apache Beam ----------------------------------------------------------------------------
@@ -558,7 +583,12 @@ def build_with_beam(
     with extra("beam", "--engine beam"):
         import apache_beam as beam
         from apache_beam.options.pipeline_options import PipelineOptions
-    out, how = pathlib.Path(out).absolute(), how or DocumentFiles()
+    if address(out) is not None:
+        raise BadInputError(
+            f"--engine beam writes to a folder that all its workers share, and not to {out}: build "
+            "in one, and copy it there"
+        )
+    out, how = on_disk(out).absolute(), how or DocumentFiles()
     paths = [os.fspath(p.absolute()) for p in expand_paths(path)]
     identity = {"engine": "beam", **file_source(paths, how).identity}
     staging = prepare(out, plan, identity)
@@ -584,4 +614,5 @@ def build_with_beam(
     for shard in sorted(todo):
         if not side_path(staging, plan, shard).exists():  # no row fell into it
             encode_partition((), staging, plan, shard)
-    return finish(staging, out, plan, identity)
+    finish(staging, out, plan, identity)
+    return ShardStore(out)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.buckets import as_given
 from dpfl_jax.data.owners import SharedStore, grouped_by_owner_set
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.store import Store
@@ -97,7 +98,7 @@ def summary(store: ShardStore | SharedStore) -> dict[str, Any]:
     manifest = disk.manifest
     shared = {"most_owners": store.most_owners} if isinstance(store, SharedStore) else {}
     return {
-        "store": os.fspath(disk.path),
+        "store": as_given(os.fspath(disk.path)),
         "users": store.num_users,
         "examples": store.num_examples,
         **shared,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dpfl_jax.buckets import address
 from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.documents import (
     Document,
@@ -318,11 +319,17 @@ def count_users(config: SourceConfig) -> tuple[int, int]:
       BadInputError: as in ``load_examples``.
     """
     if config.source == "store":
-        store = open_store(os.fspath(expand_paths(config.path)[0]))
+        store = open_store(_store_of(config))
         return store.num_users, store.num_examples
     documents, _ = _documents(config, BadRows(config.on_bad_row == "drop"))
     texts = collections.Counter(user for user, _ in documents)
     return len(texts), texts.total()
+
+
+def _store_of(config: SourceConfig) -> str:
+    """The path or address of a built store."""
+    path = config.path
+    return path if isinstance(path, str) and address(path) else os.fspath(expand_paths(path)[0])
 
 
 def _documents(config: SourceConfig, bad: BadRows) -> tuple[Iterator[Document], DocumentFiles]:
@@ -401,7 +408,7 @@ def _named(config: SourceConfig) -> LoadedExamples:
 
 def _stored(config: SourceConfig) -> LoadedExamples:
     """Reads a built store: tokens as they are, arrays as ``x`` and ``label``."""
-    path = os.fspath(expand_paths(config.path)[0])
+    path = _store_of(config)
     store, classes = open_store(path), config.classes
     if store.schema.kind in ("tokens", "answers"):
         tokenizer = load_tokenizer(config.tokenizer)

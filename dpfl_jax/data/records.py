@@ -9,17 +9,19 @@ of the item without trailing zeros.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pathlib
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
+from dpfl_jax.data.cached import CachedFile
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 
@@ -76,9 +78,47 @@ def open_records(path: pathlib.Path, format: str, schema: Schema, count: int) ->
       BadInputError: naming the file, if it cannot be read or does not hold ``count`` records.
     """
     try:
-        return (_ArrowReader if format == "arrow" else _ArrayRecordReader)(path, schema, count)
+        if format != "arrow":
+            return _ArrayRecordReader(path, schema, count)
+        mapped = pa.memory_map(os.fspath(path)).read_buffer()
+        layout = _layout_of(mapped, schema, count)
+        return _ArrowReader(path, schema, layout, np.frombuffer(mapped, np.uint8))
     except (OSError, ValueError, RuntimeError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
+
+
+def open_cached(file: CachedFile, schema: Schema, layout: Layout) -> RecordReader:
+    """Opens an Arrow file in a bucket, of which only the blocks that hold a record are read.
+
+    Raises:
+      BadInputError: the layout is not that of such a file.
+    """
+    if len(file.bytes) < schema.record_dtype.itemsize:  # it is copied
+        file.need(np.zeros(1, np.int64), len(file.bytes))
+    try:
+        return _ArrowReader(file.path, schema, layout, file.bytes, file.need)
+    except (ValueError, LookupError) as error:
+        raise _damaged(file.path, f"its layout: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where an Arrow file has its values, so that a part of it can be read.
+
+    Attributes:
+      rows: number of rows of each record batch but the last.
+      columns: for each column, three numbers of each record batch: the byte at which its values
+        begin, the place of its lists' ends (in int32; none if its lists have a fixed size), and how
+        many values it has.
+    """
+
+    rows: int
+    columns: dict[str, tuple[list[int], list[int], list[int]]]
+
+
+def layout_of(path: pathlib.Path, schema: Schema, count: int) -> Layout:
+    """The layout of an Arrow file of ``count`` records."""
+    return _layout_of(pa.memory_map(os.fspath(path)).read_buffer(), schema, count)
 
 
 def _damaged(path: pathlib.Path, reason: str) -> BadInputError:
@@ -172,24 +212,60 @@ def _nest(column: pa.Array, kind: pa.DataType) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(_nest(column, kind.value_type), kind.list_size)
 
 
+def _layout_of(mapped: pa.Buffer, schema: Schema, count: int) -> Layout:
+    """Raises ValueError if it is not such a file."""
+    file = pa.ipc.open_file(mapped)
+    if file.schema != arrow_schema(schema):
+        raise ValueError("its columns are not those of its manifest")
+    batches = [file.get_batch(i) for i in range(file.num_record_batches)]
+    for batch in batches:
+        batch.validate()
+    sizes = [batch.num_rows for batch in batches]
+    rows = sizes[0] if sizes else 1
+    if sum(sizes) != count or any(size != rows for size in sizes[:-1]):
+        raise ValueError(f"it holds {sum(sizes)} records, expected {count}")
+    columns = {
+        name: _places([batch.column(name) for batch in batches], mapped)
+        for name in _columns(schema)
+    }
+    return Layout(rows, columns)
+
+
+def _places(arrays: list[pa.Array], mapped: pa.Buffer) -> tuple[list[int], list[int], list[int]]:
+    """Of a column; raises ValueError if a value is missing, or not in the file (compressed)."""
+    values, ends, counts = [], [], []
+    for array in arrays:
+        lists = None
+        while hasattr(array, "values"):
+            if array.null_count:
+                raise ValueError("a value is missing")
+            lists = array if isinstance(array, pa.ListArray) else lists
+            array = array.values
+        if array.null_count:
+            raise ValueError("a value is missing")
+        values.append(_offset_in(array.buffers()[1], mapped))
+        counts.append(len(array))
+        if lists is not None:
+            ends.append(_offset_in(lists.buffers()[1], mapped) // 4)
+    return values, ends, counts
+
+
+Need = Callable[[np.ndarray, np.ndarray | int], None]
+
+
 class _ArrowReader:
-    def __init__(self, path: pathlib.Path, schema: Schema, count: int):
-        self._path, self._dtype = path, schema.record_dtype
+    def __init__(
+        self,
+        path: pathlib.Path,
+        schema: Schema,
+        layout: Layout,
+        raw: np.ndarray,
+        need: Need = lambda begin, size: None,
+    ):
+        self._path, self._dtype, self._rows = path, schema.record_dtype, layout.rows
         self._is_text = schema.kind == "tokens"
-        mapped = pa.memory_map(os.fspath(path)).read_buffer()
-        file = pa.ipc.open_file(mapped)
-        if file.schema != arrow_schema(schema):
-            raise ValueError("its columns are not those of its manifest")
-        batches = [file.get_batch(i) for i in range(file.num_record_batches)]
-        for batch in batches:
-            batch.validate()
-        sizes = [batch.num_rows for batch in batches]
-        self._rows = sizes[0] if sizes else 1
-        if sum(sizes) != count or any(size != self._rows for size in sizes[:-1]):
-            raise ValueError(f"it holds {sum(sizes)} records, expected {count}")
         self._columns = {
-            name: _Column([batch.column(name) for batch in batches], mapped, self._dtype[name])
-            for name in _columns(schema)
+            name: _Column(layout, name, raw, self._dtype[name], need) for name in _columns(schema)
         }
 
     def read(self, positions: np.ndarray) -> np.ndarray:
@@ -208,27 +284,14 @@ class _ArrowReader:
 class _Column:
     """A column of all record batches of a mapped file: the offsets of its values in the file."""
 
-    def __init__(self, arrays: list[pa.Array], mapped: pa.Buffer, dtype: np.dtype[Any]):
-        """Raises ValueError if a value is missing, or is not in the mapped file (compressed)."""
-        values, ends, counts = [], [], []
-        for array in arrays:
-            lists = None
-            while hasattr(array, "values"):
-                if array.null_count:
-                    raise ValueError("a value is missing")
-                lists = array if isinstance(array, pa.ListArray) else lists
-                array = array.values
-            if array.null_count:
-                raise ValueError("a value is missing")
-            values.append(_offset_in(array.buffers()[1], mapped))
-            counts.append(len(array))
-            if lists is not None:
-                ends.append(_offset_in(lists.buffers()[1], mapped) // 4)
-        self._values, self._ends, self._counts = map(np.array, (values, ends, counts))
-        raw = np.frombuffer(mapped, np.uint8)
+    def __init__(
+        self, layout: Layout, name: str, raw: np.ndarray, dtype: np.dtype[Any], need: Need
+    ):
+        self._values, self._ends, self._counts = map(np.array, layout.columns[name])
+        self._need = need
         self._ints = raw[: len(raw) // 4 * 4].view("<i4")
         # At every byte of the file, a view of as many bytes as the longest value has.
-        self._lists = np.arange(math.prod(dtype.shape[:-1]) if ends else 1)
+        self._lists = np.arange(math.prod(dtype.shape[:-1]) if len(self._ends) else 1)
         size = dtype.itemsize // len(self._lists)
         self._bytes = raw if len(raw) >= size else np.pad(raw, (0, size))
         self._last = len(self._bytes) - size
@@ -242,16 +305,21 @@ class _Column:
         """
         item = out.dtype.itemsize
         if not len(self._ends):
-            values = self._read_bytes(self._values[batch] + self._from.shape[1] * row)
+            begin = self._values[batch] + self._from.shape[1] * row
+            self._need(begin, self._from.shape[1])
+            values = self._read_bytes(begin)
             out[...] = values.view(out.dtype).reshape(out.shape)
             return None
         at = (self._ends[batch] + len(self._lists) * row)[:, None] + self._lists
+        self._need(4 * at[:, 0], 4 * (len(self._lists) + 1))
         start, stop = self._ints[at].astype(np.int64), self._ints[at + 1]
         lengths, width = stop - start, out.shape[-1]
         past = stop > self._counts[batch][:, None]
         if ((start < 0) | (lengths < 0) | (lengths > width) | past).any():
             raise ValueError("the lengths of its lists")
-        values = self._read_bytes((self._values[batch][:, None] + item * start).reshape(-1))
+        begin = (self._values[batch][:, None] + item * start).reshape(-1)
+        self._need(begin, item * lengths.reshape(-1))
+        values = self._read_bytes(begin)
         # Zero what follows a list. (Narrow integers compare several to an instruction.)
         narrow = np.uint16 if width < 2**16 else np.uint32
         real = np.arange(width, dtype=narrow) < lengths.astype(narrow)[:, :, None]

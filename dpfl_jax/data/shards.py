@@ -5,6 +5,8 @@ Layout of a store's folder::
     manifest.json            version, schema, counts, checksums, tokeniser, how it was built
     users.arrow              id and number of examples of each user, in store order
     lengths.arrow            tokens of each example, in store order (sequences of tokens only)
+    digests.sha256           digest of each user, in store order: of some users without reading them
+    blocks.sha256            SHA-256 of every 256 KiB of the shards, to read parts of them (Arrow)
     shard-00000-of-00016.*   examples, users in store order, no user in two shards
 
 Shards are Arrow files (memory-mapped: the fastest random access) or ArrayRecord files (compressed,
@@ -14,6 +16,7 @@ manifest is written last, then the folder is renamed into place: a folder that o
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -29,11 +32,13 @@ import pyarrow as pa
 import pyarrow.ipc
 import pydantic
 
+from dpfl_jax.buckets import address
+from dpfl_jax.data.cached import CachedFolder, num_blocks
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
-from dpfl_jax.data.records import STORE_FORMATS, RecordReader, open_records
+from dpfl_jax.data.records import STORE_FORMATS, Layout, RecordReader, open_cached, open_records
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import Store, content_fingerprint
+from dpfl_jax.data.store import Store, combine_digests, content_fingerprint
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import on_disk, within
 
@@ -41,8 +46,10 @@ MANIFEST = "manifest.json"
 KIND = "dpfl_jax user-partitioned store"
 VERSION = 3
 USERS = "users.arrow"
+_DOWNLOADS = 32  # at once
 INDEX = pa.schema([("user", pa.large_string()), ("examples", pa.int64())])
 LENGTHS = "lengths.arrow"
+BLOCKS, DIGESTS = "blocks.sha256", "digests.sha256"
 LENGTHS_INDEX = pa.schema([("tokens", pa.uint32())])
 
 
@@ -54,17 +61,26 @@ def sha256_file(path: pathlib.Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """The manifest's entry for a file: name, bytes, hex SHA-256, and number of examples."""
+    """The manifest's entry for a file.
+
+    Attributes:
+      file: its name.
+      bytes: its size.
+      sha256: its digest, in hex.
+      examples: number of examples.
+      layout: where they are, in an Arrow file.
+    """
 
     file: str
     bytes: int
     sha256: str
     examples: int = 0
+    layout: Layout | None = None
 
     @classmethod
-    def of(cls, path: pathlib.Path, examples: int = 0) -> FileEntry:
+    def of(cls, path: pathlib.Path, examples: int = 0, layout: Layout | None = None) -> FileEntry:
         """Describes an existing file."""
-        return cls(path.name, path.stat().st_size, sha256_file(path), examples)
+        return cls(path.name, path.stat().st_size, sha256_file(path), examples, layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +98,7 @@ class Manifest:
       shared: whether users are sets of owners (``owners``).
       lengths: entry of ``lengths.arrow``; None for arrays and pairs, and in stores that were built
         before there was one.
+      digests, blocks: entries of ``digests.sha256`` and ``blocks.sha256``, if there are such files.
       build: facts about the build (sources, settings), which are not part of the content.
     """
 
@@ -94,12 +111,14 @@ class Manifest:
     index: FileEntry
     shared: bool = False
     lengths: FileEntry | None = None
+    digests: FileEntry | None = None
+    blocks: FileEntry | None = None
     build: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
         """The entries of all files."""
-        return (*self.shards, self.index, *([] if self.lengths is None else [self.lengths]))
+        return (*self.shards, self.index, *filter(None, (self.lengths, self.digests, self.blocks)))
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes ``manifest.json``, durably and in one step."""
@@ -161,7 +180,10 @@ class ShardStore(Store):
     immutable = True
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = on_disk(path)
+        where = address(path)
+        self._cached = None if where is None else CachedFolder(where, MANIFEST)
+        self._given = where or os.fspath(on_disk(path))
+        self.path = pathlib.Path(self._given) if self._cached is None else self._cached.path
         self.manifest = Manifest.read(self.path)
         self.schema, self.users_are_sets = self.manifest.schema, self.manifest.shared
         self.unit_key = _unit_key(self.manifest.build.get("sources", {}))
@@ -173,6 +195,7 @@ class ShardStore(Store):
             raise BadInputError(f"{self.path / MANIFEST} does not list {USERS}")
         for entry in self.manifest.files:
             self._check_size(entry)
+        self._file(self.manifest.index)
         self._check_sum(self.manifest.index, "it belongs to another build or was damaged")
         self._ids, counts = _read_users(self.path / USERS)
         self.user_offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -185,13 +208,23 @@ class ShardStore(Store):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sends the path, not the open files."""
-        return type(self), (os.fspath(self.path),)
+        return type(self), (self._given,)
+
+    def _file(self, entry: FileEntry) -> pathlib.Path:
+        """The path of a file, which is downloaded if it is neither here nor in the cache."""
+        path = within(self.path, entry.file)
+        if self._cached is not None:
+            self._cached.file(entry.file, [bytes.fromhex(entry.sha256)]).need(np.zeros(1, int), 1)
+        return path
 
     def _check_size(self, entry: FileEntry) -> None:
         path = within(self.path, entry.file)
-        if not path.is_file():
+        if self._cached is not None:
+            size = self._cached.sizes.get(entry.file)
+        else:
+            size = path.stat().st_size if path.is_file() else None
+        if size is None:
             raise BadInputError(f"the store's file {path} is missing: build the store again")
-        size = path.stat().st_size
         if size != entry.bytes:
             raise BadInputError(
                 f"{path} has {size} bytes, but its manifest says {entry.bytes}: it was truncated "
@@ -210,6 +243,19 @@ class ShardStore(Store):
         """Hex digest of users, examples and schema, from the manifest."""
         return self.manifest.fingerprint
 
+    def _known_digests(self) -> np.ndarray | None:
+        if self.manifest.digests is None:
+            return None
+        path = self._file(self.manifest.digests)
+        found = path.read_bytes()
+        fits = len(found) == 32 * self.num_users
+        if not fits or combine_digests(self.schema, [found]) != self.fingerprint:
+            raise BadInputError(
+                f"{path} does not have the digests of the store's users: it belongs to another "
+                "build or was damaged; build the store again"
+            )
+        return np.frombuffer(found, np.uint8).reshape(-1, 32)
+
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         chosen = np.fromiter(indices, np.int64, len(indices))
         places = pa.Array.from_buffers(pa.int64(), len(chosen), [None, pa.py_buffer(chosen)])
@@ -220,15 +266,30 @@ class ShardStore(Store):
         if reader is None:
             with self._lock:
                 if shard not in self._readers:
-                    entry = self.manifest.shards[shard]
-                    self._readers[shard] = open_records(
-                        self.path / entry.file,
-                        self.manifest.shard_format,
-                        self.schema,
-                        entry.examples,
-                    )
+                    self._readers[shard] = self._open(self.manifest.shards[shard])
                 reader = self._readers[shard]
         return reader
+
+    def _open(self, entry: FileEntry) -> RecordReader:
+        if self._cached is not None and entry.layout is not None and self.manifest.blocks:
+            first, last = self._blocks_of[entry.file]
+            file = self._cached.file(entry.file, self._digests[first:last])
+            return open_cached(file, self.schema, entry.layout)
+        kind = self.manifest.shard_format
+        return open_records(self._file(entry), kind, self.schema, entry.examples)
+
+    @functools.cached_property
+    def _digests(self) -> list[bytes]:
+        assert self.manifest.blocks is not None
+        found = self._file(self.manifest.blocks).read_bytes()
+        return [found[i : i + 32] for i in range(0, len(found), 32)]
+
+    @functools.cached_property
+    def _blocks_of(self) -> dict[str, tuple[int, int]]:
+        """The first block of each shard, and the one after its last."""
+        ends = np.cumsum([0, *(num_blocks(entry.bytes) for entry in self.manifest.shards)])
+        pairs = zip(ends[:-1].tolist(), ends[1:].tolist())
+        return {entry.file: pair for entry, pair in zip(self.manifest.shards, pairs)}
 
     def records(self, positions: np.ndarray) -> np.ndarray:
         """Returns the stored records at ``positions``.
@@ -243,10 +304,20 @@ class ShardStore(Store):
         shard = np.searchsorted(self._starts, positions, side="right") - 1
         order = np.argsort(shard, kind="stable")
         bounds = np.searchsorted(shard[order], np.arange(len(self.manifest.shards) + 1))
-        for s in np.flatnonzero(np.diff(bounds)):
+
+        def read(s: int) -> None:
             rows = order[bounds[s] : bounds[s + 1]]
-            out[rows] = self._reader(int(s)).read(positions[rows] - self._starts[s])
+            out[rows] = self._reader(s).read(positions[rows] - self._starts[s])
+
+        needed = np.flatnonzero(np.diff(bounds)).tolist()
+        # A request takes long, and little of this machine.
+        for _ in map(read, needed) if self._cached is None else self._pool.map(read, needed):
+            pass
         return out
+
+    @functools.cached_property
+    def _pool(self) -> concurrent.futures.ThreadPoolExecutor:
+        return concurrent.futures.ThreadPoolExecutor(_DOWNLOADS)
 
     @property
     def has_lengths(self) -> bool:  # type: ignore[override]
@@ -260,7 +331,7 @@ class ShardStore(Store):
     @functools.cached_property
     def _lengths(self) -> np.ndarray:
         assert self.manifest.lengths is not None
-        path = within(self.path, self.manifest.lengths.file)
+        path = self._file(self.manifest.lengths)
         try:
             table = pa.ipc.open_file(pa.memory_map(os.fspath(path))).read_all()
             if table.schema != LENGTHS_INDEX or table.num_rows != self.num_examples:
@@ -277,6 +348,7 @@ class ShardStore(Store):
           BadInputError: naming the first file that is not what was built.
         """
         for entry in self.manifest.files:
+            self._file(entry)
             self._check_sum(entry, "a byte changed or it belongs to another build")
         if content_fingerprint(self) != self.manifest.fingerprint:
             raise BadInputError(
@@ -308,6 +380,10 @@ def _unit_key(sources: dict[str, Any]) -> str:
 
 def open_store(path: str | os.PathLike[str]) -> ShardStore | SharedStore:
     """Opens a store's folder; a ``SharedStore`` if records have several owners.
+
+    A folder in a bucket (``gs://``, ``s3://``) is read through the cache of this machine: a block
+    of 256 KiB (without ``blocks.sha256``, a shard) is downloaded, and compared with its checksum,
+    when one of its records is first asked for.
 
     Sizes of all files and the checksum of the index are checked; ``ShardStore.verify`` reads the
     rest.

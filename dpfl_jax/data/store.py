@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -115,7 +115,14 @@ class Store(abc.ABC):
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        return content_fingerprint(self)
+        return content_fingerprint(self, self._known_digests())
+
+    def _known_digests(self) -> np.ndarray | None:
+        """uint8 [num_users, 32], each user's ``user_digest`` if it is known without reading, or 0.
+
+        None if none is.
+        """
+        return None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(users={self.num_users}, examples={self.num_examples})"
@@ -150,23 +157,29 @@ def combine_digests(schema: Schema, digests: Iterable[bytes]) -> str:
 _BLOCK = 2**16  # examples per read
 
 
-def content_fingerprint(store: Store) -> str:
-    """Computes a store's fingerprint from its records, some users at a time."""
-    offsets = store.user_offsets
+def content_fingerprint(store: Store, known: np.ndarray | None = None) -> str:
+    """Computes a store's fingerprint, from the records of users whose digest is not ``known``."""
+    if known is None:
+        return combine_digests(store.schema, _digests(store, np.arange(store.num_users)))
+    missing = np.flatnonzero(~known.any(axis=1))
+    for user, digest in zip(missing, _digests(store, missing)):
+        known[user] = np.frombuffer(digest, np.uint8)
+    return combine_digests(store.schema, [known.tobytes()])
 
-    def digests() -> Iterable[bytes]:
-        low = 0
-        while low < store.num_users:
-            first = int(offsets[low])
-            high = int(np.searchsorted(offsets, first + _BLOCK, side="right")) - 1
-            high = max(high, low + 1)
-            block = store.records(np.arange(first, int(offsets[high]), dtype=np.int64))
-            for i, name in enumerate(store.user_ids(range(low, high))):
-                begin, end = offsets[low + i] - first, offsets[low + i + 1] - first
-                yield user_digest(name, block[begin:end])
-            low = high
 
-    return combine_digests(store.schema, digests())
+def _digests(store: Store, users: np.ndarray) -> Iterator[bytes]:
+    """The digests of some users, in order; reads some of them at a time."""
+    first, counts = store.user_offsets[users], np.diff(store.user_offsets)[users]
+    ends, low = np.cumsum(counts), 0
+    while low < len(users):
+        read = int(ends[low] - counts[low])
+        high = max(low + 1, int(np.searchsorted(ends, read + _BLOCK, side="right")))
+        ranges = zip(first[low:high], counts[low:high])
+        block = store.records(np.concatenate([np.arange(f, f + n) for f, n in ranges]))
+        names = store.user_ids(users[low:high])
+        for name, records in zip(names, np.split(block, ends[low : high - 1] - read)):
+            yield user_digest(name, records)
+        low = high
 
 
 def check_offsets(offsets: np.ndarray) -> None:
@@ -350,6 +363,7 @@ class UserView(Store):
         keep = -(-(size - skip) // every)
         keep = keep if counts is None else np.minimum(counts, keep)
         nonempty = keep > 0
+        self._is_whole = (keep == size)[nonempty]
         self.parent, self._every = parent, every
         self.users_are_sets = getattr(parent, "users_are_sets", False)
         self.unit_key = unit_key_of(parent)
@@ -366,6 +380,10 @@ class UserView(Store):
 
     def records(self, positions: np.ndarray) -> np.ndarray:
         return self.parent.records(self._in_parent(positions))
+
+    def _known_digests(self) -> np.ndarray | None:
+        known = self.parent._known_digests()
+        return None if known is None else known[self._users] * self._is_whole[:, None]
 
     @property
     def has_lengths(self) -> bool:  # type: ignore[override]

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import math
 import os
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from dpfl_jax import buckets
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.guarantee import without_infinities
 from dpfl_jax.accounting.statement import Statement
@@ -256,7 +256,7 @@ class FederatedRun(FederatedStudy):
         if self.personal is not None:
             section = self.config.privacy.budgets
             source = section.path or f"privacy.budgets.column={section.column} of the data"
-            self.personal.check_unchanged(pathlib.Path(path), source)
+            self.personal.check_unchanged(buckets.folder(path), source)
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> Guarantee:
         if self.personal is not None:

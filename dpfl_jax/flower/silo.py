@@ -72,7 +72,7 @@ def study_config(folder: pathlib.Path, silo: SiloConfig) -> Any:
     data = dict(silo.data)
     # A path in silo.yaml is relative to the silo's folder.
     if isinstance(data.get("path"), str) and not data["path"].startswith("hf:"):
-        data["path"] = str(folder / os.path.expandvars(os.path.expanduser(data["path"])))
+        data["path"] = str(folder / os.path.expandvars(on_disk(data["path"]).expanduser()))
     raw = config_to_dict(config)
     whole, where = {**raw, "data": {**raw["data"], **data}}, f"{path} with silo.yaml"
     refuse_code(whole, where, NO_CODE)

@@ -29,7 +29,7 @@ from dpfl_jax.accounting import LedgerError
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.data import load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError, at_least
-from dpfl_jax.files import check_links, within
+from dpfl_jax.files import check_links, on_disk, within
 from dpfl_jax.planning.candidates import at_budget
 from dpfl_jax.run.console import StepProgress
 from dpfl_jax.run.directory import finished_report, write_atomically
@@ -111,6 +111,7 @@ class Sweep:
     allow_code: bool = False
 
     def __post_init__(self) -> None:
+        on_disk(self.directory)
         if not self.axes or any(not values for values in self.axes.values()):
             raise BadInputError("a sweep needs at least one axis, with at least one value each")
         if {"cohort_size", "budget"} <= set(self.axes):

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import glob
 import io
 import json
 import logging
 import math
+import os
 import pathlib
 import sys
 import time
@@ -31,7 +33,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax import buckets
+from dpfl_jax.errors import BadInputError, UnreachableError
 from dpfl_jax.files import on_disk
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
@@ -56,6 +59,58 @@ class _Folder(type(epath.Path("/"))):  # type: ignore[misc]
         return map(self._new, glob.iglob(f"{glob.escape(str(self))}/{pattern}"))
 
 
+_CommittedLast = ocp.path.atomicity.CommitFileTemporaryPath  # a bucket cannot rename
+
+
+def _place(directory: pathlib.Path) -> Any:
+    """Where Orbax reads and writes."""
+    where = buckets.located(directory.absolute())
+    if not isinstance(where, epath.Path):
+        return _Folder(where)
+    if str(where).startswith("s3:"):
+        _teach_s3()
+    return where
+
+
+@functools.cache
+def _teach_s3() -> None:
+    """Lets Orbax write arrays to S3, which TensorStore can and Orbax does not ask it to.
+
+    Without this, Orbax refuses such a path ("should be absolute"), and writes nothing elsewhere.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    of_google = tensorstore_utils.build_kvstore_tspec
+    known = {
+        "endpoint": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
+        "aws_region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
+        "aws_credentials": {"type": "environment"} if "AWS_ACCESS_KEY_ID" in os.environ else None,
+    }
+    of_s3 = {"driver": "s3", **{name: value for name, value in known.items() if value}}
+
+    def translated(spec: Any) -> Any:
+        if isinstance(spec, list):
+            return [translated(part) for part in spec]
+        if not isinstance(spec, dict):
+            return spec
+        spec = {name: translated(part) for name, part in spec.items()}
+        return spec | of_s3 if str(spec.get("driver")).startswith("gcs") else spec
+
+    def build(directory: str, *args: Any, **given: Any) -> Any:
+        if not directory.startswith("s3:"):
+            return of_google(directory, *args, **given)
+        return translated(of_google("gs://" + directory[3:].lstrip("/"), *args, **given))
+
+    tensorstore_utils.build_kvstore_tspec = build
+
+
+def _meet(**given: Any) -> None:
+    """Waits for the other processes, but not after an error here: they wait for what it ended."""
+    if (error := sys.exception()) is not None:
+        raise error
+    ocp.multihost.get_barrier_sync_fn()(**given)
+
+
 class Checkpoints:
     """The checkpoints of one run; finished ones survive a kill at any moment.
 
@@ -69,12 +124,15 @@ class Checkpoints:
         """Opens (or creates) ``directory``, keeping the newest ``keep`` checkpoints."""
         self.directory, self._keep = on_disk(directory).absolute(), keep
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = _place(self.directory)
         # The state is donated to the next step. JAX reuses no buffer that a copy on the host still
         # shows, and every checkpoint holds a digest of what it should be.
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self, async_options=ocp.AsyncOptions(timeout_secs=_SLOW_STORAGE_S)
+            preservation_policy=self,
+            async_options=ocp.AsyncOptions(timeout_secs=_SLOW_STORAGE_S, barrier_sync_fn=_meet),
+            temporary_path_class=None if isinstance(place, _Folder) else _CommittedLast,
         )
-        self._manager = ocp.CheckpointManager(_Folder(self.directory), options=options)
+        self._manager = ocp.CheckpointManager(place, options=options)
         self._unopened: set[int] = set()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
@@ -123,6 +181,8 @@ class Checkpoints:
             state=ocp.args.StandardSave(_to_tree(state)),
             progress=ocp.args.JsonSave({**progress, "seal": _seal(key, progress)}),
         )
+        # A checkpoint without the rows of metrics up to it would decide otherwise when it resumes.
+        buckets.publish(self.directory.parent)
         with self._room():
             self._manager.save(step, args=args)
 
@@ -203,8 +263,14 @@ class Checkpoints:
     def _room(self) -> Iterator[None]:
         try:
             yield
-        except (ValueError, OSError) as error:
-            if "No space left" not in str(error) and "quota" not in str(error):
+        except Exception as error:
+            if not isinstance(_place(self.directory), _Folder):  # every client has its own errors
+                raise UnreachableError(
+                    f"no checkpoint could be written to {self.directory} ({error}): the same "
+                    "command resumes from the one before"
+                ) from error
+            is_full = "No space left" in str(error) or "quota" in str(error)
+            if not (is_full and isinstance(error, ValueError | OSError)):
                 raise
             raise BadInputError(
                 f"no checkpoint can be written to {self.directory}, as the disk is full: free "
@@ -303,7 +369,7 @@ def _read_on_host(directory: pathlib.Path, step: int, parts: Sequence[str] | Non
     """Reads the named ``parts`` of a checkpoint's state (None: all) as NumPy arrays."""
 
     def read() -> Any:
-        state = _Folder(directory.absolute()) / str(step) / "state"
+        state = _place(directory) / str(step) / "state"
         handler = ocp.PyTreeCheckpointHandler()
         tree = handler.metadata(state).tree
         chosen = {name: tree[name] for name in parts or tree if name in tree}

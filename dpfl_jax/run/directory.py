@@ -22,12 +22,13 @@ from typing import IO, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from dpfl_jax import buckets
 from dpfl_jax.accounting import digests, statement
 from dpfl_jax.accounting.versions import this_version
 from dpfl_jax.audit import proof
 from dpfl_jax.config.load import other_run, with_moved, write_yaml
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.files import on_disk, read_text
+from dpfl_jax.files import read_text
 from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
@@ -98,7 +99,8 @@ class RunDirectory:
     """An exclusively locked run directory.
 
     Attributes:
-      path: the directory.
+      path: the directory; if it is in a bucket, its working copy (``buckets``).
+      address: the directory as people name it.
       root_key: the key of the run, created with it.
       resumed: True if the directory existed before.
       run_id: unique to this run, also among runs that had the same path.
@@ -117,8 +119,9 @@ class RunDirectory:
     released: int | None
     writes: bool
     listeners: tuple[Callable[[Mapping[str, Any]], Any], ...] = ()
-    _lock: IO[str] | None
+    _lock: contextlib.ExitStack | None
     _content: dict[str, Any]
+    _opened: str
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class RunDirectory:
         """Creates the directory, or opens an unfinished one of the same configuration.
 
         Args:
-          path: the directory.
+          path: the directory, also an address (``gs://``, ``s3://``).
           config: resolved configuration, kept as config.yaml.
           key: root key of a new run; None for a secret one from the operating system.
           facts: what is stored of the run: on resume ``data`` (fingerprint of the training set)
@@ -141,13 +144,13 @@ class RunDirectory:
           BadInputError: it holds other files, another configuration, or a finished run, or another
             process works in it.
         """
-        self.path, self.writes = on_disk(path).absolute(), True
-        self.check(self.path, config)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path, self.writes = buckets.folder(path).absolute(), True
+        self.check(path, config)
         self._lock = self._acquire_lock()
-        self.resumed = (self.path / "config.yaml").exists()
-        private = self.path / "private"
+        private, self._opened = self.path / "private", uuid.uuid4().hex
         try:
+            self.check(path, config)  # again, now that nobody else writes there
+            self.resumed = (self.path / "config.yaml").exists()
             private_folder(private)
             if (private / _KEY).exists():
                 close_to_others(private / _KEY)
@@ -214,7 +217,7 @@ class RunDirectory:
         if self.writes:
             self._write_content()
             for name in REPORTS:
-                (self.path / name).unlink(missing_ok=True)
+                buckets.remove(self.path / name)
 
     def note(self, name: str, value: Any) -> None:
         """Keeps a further fact (plain JSON) for resuming; all processes pass the same."""
@@ -240,7 +243,9 @@ class RunDirectory:
         seal.
         """
         if self.writes:
-            content = {"steps": steps, "seal": self.root_key.keyed_digest("released", str(steps))}
+            seal = self.root_key.keyed_digest("released", str(steps))
+            # Another process that resumes the run writes something else, whatever the steps are.
+            content = {"steps": steps, "seal": seal, "opened": self._opened}
             write_atomically(self.path / RELEASED_STEPS, json.dumps(content), mode=0o600)
 
     def _read_released(self) -> int | None:
@@ -275,10 +280,15 @@ class RunDirectory:
             moved = moved or len(known) > 1
         return moved
 
+    @property
+    def address(self) -> str:
+        """The directory as people name it: its path, or gs://... or s3://..."""
+        return buckets.address(self.path) or str(self.path)
+
     def introduction(self) -> dict[str, Any]:
         """What another process needs to ``join``: plain JSON, nothing secret."""
         return {
-            "path": str(self.path),
+            "path": self.address,
             "run_id": self.run_id,
             "resumed": self.resumed,
             "facts": self.facts,
@@ -304,11 +314,12 @@ class RunDirectory:
           BadInputError: the directory is not the same here, or the data are not.
         """
         self = cls.__new__(cls)
-        self.path, self.writes, self._lock = pathlib.Path(introduction["path"]), False, None
+        self.writes, self._lock = False, None
         self.run_id, self.facts = introduction["run_id"], dict(introduction["facts"])
         self.resumed, self.released = introduction["resumed"], introduction["released"]
         deadline = time.monotonic() + patience_s
         while True:
+            self.path = buckets.folder(introduction["path"])
             try:
                 self.root_key = read_root_key(self.path / "private")
                 if self.root_key.fingerprint == introduction["root_key"]:
@@ -340,7 +351,7 @@ class RunDirectory:
     @staticmethod
     def check(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         """Raises BadInputError unless ``path`` is new, or an unfinished run like this one."""
-        path = on_disk(path).absolute()
+        path = buckets.folder(path).absolute()
         if "\\" in str(path):
             raise BadInputError(
                 f"the run directory {path} has a backslash in its path, which checkpoints take for "
@@ -385,21 +396,25 @@ class RunDirectory:
             )
 
     def close(self) -> None:
-        """Releases the lock."""
+        """Uploads what is only in the working copy, if there is one, and releases the lock."""
         if self._lock is not None:
-            self._lock.close()
+            with self._lock:
+                buckets.publish(self.path)
 
-    def _acquire_lock(self) -> IO[str]:
-        lock = open_plain(self.path / "run.lock")
+    def _acquire_lock(self) -> contextlib.ExitStack:
+        held = contextlib.ExitStack()
+        held.callback(buckets.Lease(self.path).close)
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = held.enter_context(open_plain(self.path / "run.lock"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            lock.close()
+            held.close()
             raise BadInputError(
                 f"another process is training in {self.path}: wait for it, or choose another "
                 "--run-dir"
             ) from None
-        return lock
+        return held
 
     def _write_key(self, private: pathlib.Path) -> None:
         content = {"secret": self.root_key.secret.hex(), "public": self.root_key.public}
@@ -566,7 +581,7 @@ def _owner_of_new_files(folder: pathlib.Path) -> int:
 def write_atomically(path: pathlib.Path, content: str | bytes, mode: int = 0o644) -> None:
     """Writes a file so that a crash leaves the old content or the new, never a part.
 
-    Once it returns, the new content is on the disk.
+    Once it returns, the new content is on the disk, and in the bucket of a working copy.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # of a killed process, or put there by somebody else
@@ -587,3 +602,4 @@ def write_atomically(path: pathlib.Path, content: str | bytes, mode: int = 0o644
         os.fsync(folder)
     finally:
         os.close(folder)
+    buckets.publish(path)

@@ -22,6 +22,7 @@ from dpfl_jax.accounting import Guarantee, advisories
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.accounting.versions import this_version
+from dpfl_jax.buckets import address
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import default_cache_dir
@@ -410,7 +411,7 @@ def save_report(
     """
     statement = statement.made_by(directory.facts.get("versions", ()))
     report = build_report(name, result, statement.privacy, **sections)
-    report["run_dir"] = str(directory.path)
+    report["run_dir"] = directory.address
     report["data"]["keyed_digest"] = directory.facts["data"]
     report["eval"] = {name: describe(value) for name, value in report["eval"].items()}
     if baseline is not None:
@@ -424,7 +425,8 @@ def save_report(
 
 def _content(config: Any) -> dict[str, Any]:
     ledger = config.privacy.ledger
-    if ledger is not None and not os.path.isabs(ledger):  # load_config makes it absolute
+    # load_config makes it absolute
+    if ledger is not None and not os.path.isabs(ledger) and address(ledger) is None:
         raise BadInputError(
             f"privacy.ledger is the relative path {ledger!r}, but this configuration was not read "
             "from a file that it could be relative to: give the full path"
@@ -436,7 +438,7 @@ def _content(config: Any) -> dict[str, Any]:
 
 def _introduce(run: Run, directory: RunDirectory, console: Console) -> None:
     verb = "resuming" if directory.resumed else "starting"
-    console.print(f"{verb} {run.config.name} in {directory.path}")
+    console.print(f"{verb} {run.config.name} in {directory.address}")
     for line in [*run.headline(), *run.warnings(), *run.advice()]:
         console.print(line)
     if inputs := run.public_inputs:
@@ -459,7 +461,7 @@ def _run(run: Run, directory: RunDirectory, console: Console) -> dict[str, Any]:
         )
     if not directory.writes:
         status = FINISHED if result.interrupted is None else "interrupted"
-        return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
+        return {"status": status, "steps": result.steps, "run_dir": directory.address}
     caveats = (*directory.facts["caveats"], *result.caveats)
     guarantee = run.about(run.guarantee(result.accounted, caveats))
     sections = run.report(directory, result, guarantee)

@@ -23,8 +23,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from dpfl_jax.buckets import as_given
 from dpfl_jax.config.execution import ProcessesConfig
-from dpfl_jax.errors import BadInputError, StoppedError, one_of
+from dpfl_jax.errors import BadInputError, StoppedError, UnreachableError, one_of
 from dpfl_jax.randomness import RootKey
 
 T = TypeVar("T")
@@ -249,7 +250,7 @@ def synchronized_shutdown(how: str, section: ProcessesConfig) -> Iterator[None]:
 
     def leave(text: str, status: int) -> None:
         exit_message.cancel()
-        print_and_exit(text, status)
+        print_and_exit(as_given(text), status)
 
     watch = Watch(section.lost_after_s, lambda lost: leave(lost_message(lost, how), 1))
     try:
@@ -263,6 +264,8 @@ def synchronized_shutdown(how: str, section: ProcessesConfig) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, BadInputError):
             leave(f"error: {error} (process {jax.process_index()})", 2)
+        if isinstance(error, UnreachableError):
+            leave(f"{error} (process {jax.process_index()})", 1)
         if _is_about_others(error):
             leave(lost_message(None, how), 1)
         traceback.print_exc()

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dpfl_jax import __version__
+from dpfl_jax import __version__, buckets
 from dpfl_jax.accounting import REPLACE, Guarantee, Meaning, digests, plot_attacks
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import NAME as STATEMENT
@@ -148,6 +148,7 @@ def write_report(
     else:
         text = re.sub(r"!\[\]\(\w+\.png\)\n\n?", "", text)
     write_atomically(directory / "report.md", text)
+    buckets.publish(directory)
     write_atomically(directory / "report.json", json.dumps(report, indent=2, default=str) + "\n")
 
 

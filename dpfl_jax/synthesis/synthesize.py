@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.statement import NAME, Statement
+from dpfl_jax.buckets import located
 from dpfl_jax.data import load_dataset
 from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.errors import BadInputError, StoppedError, at_least, nearest
@@ -139,7 +140,7 @@ def synthesize(
     at_least("the number of rows (--rows)", rows, 1, whole=True)
     target, folder = on_disk(out), None if report is None else on_disk(report)
     _check_folder(target)
-    kept = read_run(on_disk(run))
+    kept = read_run(run)
     with console.status("reading the model"):
         trained = language_model(kept)
     writer = writer_of(trained, prompts)
@@ -290,7 +291,7 @@ def _before(
 def _digest(kept: FinishedRun) -> str:
     name = digests.checkpoint(kept.step)
     known = {} if kept.stated.digests is None else kept.stated.digests.run
-    return known.get(name) or digests.digest(kept.path / name)
+    return known.get(name) or digests.digest(located(kept.path / name))
 
 
 def _mesh(trained: TrainedModel) -> Any:

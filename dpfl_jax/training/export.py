@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 
-from dpfl_jax import __version__
+from dpfl_jax import __version__, buckets
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.statement import NAME, Statement
 from dpfl_jax.config import RunConfig, validate_config
@@ -22,7 +22,6 @@ from dpfl_jax.config.load import read_sections
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError, positive
-from dpfl_jax.files import on_disk
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, not_reference
 from dpfl_jax.models.checkpoint import fingerprint, save_adapter, save_checkpoint
@@ -97,9 +96,8 @@ def export(
       ['guarantee', 'layout', 'out', 'parameters', 'privacy', 'step']
     """
     positive("max_file_bytes", max_file_bytes)
-    directory, out = on_disk(run), on_disk(out)
-    kept = read_run(directory, which)
-    with _whole_or_nothing(out):
+    with buckets.output(out) as place, _whole_or_nothing(place):
+        kept = read_run(run, which)
         size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
         base = None
         is_central = kept.config is not None and kept.config.variant == "central"
@@ -107,15 +105,15 @@ def export(
             base = kept.config.model.checkpoint
             trained = language_model(kept, dtype, merged=not adapter)
             if adapter:
-                target, layout = _adapter(trained, out, dtype), "peft"
+                target, layout = _adapter(trained, place, dtype), "peft"
                 number = sum(x.size for n, x in flat_paths(trained.params).items() if is_adapter(n))
             else:
-                target, layout = _transformer(out, trained.model, trained.params, base, size)
+                target, layout = _transformer(place, trained.model, trained.params, base, size)
                 number = trained.model.num_params
         elif adapter:
-            raise BadInputError(f"the run in {directory} trained no adapters: leave out --adapter")
+            raise BadInputError(f"the run in {kept.path} trained no adapters: leave out --adapter")
         else:
-            target, layout, number = _other(kept, out, size, build)
+            target, layout, number = _other(kept, place, size, build)
         report = kept.report
         facts = dict(report.get("model", {}))
         if base is not None:
@@ -134,7 +132,7 @@ def export(
         write_atomically(target / "README.md", _model_card(facts_of_run, stated, layout))
         write_atomically(target / NAME, stated.dumps())
     return {
-        "out": str(target),
+        "out": buckets.as_given(str(target)),
         "layout": layout,
         "parameters": number,
         "step": kept.step,
@@ -289,7 +287,7 @@ def load_trained(
     Raises:
       BadInputError: it is not a finished run of a language model, or its base is gone.
     """
-    return language_model(read_run(on_disk(run), which))
+    return language_model(read_run(run, which))
 
 
 def language_model(
@@ -352,12 +350,13 @@ class FinishedRun:
     released: PyTree
 
 
-def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -> FinishedRun:
+def read_run(run: str | os.PathLike[str], which: Literal["last", "best"] = "last") -> FinishedRun:
     """Reads the directory of a finished run, and the released parameters of a checkpoint.
 
     Raises:
       BadInputError: it is not a run, is not finished, or has no such checkpoint.
     """
+    directory = buckets.folder(run)
     if not (directory / "config.yaml").is_file():
         raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
     report = finished_report(directory)

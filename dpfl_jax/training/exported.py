@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpfl_jax import buckets
 from dpfl_jax.accounting import Guarantee, digests
 from dpfl_jax.accounting.statement import NAME, Statement, read
 from dpfl_jax.data.in_memory import table_rows
 from dpfl_jax.data.table import read_inputs
 from dpfl_jax.errors import BadInputError, repeated
-from dpfl_jax.files import on_disk
 from dpfl_jax.models import FunctionalModel, LanguageModel, TransformerConfig, build_by_name
 from dpfl_jax.models.checkpoint import load_model
 from dpfl_jax.models.checkpoint.convert import ADAPTER_CONFIG
@@ -170,7 +170,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = N
       >>> dpfl.load_exported(f"{folder}/model", like=start).params["w"].shape
       (1,)
     """
-    folder = on_disk(path)
+    folder = buckets.folder(path)
     if (folder / ADAPTER_CONFIG).exists():
         raise BadInputError(
             f"{folder} holds adapters alone: peft.PeftModel.from_pretrained(base, {str(folder)!r}) "

@@ -24,6 +24,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from dpfl_jax.buckets import located
 from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.config.schema import ModelConfig
 from dpfl_jax.data import DataConfig, Dataset, Store
@@ -426,7 +427,7 @@ def check_pretrained(pretrained: Pretrained, directory: RunDirectory, needed: bo
 
     def check() -> None:
         known = directory.facts.get("base", facts)
-        kept = any(p.name.isdigit() for p in (directory.path / "checkpoints").glob("*"))
+        kept = any(p.name.isdigit() for p in located(directory.path / "checkpoints").glob("*"))
         if known["name"] != facts["name"] or (known != facts and (needed or not kept)):
             raise BadInputError(
                 f"the pre-trained checkpoint {pretrained.path} is not the one that the run in "

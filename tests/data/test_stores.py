@@ -19,6 +19,7 @@ from dpfl_jax.data import (
     split_within_users,
     store_from_documents,
 )
+from dpfl_jax.data.build import write_store
 from dpfl_jax.data.documents import chunk_documents
 from dpfl_jax.errors import BadInputError
 
@@ -193,6 +194,18 @@ def test_views_read_what_the_parent_holds():
         for u, name in enumerate(view.user_ids(range(view.num_users)))
     )
     assert copy.fingerprint == view.fingerprint
+
+
+@pytest.mark.parametrize("chosen", [{}, {"counts": np.full(4, 2)}, {"first": np.ones(4, int)}])
+def test_users_are_read_for_a_fingerprint_only_if_a_part_of_them_counts(tmp_path, chosen):
+    memory, users = make_store([3, 1, 2, 5, 2]), np.array([0, 1, 3, 4])
+    disk, read = write_store(memory, tmp_path / "store"), []
+    disk.records = lambda positions: read.extend(positions) or memory.records(positions)
+    view = UserView(disk, users, **chosen)
+    assert view.fingerprint == UserView(memory, users, **chosen).fingerprint
+    sizes = np.diff(memory.user_offsets)[users]
+    kept = np.minimum(sizes, 2) if "counts" in chosen else sizes - len(chosen)
+    assert len(read) == kept[kept < sizes].sum()
 
 
 def test_views_of_every_second_example_share_none():
