@@ -234,9 +234,9 @@ class Pipeline:
     def first_units(self, count: int, group_size: int | None) -> list[Bucket]:
         """Returns a few units of the store (up to ``count``), once for each shape of a step.
 
-        They are the first, and the user with most examples: one bucket of one row for every group
-        size (``group_size`` is the sampler's), with as many of the users' examples as fit. The
-        check before the first step uses them, whatever is drawn. The arrays stay on the host.
+        They are the user with most examples, and the first others: one bucket of one row for every
+        group size (``group_size`` is the sampler's), with as many of the users' examples as fit.
+        The check before the first step uses them, whatever is drawn. The arrays stay on the host.
         """
         offsets = np.asarray(self.store.user_offsets)
         sizes: tuple[Any, ...] = self.shapes or (group_size,)
@@ -246,8 +246,9 @@ class Pipeline:
             sizes = self.shapes or self.group_sizes or sizes
             examples = np.diff(offsets)
             users = np.flatnonzero(examples)[:count]
-            if len(users) > 1 and (most := examples.argmax()) not in users:
-                users[-1] = most
+            if len(users) > 1:  # it comes first, as a narrow row holds few of them
+                most = examples.argmax()
+                users = np.r_[most, users[users != most]][:count]
             first = np.full((len(users), group_size), -1, np.int64)
             for row, start, stop in zip(first, offsets[users], offsets[users + 1]):
                 row[: stop - start] = np.arange(start, stop)[: len(row)]
