@@ -684,7 +684,8 @@ def final_params(where):
     return released(buckets.folder(where) / "checkpoints", 6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.slow("[gs]")
 def test_what_is_missing_of_a_killed_run_is_noticed_or_does_not_matter(
     job, bucket, quick, monkeypatch, capsys
 ):
