@@ -1,14 +1,18 @@
-"""Safe reading of files that come from others, and names on the Hugging Face hub."""
+"""Safe reading of files that come from others, cached answers, names on the Hugging Face hub."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import hashlib
 import importlib.util
 import io
+import json
 import os
 import pathlib
 import re
 import stat
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -118,6 +122,40 @@ def default_cache_dir() -> pathlib.Path:
         return on_disk(os.environ["DPFL_CACHE_DIR"])
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return on_disk(base) / "dpfl_jax"
+
+
+def answer_file(kind: str, *content: str) -> pathlib.Path | None:
+    """The file that caches the answer for ``content``, or None without a cache.
+
+    ``DPFL_CACHE_DIR`` names the folder, or turns the cache off (``off``, or empty).
+    """
+    if os.environ.get("DPFL_CACHE_DIR", "on").strip().lower() in ("", "off", "none", "0"):
+        return None
+    key = hashlib.sha256("\n".join(content).encode()).hexdigest()
+    try:
+        return default_cache_dir().expanduser() / kind / key[:2] / f"{key}.json"
+    except RuntimeError:  # no home directory
+        return None
+
+
+def write_answer(file: pathlib.Path | None, answer: Any) -> None:
+    """Writes to a temporary file and renames it, so that a reader never sees part of a file.
+
+    If the folder cannot be written, nothing is cached.
+    """
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as opened:
+                json.dump(answer, opened)
+            os.replace(temporary, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
 
 # ---- names of the Hugging Face hub ---------------------------------------------------------------

@@ -6,14 +6,10 @@ fine ones, so that the result meets the target by the bound that will be stated.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import json
 import math
-import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +29,7 @@ from dpfl_jax.accounting.accountant import (
 from dpfl_jax.accounting.accountant import epsilon as epsilon_of
 from dpfl_jax.accounting.leaves import flatten
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.files import default_cache_dir
+from dpfl_jax.files import answer_file, write_answer
 
 MakeEvent = Callable[[float], dp_accounting.DpEvent]
 SMALLEST_NOISE, LARGEST_NOISE = 1e-3, 1e9
@@ -109,7 +105,7 @@ def calibrate_noise_multiplier(
         slope = math.log(beyond / here) / math.log(1.02) if 0.0 < beyond < here < math.inf else -1.0
     sigma, _ = _root(excess, near, relative_tolerance, slope)
     if use_cache:
-        _remember(file, sigma)
+        write_answer(file, sigma)
     return sigma
 
 
@@ -141,7 +137,7 @@ def coarse_noise_multiplier(
         return known
     excess = functools.partial(_excess, make_event, epsilon, delta, relation, COARSE)
     sigma, _ = _root(excess, near, 2e-2, -1.5)
-    _remember(file, sigma)
+    write_answer(file, sigma)
     return sigma
 
 
@@ -160,18 +156,7 @@ def _excess(
 
 
 def _cache_file(*content: Any) -> pathlib.Path | None:
-    """The file that caches the answer for ``content``, or None without a cache.
-
-    ``DPFL_CACHE_DIR`` names the folder, or turns the cache off (``off``, or empty).
-    """
-    if os.environ.get("DPFL_CACHE_DIR", "on").strip().lower() in ("", "off", "none", "0"):
-        return None
-    text = "\n".join([_VERSION, *map(repr, content)])
-    key = hashlib.sha256(text.encode()).hexdigest()
-    try:
-        return default_cache_dir().expanduser() / "accounting" / key[:2] / f"{key}.json"
-    except RuntimeError:  # no home directory
-        return None
+    return answer_file("accounting", _VERSION, *map(repr, content))
 
 
 def _remembered(file: pathlib.Path | None, fits: Callable[[float], bool]) -> float | None:
@@ -183,26 +168,6 @@ def _remembered(file: pathlib.Path | None, fits: Callable[[float], bool]) -> flo
     if not isinstance(known, float) or not SMALLEST_NOISE <= known <= LARGEST_NOISE:
         return None
     return known if fits(known) else None
-
-
-def _remember(file: pathlib.Path | None, sigma: float) -> None:
-    """Writes to a temporary file and renames it, so that a reader never sees part of a file.
-
-    If the folder cannot be written, nothing is cached.
-    """
-    if file is None:
-        return
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as opened:
-                json.dump(sigma, opened)
-            os.replace(temporary, file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
 
 
 def noise_near(

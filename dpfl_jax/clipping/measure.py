@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
-import os
 import pathlib
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping.gradients import ClippedGrad
-from dpfl_jax.files import default_cache_dir
+from dpfl_jax.files import answer_file, write_answer
 
 PyTree = Any
 _ROUNDS = 3
@@ -92,7 +89,7 @@ def fastest(
     if not times:
         return ways[0]
     best = min(times, key=lambda way: times[way])
-    _remember(file, best)
+    write_answer(file, best.options)
     return best
 
 
@@ -147,21 +144,15 @@ def _some(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _cache_file(gradient: ClippedGrad, shapes: tuple[PyTree, ...]) -> pathlib.Path | None:
-    """The file that caches the answer; None if ``DPFL_CACHE_DIR`` turns the cache off."""
-    if os.environ.get("DPFL_CACHE_DIR", "on").strip().lower() in ("", "off", "none", "0"):
-        return None
     params, batch, rebuild = gradient.arguments(shapes)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    with contextlib.suppress(RuntimeError):  # no home directory
-        content = [
-            jax.__version__,
-            jax.devices()[0].device_kind,
-            str(jax.make_jaxpr(gradient.loss_fn)(*rebuild(params, one))),
-            repr((gradient.rule, gradient.memory, jax.tree.leaves(shapes))),
-        ]
-        key = hashlib.sha256("\n".join(content).encode()).hexdigest()
-        return default_cache_dir().expanduser() / "clipping" / f"{key}.json"
-    return None
+    return answer_file(
+        "clipping",
+        jax.__version__,
+        jax.devices()[0].device_kind,
+        str(jax.make_jaxpr(gradient.loss_fn)(*rebuild(params, one))),
+        repr((gradient.rule, gradient.memory, jax.tree.leaves(shapes))),
+    )
 
 
 def _remembered(file: pathlib.Path | None) -> Way | None:
@@ -175,14 +166,3 @@ def _remembered(file: pathlib.Path | None) -> Way | None:
     sized = known.microbatch_size is None or known.microbatch_size in range(1, 2**31)
     valid = known.strategy in ("ghost", "scan", "vmap") and sized and known.kernel in (True, False)
     return known if valid else None
-
-
-def _remember(file: pathlib.Path | None, way: Way) -> None:
-    if file is None:
-        return
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as opened:
-            json.dump(way.options, opened)
-        os.replace(temporary, file)

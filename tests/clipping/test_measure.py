@@ -45,7 +45,7 @@ def test_the_fastest_way_is_taken_and_measured_once(clock, tmp_path):
     assert best == seen[1]
     assert choose() == best
     assert len(seen) == 3
-    (file,) = tmp_path.glob("clipping/*.json")
+    (file,) = tmp_path.glob("clipping/*/*.json")
     assert json.loads(file.read_text()) == best.options
     times += times
     choose(memory_limit=1e9)  # another program
@@ -76,7 +76,7 @@ def test_where_nothing_runs_the_estimate_is_taken_and_not_cached(clock, tmp_path
     times, seen = clock
     times[:] = [None] * 3
     assert choose() == seen[0]
-    assert not list(tmp_path.glob("clipping/*.json"))
+    assert not list(tmp_path.glob("clipping/*/*.json"))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_where_nothing_runs_the_estimate_is_taken_and_not_cached(clock, tmp_path
 def test_a_bad_file_is_measured_again(clock, tmp_path, text):
     times, seen = clock
     best, count = choose(), len(seen)
-    (file,) = tmp_path.glob("clipping/*.json")
+    (file,) = tmp_path.glob("clipping/*/*.json")
     file.write_text(text)
     times += times
     assert choose() == best
