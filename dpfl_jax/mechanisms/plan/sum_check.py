@@ -142,6 +142,7 @@ def check_sum(
     passed = Passed(check, pipeline.mesh)
     if all(processes.gather(passed.already())):
         return None
+    passed.forget()
     check.run_all()
     # The sum may be wrong only in the parts of some processes.
     for said in processes.gather(check.wrong[:1]):
@@ -155,6 +156,16 @@ def check_sum(
     if check.is_telling:
         passed.keep()
     return SumCheck(check.worst, tolerance, check.alone is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Single:
+    """A sum of one unit: its bucket, what it adds, its norm, and the least of a parameter's."""
+
+    bucket: int
+    size: float
+    norm: float
+    least: float
 
 
 @dataclasses.dataclass
@@ -171,23 +182,42 @@ class _Check:
     alone: Reference | None = None
     worst: float = 0.0
     wrong: list[str] = dataclasses.field(default_factory=list)
-    singles: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    singles: list[_Single] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_telling(self) -> bool:
         """Whether the data would have shown a fault.
 
-        Zero gradients would not; gradients that no rule had to clip would not show that they are
-        clipped, nor single examples that users' examples are averaged.
+        A parameter without a gradient would not. Gradients that no rule had to clip would not show
+        that they are clipped, in each bucket; of groups of parameters that is not looked at. Single
+        examples, or copies of one, would not show that users' examples are averaged.
         """
-        several = self.reference.mechanism.participation.unit_examples in (None, 1) or any(
-            len(self.reference.examples(jax.tree.map(lambda x, u=u: x[0, u], bucket))) > 1
+        rule, participation = self.reference.mechanism.rule, self.reference.mechanism.participation
+        several = participation.unit_examples in (None, 1) or any(
+            self._differ(jax.tree.map(lambda x, u=u: x[0, u], bucket))
             for bucket, which in zip(self.each, self.which, strict=True)
             for u in range(which.max() + 1)
         )
-        clipped = any(size < 0.99 * norm for size, norm in self.singles)
-        others = max(which.max() for which in self.which)
-        return bool(several and clipped and others and all(size for size, _ in self.singles))
+        clipped = {one.bucket for one in self.singles if one.size < 0.99 * one.norm}
+        return bool(
+            several
+            and not rule.partition(self.names)
+            and not rule.is_per_leaf
+            and len(clipped) == len(self.which)
+            and max(which.max() for which in self.which)
+            and all(one.least > 0 for one in self.singles)
+        )
+
+    def _differ(self, unit: PyTree) -> bool:
+        """Whether a unit has examples that differ."""
+        first, *others = ([np.asarray(x) for x in jax.tree.leaves(example)]
+                          for example, _ in self.reference.examples(unit))  # fmt: skip
+        return any(
+            not np.array_equal(x, y, equal_nan=False)
+            for other in others
+            for x, y in zip(first, other, strict=True)
+        )
 
     def run_all(self) -> None:
         columns = [np.linspace(0, w.shape[1] - 1, _ALONE).astype(int) for w in self.which]
@@ -217,7 +247,9 @@ class _Check:
             real[b][0, column] = True
             got = trial.run(real, alone=True)
             unit = float(clip_norm or 1.0)  # sums of a clip norm that adapts are in units of it
-            self.singles.append((unit * got.size, got.norms))
+            least = float(got.leaf_norms.min())
+            self.singles.append(_Single(b, unit * got.size, got.norms, least))
+            self.names = got.names
             self.compare(got, real, "the sum of a single unit", clip_norm)
             bound = self.bound_of(b, self.which[b][0, column])
             if not got.size <= bound * (1 + self.tolerance):
@@ -439,9 +471,10 @@ class _Trial:
 class Passed:
     """Whether a program was found right on this machine before.
 
-    A program that JAX compiles is always checked. One that JAX loads from its folder of kept
-    programs is not, if a file there says that it passed. Who can write there needs no such file to
-    change what runs, as these programs are executed.
+    A program that JAX compiles is always checked, and so is the first that it loads from its folder
+    of kept programs; of that a file there says that it passed, until it is compiled or checked
+    again. Who can write there needs no such file to change what runs, as these programs are
+    executed.
     """
 
     def __init__(self, check: _Check, mesh: Mesh) -> None:
@@ -465,10 +498,16 @@ class Passed:
         return self.is_loaded and self.file is not None and self.file.is_file()
 
     def keep(self) -> None:
-        """Remembers that the program is right, if the folder can be written."""
+        """Remembers that a program that JAX had kept is right, if the folder can be written."""
+        with contextlib.suppress(OSError):
+            if self.is_loaded and self.file is not None:
+                self.file.touch(mode=0o600)
+
+    def forget(self) -> None:
+        """Removes the file: the program is checked again, and may be another by now."""
         with contextlib.suppress(OSError):
             if self.file is not None:
-                self.file.touch(mode=0o600)
+                self.file.unlink(missing_ok=True)
 
 
 def _facts(check: _Check, program: str, mesh: Mesh) -> list[Any]:
@@ -511,6 +550,8 @@ def _loads() -> list[int]:
 def _package_digest() -> str:
     """Of all modules of this package: a change in any may change what is checked, or how."""
     files = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
+    if not files:
+        raise FileNotFoundError("the package's modules")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import check as bench
-from dpfl_jax.clipping import Adaptive, Flat, SelfCheckError
+from dpfl_jax.clipping import Adaptive, Flat, PerLayer, SelfCheckError
 from dpfl_jax.clipping.rules import OwnBound
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
@@ -253,7 +253,8 @@ def test_a_program_that_was_right_is_not_run_again_and_another_is(kept, monkeypa
     def scaled_loss(params, example):  # its constant is captured
         return factor * loss(params, example)
 
-    assert check_program(scaled_loss) is not None
+    for _ in range(2):  # compiled, then loaded for the first time
+        assert check_program(scaled_loss) is not None
     assert check_program(scaled_loss, b=0.6) is None  # whatever the parameters
     factor = np.float32(2.0)
     assert check_program(scaled_loss) is not None
@@ -285,10 +286,41 @@ def test_a_program_that_was_right_is_not_run_again_and_another_is(kept, monkeypa
     ids=["no gradients", "none is clipped", "one example each", "one unit"],
 )
 def test_data_that_would_show_no_fault_are_not_enough_to_remember(kept, shown):
-    for _ in range(2):
+    for _ in range(3):
         assert check_program(**shown) is not None
-    assert check_program() is not None
+    assert check_program() is not None  # now on data that would have shown a fault
     assert check_program() is None
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_is_forgotten(kept, monkeypatch, tmp_path):
+    for _ in range(2):
+        check_program()
+    assert list(tmp_path.glob("passed-*"))
+    for program in tmp_path.glob("jit_total*"):  # as JAX removes the oldest
+        program.unlink()
+    with monkeypatch.context() as compiled_wrong:
+        compiled_wrong.setattr(
+            sum_check._Check, "assert_close", lambda self, *_: self.wrong.append("it is wrong")
+        )
+        with pytest.raises(SelfCheckError, match="it is wrong"):
+            check_program()
+    assert not list(tmp_path.glob("passed-*"))
+    assert check_program() is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mechanism", "dead"),
+    [(MECHANISM, True), (uls(group_size=GROUP, cohort_size=4.0, clip=PerLayer(0.1)), False)],
+    ids=["a parameter without gradient", "a clip norm for each parameter"],
+)
+def test_what_one_unit_cannot_show_of_each_parameter_is_not_remembered(kept, mechanism, dead):
+    def of_a_alone(params, example):
+        return loss({"a": params["a"], "b": jax.lax.stop_gradient(params["b"])}, example)
+
+    for _ in range(3):
+        assert check_program(of_a_alone if dead else loss, mechanism) is not None
 
 
 @pytest.mark.slow
@@ -307,7 +339,8 @@ def test_a_wrong_sum_and_a_folder_in_the_files_place_are_not_remembered(
             check_program()
     monkeypatch.setattr(Flat, "leaf_weights", right)
     assert not list(tmp_path.glob("passed-*"))
-    assert check_program() is not None
+    for _ in range(2):
+        assert check_program() is not None
     (file,) = tmp_path.glob("passed-*")
     file.unlink()
     file.mkdir()
