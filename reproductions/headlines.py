@@ -177,7 +177,7 @@ HEADLINES: dict[str, list[Headline]] = {
             {"subject/audit": "order of magnitude"},
         ),
         Headline(
-            "each algorithm gives a subject epsilon 4 in one silo",
+            "each algorithm gives a subject (UserLDP: a user) epsilon 4 in one silo",
             "A: sections 3.1 to 3.3; B: section 3, Appendix A",
             {
                 "subject/audit": "has epsilon 4 in one silo$",

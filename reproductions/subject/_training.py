@@ -112,7 +112,8 @@ class Trained:
             "accuracies": self.accuracy,
             "loss": self.loss,
             "claimed_epsilon": self.claim.epsilon,
-            "unit": self.claim.unit,
+            # A subject is in few batches, and no sampling is counted here.
+            "unit": "user" if self.run.kind == "user_ldp" else self.claim.unit,
             "real_epsilon": self.claim.real_epsilon
             if math.isfinite(self.claim.real_epsilon)
             else "none follows",

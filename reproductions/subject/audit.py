@@ -133,14 +133,15 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
             "it takes q for 1 - (1 - q)^K, the chance that a subject is in a batch",
         ),
         keeps(
-            f"{USER}, has epsilon 4 in one silo",
+            f"of two users, {USER}, has epsilon 4 in one silo",
             USER,
             "one_silo",
             "two clipped means may be opposite, so that a step moves by 2C; every batch counts, as "
-            "in text A: text B names no fraction",
+            "in text A: text B names no fraction. A subject of 9 among 31,719 records, in few "
+            "batches, spends about 0.8; one that is the whole silo as much as a user",
         ),
         keeps(
-            f"{USER_A}, has epsilon 4 in one silo",
+            f"of two users, {USER_A}, has epsilon 4 in one silo",
             USER_A,
             "one_silo",
             "by the larger noise of Theorems 3.10 and 3.11, which asks for "

@@ -49,7 +49,7 @@ def test_the_list_names_every_figure_with_its_source(capsys):
 REFUTED = {
     "subject/audit": {
         "text B, HiGradAvgDP has epsilon 4 in one silo",
-        "UserLDP, text B, has epsilon 4 in one silo",
+        "of two users, UserLDP, text B, has epsilon 4 in one silo",
         "both: what has epsilon 4 in one silo has it over s silos in R/sqrt(s) rounds",
     },
     "subject/empirical-audit": {
