@@ -46,6 +46,13 @@ def _compile_quickly(request: pytest.FixtureRequest) -> None:
     jax.config.update("jax_disable_most_optimizations", quickly)
 
 
+@pytest.fixture(autouse=True)
+def _check_every_program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of an earlier run that are remembered as right are checked again."""
+    if "kept" not in request.fixturenames:
+        monkeypatch.setattr("dpfl_jax.mechanisms.plan.sum_check.Passed.already", lambda _: False)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Drops ``slow("a", "b")`` from the cases whose id has neither; a mark with cases wins."""
