@@ -43,7 +43,7 @@ AMAZON = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gs():
     server = google_storage.Server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -51,7 +51,7 @@ def gs():
     server.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def s3():
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto = pytest.importorskip("moto.server")
