@@ -169,12 +169,12 @@ class Evaluator:
             for size in (-(-seq_len // part) for part in _PARTS):
                 short = np.searchsorted(lengths, size, "right") // self._batch * self._batch
                 if short >= _WORTH * self._batch:
-                    yield from (
-                        (part, size) for part in np.split(left[:short], short // self._batch)
-                    )
+                    yield from ((part, size) for part in self._cut(left[:short]))
                     left, lengths = left[short:], lengths[short:]
-        for start in range(0, len(left), self._batch):
-            yield left[start : start + self._batch], None
+        yield from ((part, None) for part in self._cut(left))
+
+    def _cut(self, positions: np.ndarray) -> list[np.ndarray]:
+        return [positions[i : i + self._batch] for i in range(0, len(positions), self._batch)]
 
     @classmethod
     def of_model(

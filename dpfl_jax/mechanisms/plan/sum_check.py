@@ -35,6 +35,7 @@ from dpfl_jax.clipping import SelfCheckError, Trainable, clipped_grad, join
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low, unoptimised
 from dpfl_jax.clipping.result import StepStats
+from dpfl_jax.clipping.rules import WholeGradientRule
 from dpfl_jax.data.pipeline import Bucket, Pipeline
 from dpfl_jax.mechanisms.plan.batches import units_of
 from dpfl_jax.mechanisms.user_update import Gradient
@@ -183,7 +184,6 @@ class _Check:
     worst: float = 0.0
     wrong: list[str] = dataclasses.field(default_factory=list)
     singles: list[_Single] = dataclasses.field(default_factory=list)
-    names: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_telling(self) -> bool:
@@ -193,8 +193,8 @@ class _Check:
         that they are clipped, in each bucket; of groups of parameters that is not looked at. Single
         examples, or copies of one, would not show that users' examples are averaged.
         """
-        rule, participation = self.reference.mechanism.rule, self.reference.mechanism.participation
-        several = participation.unit_examples in (None, 1) or any(
+        mechanism = self.reference.mechanism
+        several = mechanism.participation.unit_examples in (None, 1) or any(
             self._differ(jax.tree.map(lambda x, u=u: x[0, u], bucket))
             for bucket, which in zip(self.each, self.which, strict=True)
             for u in range(which.max() + 1)
@@ -202,8 +202,7 @@ class _Check:
         clipped = {one.bucket for one in self.singles if one.size < 0.99 * one.norm}
         return bool(
             several
-            and not rule.partition(self.names)
-            and not rule.is_per_leaf
+            and isinstance(mechanism.rule, WholeGradientRule)
             and len(clipped) == len(self.which)
             and max(which.max() for which in self.which)
             and all(one.least > 0 for one in self.singles)
@@ -211,13 +210,9 @@ class _Check:
 
     def _differ(self, unit: PyTree) -> bool:
         """Whether a unit has examples that differ."""
-        first, *others = ([np.asarray(x) for x in jax.tree.leaves(example)]
-                          for example, _ in self.reference.examples(unit))  # fmt: skip
-        return any(
-            not np.array_equal(x, y, equal_nan=False)
-            for other in others
-            for x, y in zip(first, other, strict=True)
-        )
+        first, *others = (jax.tree.leaves(example) for example, _ in self.reference.examples(unit))
+        pairs = (pair for other in others for pair in zip(first, other, strict=True))
+        return any(not np.array_equal(x, y) for x, y in pairs)
 
     def run_all(self) -> None:
         columns = [np.linspace(0, w.shape[1] - 1, _ALONE).astype(int) for w in self.which]
@@ -249,7 +244,6 @@ class _Check:
             unit = float(clip_norm or 1.0)  # sums of a clip norm that adapts are in units of it
             least = float(got.leaf_norms.min())
             self.singles.append(_Single(b, unit * got.size, got.norms, least))
-            self.names = got.names
             self.compare(got, real, "the sum of a single unit", clip_norm)
             bound = self.bound_of(b, self.which[b][0, column])
             if not got.size <= bound * (1 + self.tolerance):
