@@ -40,7 +40,7 @@ allocated). MFU is the products that a step without privacy needs, over the GPU'
 
 Cells come in order of importance; none is begun that --minutes do not pay for, and what runs then
 is ended. A cell's rows are printed, and written to --out, when it is done; what needs too much
-memory is a row that says so. A second call with the same --out goes on with the cells that it
+memory is a row that says so. A second call with the same --out continues with the cells that it
 lacks, and with JAX_COMPILATION_CACHE_DIR set compiles nothing again. --lower needs no GPU: every
 program is traced and lowered for CUDA, with its FLOPs.
 

@@ -534,7 +534,7 @@ class Lease:
         self._thread.start()
 
     def _free(self) -> str | None:
-        """The version of a lease that nobody has, or had for long; by the clock of this process."""
+        """The version of a lease that is free or has expired, by the clock of this process."""
         assert self._copy is not None
         found, version = _read(self._where)
         held = self._parsed(found)
@@ -586,7 +586,7 @@ class Lease:
         assert self._copy is not None
         raise BadInputError(
             f"another process has taken over {self._copy.address}, as this one was silent for "
-            f"{LEASE_S:g} s: it goes on there, and this one stops"
+            f"{LEASE_S:g} s: it continues there, and this one stops"
         )
 
     def _keep(self) -> None:

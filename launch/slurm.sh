@@ -9,8 +9,8 @@ usage: launch/slurm.sh [options] CONFIG RUN_DIR [key=value ...]
 Submits a job that runs `dpfl train CONFIG key=value ... --run-dir RUN_DIR` with one process per
 GPU, on all nodes at once; SLURM tells them how to find each other. RUN_DIR must be on storage that
 all nodes share, or in a bucket. Two minutes before its time limit (or its preemption) the job saves
-a checkpoint at a step on which all processes agree, is requeued, and goes on. If a process is lost
-the job ends on all nodes and is requeued too; it goes on from the last checkpoint.
+a checkpoint at a step on which all processes agree, is requeued, and resumes. If a process is lost
+the job ends on all nodes and is requeued too; it resumes from the last checkpoint.
 
   --nodes N            default 1
   --gpus-per-node G    default 8

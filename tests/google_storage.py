@@ -1,4 +1,4 @@
-"""A server like Google Cloud Storage's: its JSON API, with conditions on generations.
+"""A stand-in for Google Cloud Storage: the JSON API, with preconditions on generations.
 
 It has one bucket, and as much as gcsfs and TensorStore use.
 """

@@ -325,7 +325,7 @@ class Ledger:
     ) -> T:
         """Appends the record that ``decide`` returns for all records, and returns the rest of that.
 
-        Nobody else appends in between.
+        No other process appends in between.
         """
 
         def appended(content: bytes) -> tuple[bytes, T]:

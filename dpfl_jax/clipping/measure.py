@@ -162,7 +162,7 @@ def _remembered(file: pathlib.Path | None) -> Way | None:
         known = Way(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    # A bad file must not choose what nobody measured.
+    # A bad file must not choose a way that was not measured.
     sized = known.microbatch_size is None or known.microbatch_size in range(1, 2**31)
     valid = known.strategy in ("ghost", "scan", "vmap") and sized and known.kernel in (True, False)
     return known if valid else None

@@ -74,7 +74,7 @@ def _place(directory: pathlib.Path) -> Any:
 
 @functools.cache
 def _teach_s3() -> None:
-    """Lets Orbax write arrays to S3, which TensorStore can and Orbax does not ask it to.
+    """Lets Orbax write arrays to S3: TensorStore can, but Orbax only asks it to for Google's.
 
     Without this, Orbax refuses such a path ("should be absolute"), and writes nothing elsewhere.
     """
@@ -105,7 +105,7 @@ def _teach_s3() -> None:
 
 
 def _meet(**given: Any) -> None:
-    """Waits for the other processes, but not after an error here: they wait for what it ended."""
+    """Orbax's barrier, but after an error here it raises: other processes wait in another one."""
     if (error := sys.exception()) is not None:
         raise error
     ocp.multihost.get_barrier_sync_fn()(**given)

@@ -149,7 +149,7 @@ class RunDirectory:
         self._lock = self._acquire_lock()
         private, self._opened = self.path / "private", uuid.uuid4().hex
         try:
-            self.check(path, config)  # again, now that nobody else writes there
+            self.check(path, config)  # again, now that no other process writes there
             self.resumed = (self.path / "config.yaml").exists()
             private_folder(private)
             if (private / _KEY).exists():
