@@ -30,17 +30,18 @@ size.
 
 Reproductions are not part of the installed package: run this in a checkout of the repository.
 
-`all` and PAPER/all run each figure in a separate process, in its quick form unless --full is given,
-and say beforehand how long it should take. They write manifest.json (commit, versions, hardware,
-times, fingerprints of data, every number and verdict) next to the figures; the same command resumes
-an interrupted one. --full goes as far as two cores go: to the paper's size where no network is
-trained, and below it where one is.
+Several figures, PAPER/all and `all` run each in a separate process, in its quick form unless --full
+is given, and say beforehand how long it should take. They write manifest.json (commit, versions,
+hardware, times, fingerprints of data, every number and verdict) next to the figures; the same
+command resumes an interrupted one. --full goes as far as two cores go: to the paper's size where no
+network is trained, and below it where one is.
 
 examples:
   dpfl reproduce list
   dpfl reproduce subject/audit --quick
   dpfl reproduce all --jobs 2                        # quick; again: only what has changed
   dpfl reproduce isrl/all --full --out figures --json
+  dpfl reproduce userlevel/figure-4,userlevel/figure-6 --jobs 2
   dpfl reproduce rpdp/mnist --seeds 2 --minutes 60   # finished trainings are kept: go on later
   dpfl reproduce rpdp/mnist --minutes 0              # tables of what is finished
 
@@ -53,14 +54,14 @@ class Options(options.Options):
     """A reproduction.
 
     Attributes:
-      figure: PAPER/FIGURE, PAPER/all, all, or list.
+      figure: PAPER/FIGURE, several of them (comma between), PAPER/all, all, or list.
       quick: a short form, of minutes.
       full: the longest form, of all figures, too.
       out: folder for the figures.
       seeds: seeds per training, where the figure has several (default: as in the paper).
       minutes: start no training after so many minutes, if finished trainings are kept.
       replication: a number above 0 changes all seeds.
-      jobs: figures at once (all; default 1).
+      jobs: figures at once, if there are several (default 1).
     """
 
     figure: Annotated[str, Flag("FIGURE", is_positional=True)]
@@ -80,10 +81,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     known = registry.figures()
     if args.figure == "list":
         return _list(console, {name: registry.load(name) for name in known})
-    many = args.figure.rpartition("/")[2] == "all"
-    names = [args.figure]
-    if many:
-        paper = args.figure.removesuffix("all")
+    names = args.figure.split(",")
+    many = len(names) > 1
+    if args.figure.rpartition("/")[2] == "all":
+        many, paper = True, args.figure.removesuffix("all")
         names = [name for name in known if name.startswith(paper)]
         if not names:
             raise BadInputError(f"there is no paper {paper.rstrip('/')!r}: see dpfl reproduce list")
@@ -137,7 +138,7 @@ def _all(
 def _check(args: argparse.Namespace, modules: dict[str, Any], many: bool) -> None:
     at_least("--replication", args.replication, 0)
     if args.jobs is not None and not many:
-        raise BadInputError("--jobs is for `all` and PAPER/all: omit it")
+        raise BadInputError("--jobs is for several figures: omit it")
     at_least("--seeds", args.seeds, 1)
     at_least("--minutes", args.minutes, 0)
     for option in ("seeds", "minutes"):

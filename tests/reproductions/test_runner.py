@@ -128,6 +128,28 @@ def test_wrong_options_are_one_sentence(args, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_figures_with_a_comma_between_are_run_like_all(tmp_path, monkeypatch):
+    asked = []
+
+    def noted(jobs, out, console, at_once):
+        asked.extend((job.figure, job.form, job.minutes, at_once) for job in jobs)
+        return {"failed": [], "holds": True, "tally": {}}
+
+    monkeypatch.setattr(runner, "run_all", noted)
+    figures = "isrl/rates,rpdp/mnist"
+    options = ["--full", "--minutes", "3", "--jobs", "2", "--out", str(tmp_path)]
+    assert main(["reproduce", figures, *options]) == 0
+    assert asked == [("isrl/rates", "full", None, 2), ("rpdp/mnist", "full", 3.0, 2)]
+
+
+def test_what_is_to_run_on_a_gpu_is_there():
+    script = runner.ROOT / "reproductions" / "on_gpu.sh"
+    (figures,) = re.findall(r"^figures=(.*)$", script.read_text(), re.M)
+    assert {*figures.split(",")} <= {*registry.figures()}
+    told = subprocess.run([script, "--help"], check=True, capture_output=True, text=True)
+    assert told.stdout.startswith("usage: reproductions/on_gpu.sh OUT")
+
+
 def test_another_replication_has_other_seeds_throughout(monkeypatch):
     monkeypatch.setattr(_seeds, "_replication", 0)
     assert _seeds.of(7) == 7
