@@ -22,7 +22,7 @@ import os
 import pathlib
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,7 +31,7 @@ import jaxlib
 import numpy as np
 from jax.sharding import Mesh
 
-from dpfl_jax.clipping import SelfCheckError, Trainable, clipped_grad, join
+from dpfl_jax.clipping import Adaptive, SelfCheckError, Trainable, clipped_grad, join
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.preflight import TOLERANCE, away_from_zero, has_low, unoptimised
 from dpfl_jax.clipping.result import StepStats
@@ -52,7 +52,9 @@ _UNITS = 4  # number of different units, which are repeated until rows are full
 _ROWS = 2  # rows of each buffer that are filled
 _ALONE = 2  # places of a row in which a single unit is checked
 # Beginnings of the names of environment variables by which programs are compiled.
-_COMPILED_BY = ("XLA_", "LIBTPU", "TPU_", "NVIDIA_", "CUDA_", "CUDNN_", "CUBLAS_")
+_COMPILED_BY = ("XLA_", "LIBTPU", "TPU_", "NVIDIA_", "CUDA_", "CUDNN_", "CUBLAS_", "NCCL_")
+# Tolerances that a parameter's own error may have in a check that is remembered.
+_OWN_TOLERANCE = 10.0
 # Largest relative difference of two runs of one program on devices that add in no fixed order.
 _UNORDERED = 1e-5
 
@@ -143,7 +145,6 @@ def check_sum(
     passed = Passed(check, pipeline.mesh)
     if all(processes.gather(passed.already())):
         return None
-    passed.forget()
     check.run_all()
     # The sum may be wrong only in the parts of some processes.
     for said in processes.gather(check.wrong[:1]):
@@ -161,12 +162,17 @@ def check_sum(
 
 @dataclasses.dataclass(frozen=True)
 class _Single:
-    """A sum of one unit: its bucket, what it adds, its norm, and the least of a parameter's."""
+    """A sum of one unit.
+
+    Attributes:
+      bucket: the unit's.
+      clipped: whether a somewhat smaller gradient would have added as much.
+      error: the largest error of a parameter, relative to what the unit adds to that parameter.
+    """
 
     bucket: int
-    size: float
-    norm: float
-    least: float
+    clipped: bool
+    error: float
 
 
 @dataclasses.dataclass
@@ -189,30 +195,33 @@ class _Check:
     def is_telling(self) -> bool:
         """Whether the data would have shown a fault.
 
-        A parameter without a gradient would not. Gradients that no rule had to clip would not show
-        that they are clipped, in each bucket; of groups of parameters that is not looked at. Single
-        examples, or copies of one, would not show that users' examples are averaged.
+        A gradient that is lost in the tolerance, or zero, would not. Gradients that no rule had to
+        clip would not show that they are clipped, in each bucket; of groups of parameters that is
+        not looked at. Units that are copies of one would not show that each is clipped by itself;
+        single examples, or copies of one, not that users' examples are averaged.
         """
         mechanism = self.reference.mechanism
-        several = mechanism.participation.unit_examples in (None, 1) or any(
-            self._differ(jax.tree.map(lambda x, u=u: x[0, u], bucket))
-            for bucket, which in zip(self.each, self.which, strict=True)
-            for u in range(which.max() + 1)
-        )
-        clipped = {one.bucket for one in self.singles if one.size < 0.99 * one.norm}
+        examples = [
+            [[example for example, _ in self.reference.examples(unit)] for unit in self.units(b)]
+            for b in range(len(self.each))
+        ]
+        several = mechanism.participation.unit_examples in (None, 1)
+        several = several or any(_vary(unit) for bucket in examples for unit in bucket)
+        clipped = {one.bucket for one in self.singles if one.clipped}
         return bool(
             several
+            and all(map(_vary, examples))
             and isinstance(mechanism.rule, WholeGradientRule)
             and len(clipped) == len(self.which)
-            and max(which.max() for which in self.which)
-            and all(one.least > 0 for one in self.singles)
+            and all(one.error <= _OWN_TOLERANCE * self.tolerance for one in self.singles)
         )
 
-    def _differ(self, unit: PyTree) -> bool:
-        """Whether a unit has examples that differ."""
-        first, *others = (jax.tree.leaves(example) for example, _ in self.reference.examples(unit))
-        pairs = (pair for other in others for pair in zip(first, other, strict=True))
-        return any(not np.array_equal(x, y) for x, y in pairs)
+    def units(self, b: int) -> list[PyTree]:
+        """The different units of a bucket."""
+        return [
+            jax.tree.map(lambda x, u=u: x[0, u], self.each[b])
+            for u in range(self.which[b].max() + 1)
+        ]
 
     def run_all(self) -> None:
         columns = [np.linspace(0, w.shape[1] - 1, _ALONE).astype(int) for w in self.which]
@@ -241,21 +250,35 @@ class _Check:
             real = self.where(False)
             real[b][0, column] = True
             got = trial.run(real, alone=True)
-            unit = float(clip_norm or 1.0)  # sums of a clip norm that adapts are in units of it
-            least = float(got.leaf_norms.min())
-            self.singles.append(_Single(b, unit * got.size, got.norms, least))
-            self.compare(got, real, "the sum of a single unit", clip_norm)
-            bound = self.bound_of(b, self.which[b][0, column])
+            want = self.compare(got, real, "the sum of a single unit", clip_norm)
+            size, less, bound = self.added(b, self.which[b][0, column], got.norms, clip_norm)
+            with np.errstate(invalid="ignore", divide="ignore"):  # a parameter that gets nothing
+                error = got.by_leaf(got.minus(want)) / got.by_leaf(want)
+            self.singles.append(_Single(b, size <= 1.01 * less, float(error.max())))
             if not got.size <= bound * (1 + self.tolerance):
                 self.wrong.append(
                     f"a single unit adds {got.size:.6g} to it, but its clip rule allows {bound:.6g}"
                 )
 
-    def bound_of(self, b: int, u: int) -> float:
-        """The most that a unit may add: the clip rule's sensitivity, or less if it has a bound."""
-        rule = self.reference.mechanism.rule
-        _, own = rule.of_units(jax.tree.map(lambda x: x[0, u], self.each[b]))
-        return self.bound if own is None else min(self.bound, float(own))
+    def added(self, b: int, u: int, norm: float, clip_norm: Any) -> tuple[float, float, float]:
+        """What a unit with a norm adds, what nine tenths of that would, and the most that may.
+
+        The first two are infinite and 0 for rules that clip parts of a gradient.
+        """
+        mechanism = self.reference.mechanism
+        rule = mechanism.rule
+        if isinstance(mechanism.clip, Adaptive):
+            rule = mechanism.clip.rule(clip_norm)
+        if not isinstance(rule, WholeGradientRule):
+            return np.inf, 0.0, self.bound
+        _, own = rule.of_units(self.units(b)[u])
+        norms = jnp.array([norm, 0.9 * norm], jnp.float32)
+        size, less = np.asarray(norms * rule.weights(norms, own), np.float64)
+        if own is None:
+            return size, less, self.bound
+        # As far as a rule's sensitivity is of its threshold; its weights might ignore it.
+        most = float(own) * rule.sensitivity / (rule.threshold or 1.0)
+        return size, less, min(self.bound, most)
 
     def where(self, value: bool) -> Mask:
         return [np.full(w.shape, value) for w in self.which]
@@ -269,8 +292,10 @@ class _Check:
                 f"{self.tolerance:.0e})"
             )
 
-    def compare(self, got: HostSum, real: Mask, what: str, clip_norm: Any = None) -> None:
-        """Compares a sum, and the norms in it, with those of plain gradients."""
+    def compare(
+        self, got: HostSum, real: Mask, what: str, clip_norm: Any = None
+    ) -> list[np.ndarray]:
+        """Compares a sum, and the norms in it, with those of plain gradients; returns their sum."""
         counts = [
             np.bincount(w[m], minlength=w.max() + 1) for w, m in zip(self.which, real, strict=True)
         ]
@@ -281,8 +306,7 @@ class _Check:
             if self.alone is None or "incompatible devices" not in str(error):
                 raise
             self.alone = None  # the loss captures arrays on the mesh, or places them there
-            self.compare(got, real, what, clip_norm)
-            return
+            return self.compare(got, real, what, clip_norm)
         where = "one device" if self.alone is not None else "plain gradients"
         self.assert_close(got, want, size, f"{what} is not that of {where}")
         if not abs(got.norms - norms) <= self.tolerance * norms:
@@ -298,6 +322,7 @@ class _Check:
                 f"those of {where} ({got.leaf_norms[worst]:.6g} instead of "
                 f"{of_leaves[worst]:.6g} in all)"
             )
+        return want
 
     def per_unit_reference(self, real: Mask) -> HostSum:
         """The sum of the units at ``real``, after checking that others do not affect it."""
@@ -370,14 +395,28 @@ class HostSum:
         """Returns the parts of this sum plus those of another."""
         return [a + b for a, b in zip(self.parts, parts, strict=True)]
 
+    def minus(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns the parts of this sum minus those of another."""
+        return [a.astype(np.float64) - b for a, b in zip(self.parts, parts, strict=True)]
+
+    def by_leaf(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Returns the norm of each parameter's parts."""
+        squared = np.zeros(len(self.names))
+        for i, part in zip(self.leaf, parts, strict=True):
+            squared[i] += np.sum(np.square(part, dtype=np.float64))
+        return np.sqrt(squared)
+
     def error(self, want: list[np.ndarray], size: float) -> tuple[str, float]:
         """Returns the name of the parameter with the largest error, and it relative to ``size``."""
-        squared = np.zeros(len(self.names))
-        for i, a, b in zip(self.leaf, self.parts, want, strict=True):
-            squared[i] += np.sum(np.square(a.astype(np.float64) - b))
-        off = np.sqrt(squared) / (size or 1.0)
+        off = self.by_leaf(self.minus(want)) / (size or 1.0)
         worst = int(np.argmax(np.where(np.isfinite(off), off, np.inf)))
         return self.names[worst], float(off[worst])
+
+
+def _vary(trees: Iterable[PyTree]) -> bool:
+    """Whether not all trees hold the same."""
+    held = {tuple(np.asarray(x).tobytes() for x in jax.tree.leaves(tree)) for tree in trees}
+    return len(held) > 1
 
 
 def per_unit_reference(run: Callable[[bool], HostSum]) -> tuple[HostSum, str | None]:
@@ -465,43 +504,36 @@ class _Trial:
 class Passed:
     """Whether a program was found right on this machine before.
 
-    A program that JAX compiles is always checked, and so is the first that it loads from its folder
-    of kept programs; of that a file there says that it passed, until it is compiled or checked
-    again. Who can write there needs no such file to change what runs, as these programs are
-    executed.
+    A program that JAX compiles is always checked, and so is one that it loads from its folder of
+    kept programs for the first time. A file there then says that these bytes passed. Who can write
+    there needs no such file to change what runs, as these programs are executed.
     """
 
     def __init__(self, check: _Check, mesh: Mesh) -> None:
         self.file: pathlib.Path | None = None
-        self.is_loaded = False
         kept = jax.config.jax_compilation_cache_dir
         lower = getattr(check.trial.summed, "lower", None)
         if not (kept and os.path.isdir(kept) and lower):
             return
         lowered = lower(*check.trial.arguments(check.where(True)))
-        loads = _loads()
-        before = loads.count(threading.get_ident())
-        lowered.compile()
-        self.is_loaded = loads.count(threading.get_ident()) == before + 1
+        with _loads() as loaded:
+            lowered.compile()
+        if len(loaded) != 1:  # it was compiled
+            return
         with contextlib.suppress(OSError):  # a file of the package that cannot be read
-            digest = hashlib.sha256(repr(_facts(check, lowered.as_text(), mesh)).encode())
-            self.file = pathlib.Path(kept) / f"passed-{digest.hexdigest()}"
+            facts = [*loaded, *_facts(check, lowered.as_text(), mesh)]
+            digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+            self.file = pathlib.Path(kept) / f"passed-{digest}"
 
     def already(self) -> bool:
         """Whether the program was found right before."""
-        return self.is_loaded and self.file is not None and self.file.is_file()
+        return self.file is not None and self.file.is_file()
 
     def keep(self) -> None:
         """Remembers that a program that JAX had kept is right, if the folder can be written."""
         with contextlib.suppress(OSError):
-            if self.is_loaded and self.file is not None:
-                self.file.touch(mode=0o600)
-
-    def forget(self) -> None:
-        """Removes the file: the program is checked again, and may be another by now."""
-        with contextlib.suppress(OSError):
             if self.file is not None:
-                self.file.unlink(missing_ok=True)
+                self.file.touch(mode=0o600)
 
 
 def _facts(check: _Check, program: str, mesh: Mesh) -> list[Any]:
@@ -527,17 +559,40 @@ def _facts(check: _Check, program: str, mesh: Mesh) -> list[Any]:
     ]
 
 
-@functools.cache
-def _loads() -> list[int]:
-    """The thread of each program that JAX has loaded from its folder, from now on."""
-    threads: list[int] = []
+@contextlib.contextmanager
+def _loads() -> Iterator[list[str]]:
+    """Digests of the programs that JAX loads in this thread meanwhile, as they were kept.
+
+    Its own reader is listened to, since by now another program may be in the file. Bytes that
+    cannot be loaded do not count: JAX then compiles. Where it has no such reader, nothing counts.
+    """
+    from jax._src import compilation_cache
+
+    cache: Any = getattr(compilation_cache, "_cache", None)
+    read: list[str] = []
+    loaded: list[str] = []
+    mine = threading.get_ident()
+
+    def get(key: str) -> bytes | None:
+        kept: bytes | None = type(cache).get(cache, key)
+        if kept is not None and threading.get_ident() == mine:
+            read.append(hashlib.sha256(kept).hexdigest())
+        return kept
 
     def heard(event: str, **about: Any) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
-            threads.append(threading.get_ident())
+        if event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == mine:
+            loaded.extend({*read})
 
+    if cache is None:
+        yield loaded
+        return
+    cache.get = get
     jax.monitoring.register_event_listener(heard)
-    return threads
+    try:
+        yield loaded
+    finally:
+        vars(cache).pop("get", None)
+        jax.monitoring.unregister_event_listener(heard)
 
 
 @functools.cache

@@ -1,7 +1,9 @@
 """Before the first step, a run's sum on its mesh is held against itself and one device's."""
 
+import contextlib
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,13 @@ import numpy as np
 import optax
 import pytest
 from fitting import fit_given as fit
+from jax._src import compiler
+from jax._src.lib.mlir import ir
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import check as bench
-from dpfl_jax.clipping import Adaptive, Flat, PerLayer, SelfCheckError
+from dpfl_jax.clipping import Adaptive, Flat, Normalized, PerLayer, SelfCheckError
 from dpfl_jax.clipping.rules import OwnBound
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
@@ -31,10 +35,11 @@ MECHANISM = uls(group_size=GROUP, cohort_size=4.0, clip_norm=0.1)
 SAMPLER = MECHANISM.sampler(np.arange(6), RootKey.from_seed(0))
 
 
-def store(examples, size=4, scale=1.0):
+def store(examples, size=4, scale=1.0, alike=False):
     rng = np.random.default_rng(0)
+    first = rng.normal(size=(max(examples), size))
     users = (
-        (f"u{u}", {"x": (scale * rng.normal(size=(n, size))).astype("f4")})
+        (f"u{u}", {"x": (scale * (first if alike else rng.normal(size=(n, size)))).astype("f4")})
         for u, n in enumerate(examples)
     )
     return ArrayStore.from_users(users, Schema("arrays", (Field("x", "float32", (size,)),)))
@@ -238,12 +243,22 @@ def kept(tmp_path, monkeypatch):
     reset_cache()
 
 
-def check_program(loss=loss, mechanism=MECHANISM, examples=(1, 2, 3), b=0.5, scale=1.0):
+def check_program(
+    loss=loss, mechanism=MECHANISM, examples=(1, 2, 3), b=0.5, scale=1.0, alike=False
+):
     mesh = make_mesh(devices=jax.devices()[:1])
     total = jax.jit(clipped_sum_over_microbatches(mechanism, loss, mesh))
-    pipeline = training_pipeline(SAMPLER, store(examples, scale=scale), mesh, 2)
+    pipeline = training_pipeline(SAMPLER, store(examples, scale=scale, alike=alike), mesh, 2)
     params, nothing = place(parameters(b), replicated(mesh)), {"a": None, "b": None}
     return sum_check.check_sum(total, mechanism, loss, params, nothing, pipeline, GROUP)
+
+
+NORMALIZED = uls(group_size=GROUP, cohort_size=4.0, clip=Normalized(1.0))
+
+
+def nearly_of_b(params, example):
+    """Its gradient is nearly all that of ``b``, if ``b`` is small."""
+    return jnp.sum((jnp.tanh(example["x"] @ params["a"]) @ params["b"] - 1) ** 2)
 
 
 @pytest.mark.slow
@@ -282,31 +297,104 @@ def test_a_program_that_was_right_is_not_run_again_and_another_is(kept, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shown",
-    [{"scale": 0.0}, {"b": 1e-4}, {"examples": (1, 1, 1)}, {"examples": (3,)}],
-    ids=["no gradients", "none is clipped", "one example each", "one unit"],
+    [
+        {"scale": 0.0},
+        {"b": 1e-4},
+        {"examples": (1, 1, 1)},
+        {"examples": (3,)},
+        {"alike": True},
+        {"mechanism": NORMALIZED, "scale": 0.1},
+    ],
+    ids=[
+        *("no gradients", "none is clipped", "one example each", "one unit", "copies of a unit"),
+        "all are divided and none is clipped",
+    ],
 )
 def test_data_that_would_show_no_fault_are_not_enough_to_remember(kept, shown):
     for _ in range(3):
         assert check_program(**shown) is not None
-    assert check_program() is not None  # now on data that would have shown a fault
-    assert check_program() is None
+    # Now on data that would have shown a fault.
+    mechanism = shown.get("mechanism", MECHANISM)
+    assert check_program(mechanism=mechanism, scale=5.0) is not None
+    assert check_program(mechanism=mechanism, scale=5.0) is None
+
+
+@pytest.fixture
+def compiled_wrong(monkeypatch):
+    """Changes what is compiled of a sum, unseen by JAX's key of it: a function of its StableHLO."""
+
+    @contextlib.contextmanager
+    def changed(change):
+        right = compiler.backend_compile_and_load
+
+        def compiled(backend, module, *args, **options):
+            text = str(module)
+            if "@jit_total" in text:
+                assert change(text) != text
+                with module.context:
+                    module = ir.Module.parse(change(text))
+            return right(backend, module, *args, **options)
+
+        with monkeypatch.context() as wrong:
+            wrong.setattr(compiler, "backend_compile_and_load", compiled)
+            jax.clear_caches()
+            yield
+        jax.clear_caches()
+
+    return changed
+
+
+def other_clip_norm(text):
+    return text.replace("dense<1.000000e-01>", "dense<2.000000e-01>")
+
+
+def five_times_a(text):
+    """The program that returns five times the sum of the gradients of ``a``."""
+    body = re.search(r"func.func public @main.*?\n(\s+)return (%\S+?),", text, re.S)
+    of_a = "tensor<4x6xf32>"
+    lines = (
+        f"%five = stablehlo.constant dense<5.0> : {of_a}",
+        (f"%times = stablehlo.multiply {body[2]}, %five : {of_a}"),
+    )
+    changed = "".join(f"{body[1]}{line}\n" for line in lines) + f"{body[1]}return %times,"
+    return text[: body.start(1)] + changed + text[body.end() :]
 
 
 @pytest.mark.slow
-def test_a_program_that_fails_is_forgotten(kept, monkeypatch, tmp_path):
-    for _ in range(2):
-        check_program()
-    assert list(tmp_path.glob("passed-*"))
+def test_an_error_that_is_lost_in_the_tolerance_is_not_remembered(kept, compiled_wrong):
+    with compiled_wrong(five_times_a):
+        for _ in range(3):
+            assert check_program(nearly_of_b, b=1e-5) is not None
+        with pytest.raises(SelfCheckError, match="parameter 'a'"):
+            check_program(nearly_of_b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["as before", "another", "a kill"])
+def test_a_program_that_was_compiled_anew_is_checked_anew(
+    kept, compiled_wrong, monkeypatch, tmp_path, setting
+):
+    """Whatever was remembered of the one in its place: under other settings, and after a kill."""
+    for node in ("one", "another"):
+        monkeypatch.setattr(sum_check.platform, "node", lambda node=node: node)
+        for _ in range(2):
+            check_program()
+        assert check_program() is None
     for program in tmp_path.glob("jit_total*"):  # as JAX removes the oldest
         program.unlink()
-    with monkeypatch.context() as compiled_wrong:
-        compiled_wrong.setattr(
-            sum_check._Check, "assert_close", lambda self, *_: self.wrong.append("it is wrong")
-        )
-        with pytest.raises(SelfCheckError, match="it is wrong"):
-            check_program()
-    assert not list(tmp_path.glob("passed-*"))
-    assert check_program() is not None
+    with compiled_wrong(other_clip_norm):
+        with monkeypatch.context() as killed:
+            if setting == "a kill":  # before it is checked
+                killed.delattr(sum_check._Check, "run_all")
+            with pytest.raises((SelfCheckError, AttributeError)):
+                check_program()
+        if setting == "another":
+            monkeypatch.setattr(sum_check.platform, "node", lambda: "one")
+        ran = len(kept)
+        for _ in range(2):
+            with pytest.raises(SelfCheckError):
+                check_program()
+    assert len(kept) == ran + 2
 
 
 @pytest.mark.slow
