@@ -216,7 +216,7 @@ def test_a_run_is_that_of_unpacked_units_and_goes_on(kind, tmp_path):
     chex.assert_trees_all_close(both.params, plain.params, atol=1e-5)
     assert both.examples == plain.examples
     assert both.tokens == plain.tokens
-    assert both.tokens / both.places > 1.2 * plain.tokens / plain.places
+    assert both.tokens / both.padded_tokens > 1.2 * plain.tokens / plain.padded_tokens
 
     def stop(row):
         if row["step"] == 2:
