@@ -17,6 +17,7 @@ examples:
   launch/kubernetes.py --name mine --image IMAGE --claim shared --hosts 4 --gpus 8 \
       --select cloud.google.com/gke-accelerator=nvidia-h100-80gb --rdma rdma/ib=8 \
       /shared/job.yaml /shared/runs/mine train.steps=1000 --dry-run
+  launch/kubernetes.py --name mine --image IMAGE --tpu v5e:4x4 /app/job.yaml gs://bucket/runs/mine
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--name", required=True, help="of the JobSet")
     parser.add_argument("--image", required=True, help="with dpfl_jax and its extra tpu or cuda")
-    parser.add_argument("--claim", required=True, help="PersistentVolumeClaim (ReadWriteMany)")
+    parser.add_argument(
+        "--claim", help="PersistentVolumeClaim (ReadWriteMany); not needed if all is in buckets"
+    )
     parser.add_argument("--mount", default="/shared", help="where it is mounted")
     parser.add_argument("--namespace", default="default")
     kind = parser.add_mutually_exclusive_group(required=True)
@@ -87,6 +90,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         args.hosts = chips // args.chips
     elif not args.hosts or args.hosts < 1 or args.gpus < 1:
         parser.error("--gpus needs --hosts, and both must be at least 1")
+    if not args.claim and "://" not in args.run_dir:
+        parser.error(f"RUN_DIR is {args.run_dir}, which only this pod would see: give --claim, the "
+                     "volume that holds it, or an address in a bucket (gs://, s3://)")  # fmt: skip
     if args.slices < 1 or (args.slices > 1 and not args.tpu):
         parser.error("--slices must be at least 1, and needs --tpu above that")
     return args
@@ -131,6 +137,7 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
             {"name": "DPFL_NUM_PROCESSES", "value": str(args.hosts)},
             {"name": "DPFL_PROCESS_ID", "valueFrom": {"fieldRef": index}},
         ]
+    on_volume, claim = bool(args.claim), {"claimName": args.claim}
     container = {
         "name": "dpfl",
         "image": args.image,
@@ -138,7 +145,7 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
         "env": [
             *members,
             # Of the volume and not beside RUN_DIR, which may be sent: its programs are run.
-            {"name": _CACHE, "value": f"{args.mount}/.cache/dpfl_jax/compiled"},
+            *([{"name": _CACHE, "value": f"{args.mount}/.cache/dpfl_jax/compiled"}] * on_volume),
         ],
         "ports": [{"containerPort": PORT, "protocol": "TCP"}],
         "resources": {
@@ -151,7 +158,7 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
             "limits": devices,
         },
         "volumeMounts": [
-            {"name": "shared", "mountPath": args.mount},
+            *([{"name": "shared", "mountPath": args.mount}] * on_volume),
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
@@ -165,7 +172,7 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
         "tolerations": tolerations,
         "containers": [container],
         "volumes": [
-            {"name": "shared", "persistentVolumeClaim": {"claimName": args.claim}},
+            *([{"name": "shared", "persistentVolumeClaim": claim}] * on_volume),
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }

@@ -239,11 +239,10 @@ def test_slurm_requeues_what_was_interrupted(end, restarted, requeued, tmp_path)
     assert ("requeue 5" in done.stdout) is requeued
 
 
-def jobset(*options):
+def jobset(*options, storage=("--claim", "disk"), run="/shared/run"):
     """The manifest, which JobSet's and Kubernetes' schemas know all fields of."""
-    done = launch("kubernetes.py", "--name", "mine", "--image", "image:1", "--claim", "disk",
-                  *options, "--dry-run", "/shared/job.yaml", "/shared/run",
-                  "train.steps=3")  # fmt: skip
+    done = launch("kubernetes.py", "--name", "mine", "--image", "image:1", *storage,
+                  *options, "--dry-run", "/shared/job.yaml", run, "train.steps=3")  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = yaml.safe_load(done.stdout)
     known = JobsetV1alpha2JobSet.from_dict(found)  # required fields and types
@@ -251,7 +250,7 @@ def jobset(*options):
     (part,) = found["spec"]["replicatedJobs"]
     pod = part["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    understood(container["command"], "/shared/job.yaml", "/shared/run")
+    understood(container["command"], "/shared/job.yaml", run)
     return found, part, pod, container
 
 
@@ -388,6 +387,17 @@ def test_skypilot_starts_one_process_a_node(tmp_path):
     address, total, mine, *words = done.stdout.splitlines()
     assert (address, total, mine) == ("10.0.0.1:8476", "2", "1")
     understood(words, "job.yaml", "/shared/a b")
+
+
+def test_kubernetes_needs_no_volume_for_a_run_in_a_bucket():
+    _, _, pod, container = jobset("--tpu", "v5e:4x4", storage=(), run="gs://bucket/run")
+    assert [volume["name"] for volume in pod["volumes"]] == ["memory"]
+    assert [mount["name"] for mount in container["volumeMounts"]] == ["memory"]
+    assert all("CACHE" not in entry["name"] for entry in container["env"])
+    alone = launch("kubernetes.py", "--name", "mine", "--image", "i", "--tpu", "v5e:4x4",
+                   "--dry-run", "a.yaml", "/run")  # fmt: skip
+    assert alone.returncode == 2
+    assert "RUN_DIR is /run, which only this pod would see: give --claim" in alone.stderr
 
 
 def test_kubernetes_refuses_what_does_not_divide():
