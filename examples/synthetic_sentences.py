@@ -15,15 +15,13 @@ from collections.abc import Iterator
 from dpfl_jax.cli.main import main as dpfl
 from dpfl_jax.data.sets import SHAKESPEARE, read_shakespeare
 
-KINDS = {"?": "question", ".": "statement"}
-
 
 def sentences() -> Iterator[tuple[str, str, str]]:
-    """Yields role, kind and sentence, without the mark that tells the kind."""
+    """Yields role, mark and sentence: the mark, which tells a question, is taken off."""
     for role, speech in read_shakespeare(SHAKESPEARE, "train"):
         for found in re.findall(r"[^.?!]+[.?]", " ".join(speech.split()))[:2]:
             if 12 <= len(sentence := found[:-1].strip(" -")) <= 75:
-                yield role, KINDS[found[-1]], sentence
+                yield role, found[-1], sentence
 
 
 def main(out: str, rows: int = 5000, steps: int = 80, people: int = 400) -> None:
@@ -31,8 +29,8 @@ def main(out: str, rows: int = 5000, steps: int = 80, people: int = 400) -> None
     folder = pathlib.Path(out)
     folder.mkdir(parents=True)
     with (folder / "sentences.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("role", "kind", "sentence"), *sentences()])
-    data = ["data.template=<kind> | <sentence>", "data.categories={kind: [question, statement]}"]
+        csv.writer(file).writerows([("role", "mark", "sentence"), *sentences()])
+    data = ["data.template=<mark> <sentence>", "data.categories={mark: ['?', '.']}"]
     data += ["data.seq_len=32", "data.validation_fraction=0.2", "privacy.delta=1e-4"]
     speed = ["execution.packing=0", "execution.microbatch_size=64", "eval.max_users=200"]
     train = ["finetune", "bundled:quickstart", str(folder / "sentences.csv"), "--full"]
@@ -40,7 +38,7 @@ def main(out: str, rows: int = 5000, steps: int = 80, people: int = 400) -> None
     assert dpfl([*train, f"mechanism.cohort_size={people}", *data, *speed]) == 0
     questions = 3 * rows // 10  # known without these plays
     write = ["synthesize", str(folder / "model" / "run"), "--temperature", "0.7"]
-    write += ["--label", f"question={questions}", "--label", f"statement={rows - questions}"]
+    write += ["--label", f"?={questions}", "--label", f".={rows - questions}"]
     write += ["--out", str(folder / "synthetic" / "rows.jsonl"), "--report", str(folder / "report")]
     assert dpfl(write) == 0
 

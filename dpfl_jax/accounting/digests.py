@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dpfl_jax.buckets import files_below, located
 
 CONFIG = "config.yaml"
+PRIVATE_REPORT = "NOT_TO_BE_PUBLISHED.md"  # beside no export
 # Files that may be added to an export's folder without being part of the export.
 _ADDED = ("*.md", "LICENSE*", "NOTICE*", ".*")
 
@@ -101,4 +102,6 @@ def compare_export(directory: pathlib.Path, known: Mapping[str, str], guarantee:
         if path.name not in known and path.name != guarantee and not added:
             why = "is not part of this export and might be loaded instead: move it elsewhere"
             comparison.changed.append(f"{path} {why}")
+    for path in sorted(directory.rglob(PRIVATE_REPORT)):
+        comparison.changed.append(f"{path} was computed from private data: move it elsewhere")
     return comparison

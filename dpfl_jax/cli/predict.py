@@ -37,7 +37,7 @@ examples:
 """
 
 
-class Options(options.Options):
+class Options(options.MayRunCode):
     """Predictions.
 
     Attributes:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise BadInputError(f"{source} cannot be read as an array: {error}") from None
         columns: dict[str, Any] = {}
     else:
-        given = _rows(source, form, config, args.held_out)
+        given = _rows(source, form, config, args)
         columns = {name: [row.get(name) for row in given] for name in dict.fromkeys(given[0])}
     result = model.predict(given)
     if both := sorted({*columns} & {*result}):
@@ -100,12 +100,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"out": str(out), "rows": len(given), "columns": list(result)}
 
 
-def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[Any]:
+def _rows(source: pathlib.Path, form: Any, config: Any, args: argparse.Namespace) -> list[Any]:
+    from dpfl_jax.config.load import config_to_dict, refuse_code
     from dpfl_jax.data.rows import expand_paths, guess_format, read_file_rows
 
     (path,) = expand_paths(str(source))
     rows = read_file_rows([path], guess_format(path), csv=form)
-    if held_out:
+    if args.held_out:
+        if config is not None and not args.allow_code:
+            refuse_code({"data": config_to_dict(config)["data"]}, str(args.run))
         rows = _held_out(rows, source, form, config)
     result = [row for _, row in rows]
     if not result:

@@ -36,7 +36,7 @@ examples:
 """
 
 
-class Options(options.Options):
+class Options(options.MayRunCode):
     """Synthetic rows.
 
     Attributes:
@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         prompts=args.prompts,
         batch_size=args.batch_size,
         report=args.report,
+        allow_code=args.allow_code,
         console=console,
     )
     speed = "" if made["tokens_per_s"] is None else f", {made['tokens_per_s']:,.0f} tokens/s"

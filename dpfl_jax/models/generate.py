@@ -46,7 +46,7 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        at_least("temperature", self.temperature, 0)
+        at_least("the temperature", self.temperature, 0, most=1e6)
         at_least("top_k", self.top_k, 1)
         probability("top_p", self.top_p, zero=False)
 

@@ -102,7 +102,9 @@ def _columns(made: Made) -> list[str]:
         if column is not None and column.words:
             shares = collections.Counter(held)
             may = ", ".join(column.words)
-            has = ", ".join(f"{word} {shares[word] / len(held):.1%}" for word in column.words[:20])
+            has = ", ".join(
+                f"{word} {shares[word] / max(len(held), 1):.1%}" for word in column.words[:20]
+            )
         elif column is not None and column.range is not None:
             low, high = column.range
             may = f"{low} to {high}, {column.decimals} decimals"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fcntl
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from dpfl_jax.data.load import template_of
 from dpfl_jax.errors import BadInputError, positive, require
 from dpfl_jax.noise.exact import STDDEV, draw_integer
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.directory import read_root_key, write_atomically
+from dpfl_jax.run.directory import open_plain, read_root_key, write_atomically
 from dpfl_jax.synthesis.writer import real_rows
 from dpfl_jax.training.central_statement import restate as restate_training
 from dpfl_jax.training.export import FinishedRun
@@ -101,7 +102,7 @@ def released_histogram(
       BadInputError: the run has no such column, no guarantee for users, or other data than it was
         trained on; or it has released another histogram, or the ledger refuses the charge.
     """
-    stated, config, words = kept.stated, kept.config, _labels(kept)
+    stated, words = kept.stated, _labels(kept)
     privacy = stated.privacy
     positive("the histogram's epsilon (--label-epsilon)", epsilon)
     if not privacy.private:
@@ -116,6 +117,16 @@ def released_histogram(
             f"{privacy.unit}s ({privacy.adjacency}): give the number of rows of each label with "
             "--label"
         )
+    # Of two commands at once the second finds what the first has released.
+    with open_plain(kept.path / "run.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _released(kept, epsilon, words, console)
+
+
+def _released(
+    kept: FinishedRun, epsilon: float, words: tuple[str, ...], console: Any
+) -> tuple[dict[str, float], Statement]:
+    stated, config, privacy = kept.stated, kept.config, kept.stated.privacy
     file = kept.path / FILE
     sigma = accounting.calibrate_noise_multiplier(
         dp_accounting.GaussianDpEvent, epsilon, privacy.delta
@@ -132,7 +143,8 @@ def released_histogram(
                 f"and a second one would cost more: take that one, --label-epsilon "
                 f"{known['epsilon']:g}"
             )
-        return known["people"], with_histogram(stated, known["noise_multiplier"], len(words))
+        people = dict(zip(words, known["people"], strict=True))
+        return people, with_histogram(stated, known["noise_multiplier"], len(words))
     made = with_histogram(stated, sigma, len(words))
     console.print(f"with a histogram of labels: {made.privacy.summary()}", highlight=False)
     with console.status("reading the training data, for a histogram of labels"):
@@ -144,12 +156,17 @@ def released_histogram(
             )
         users = set(train.user_ids(range(train.num_users)))
         counts = _counts(config, users, words)
+    if not counts:
+        raise BadInputError(
+            f"no row of the files of {kept.path} has a label and is of a user who was trained on: "
+            "give the number of rows of each label with --label"
+        )
     _charge(kept, sigma)
-    people = dict(zip(words, noisy_sums(counts, sigma, key.child("histogram"))))
-    content: dict[str, Any] = {"epsilon": epsilon, "noise_multiplier": sigma, "people": people}
+    sums = noisy_sums(counts, sigma, key_of(key, counts))
+    content: dict[str, Any] = {"epsilon": epsilon, "noise_multiplier": sigma, "people": sums}
     content["seal"] = key.keyed_digest("histogram", json.dumps(content))
     write_atomically(file, json.dumps(content, indent=2) + "\n")
-    return people, made
+    return dict(zip(words, sums, strict=True)), made
 
 
 def _labels(kept: FinishedRun) -> tuple[str, ...]:
@@ -174,6 +191,11 @@ def _counts(config: Any, users: set[str], words: tuple[str, ...]) -> list[list[i
         if user in users and row[label] is not None:
             counts[user][row[label]] += 1
     return [[count[word] for word in words] for count in counts.values()]
+
+
+def key_of(key: RootKey, counts: Sequence[Sequence[int]]) -> RootKey:
+    """The key of these counts' noise: others, whatever rows they are of, have other noise."""
+    return key.child(f"histogram:{key.keyed_digest('counts', json.dumps(counts))}")
 
 
 def noisy_sums(

@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.accounting import digests
 from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.files import save_figure
 from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.run.report import as_text
 
-NAME, PICTURE = "NOT_TO_BE_PUBLISHED.md", "not_to_be_published.png"
+NAME, PICTURE = digests.PRIVATE_REPORT, "not_to_be_published.png"
 OVERLAPS = (4, 8, 16, 32)  # words in a row
 _BINS = 10
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -42,10 +43,20 @@ class RealRows:
     Attributes:
       train: rows of those who were trained on.
       held_out: rows of those who were not, each with whose it is.
+
+    Raises:
+      BadInputError: nobody is held out.
     """
 
     train: Rows
     held_out: Sequence[tuple[str, Row]]
+
+    def __post_init__(self) -> None:
+        if not self.held_out:
+            raise BadInputError(
+                "a report compares with people who are held out, and the run held out nobody: "
+                "leave out --report, or train with data.validation_fraction"
+            )
 
 
 class Features:
@@ -153,15 +164,7 @@ def write_report(
       real: rows of real people.
       before: rows that the model wrote before private training; may be empty.
       template: of the rows; None for texts.
-
-    Raises:
-      BadInputError: nobody is held out.
     """
-    if not real.held_out:
-        raise BadInputError(
-            "a report compares with people who are held out, and the run held out nobody: leave "
-            "out --report, or train with data.validation_fraction"
-        )
     held_out = [row for _, row in real.held_out]
     label = None if template is None else template.columns[0]
     numbers: dict[str, Any] = {"rows": len(rows)}
@@ -205,6 +208,7 @@ def write_report(
             [[n, *(f"{x:.4g}" for x in v.values())] for n, v in numbers["copies"].items()],
         )
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / PICTURE).unlink(missing_ok=True)  # a link to another file
     _draw(folder / PICTURE, numbers)
     write_atomically(folder / NAME, "\n".join([*lines, f"![]({PICTURE})", ""]))
     return numbers
@@ -215,17 +219,22 @@ def _accuracies(
 ) -> dict[str, tuple[float, float]]:
     column = template.columns[0]
     features = Features(template, column.name)
+
+    def labelled(rows: Rows) -> Rows:
+        return [row for row in rows if row[column.name] is not None]
+
+    tested = [(person, row) for person, row in real.held_out if row[column.name] is not None]
     sources = {"synthetic rows": rows, "rows of those trained on": real.train}
     sources |= {"rows of the model before training": before} if before else {}
     found = {
         name: accuracy(
-            classifier(of, column.name, column.words, features), column.name, real.held_out
+            classifier(labelled(of), column.name, column.words, features), column.name, tested
         )
         for name, of in sources.items()
     }
-    common = collections.Counter(row[column.name] for _, row in real.held_out).most_common(1)[0][0]
+    common = collections.Counter(row[column.name] for _, row in tested).most_common(1)[0][0]
     return found | {"nothing (the commonest label)": accuracy(
-        lambda _: common, column.name, real.held_out
+        lambda _: common, column.name, tested
     )}  # fmt: skip
 
 

@@ -23,11 +23,12 @@ import pyarrow.parquet
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.accounting import digests
-from dpfl_jax.accounting.statement import NAME, Statement
-from dpfl_jax.buckets import located
+from dpfl_jax.accounting.statement import NAME
+from dpfl_jax.buckets import address, located
+from dpfl_jax.config.load import config_to_dict, refuse_code
 from dpfl_jax.data import load_dataset
 from dpfl_jax.data.templates import RowTemplate
-from dpfl_jax.errors import BadInputError, StoppedError, at_least, nearest
+from dpfl_jax.errors import BadInputError, StoppedError, at_least, nearest, one_line
 from dpfl_jax.files import on_disk
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place, unit_axes, unit_parts
 from dpfl_jax.models import LanguageModel
@@ -111,6 +112,7 @@ def synthesize(
     prompts: str | os.PathLike[str] | None = None,
     batch_size: int = 64,
     report: str | os.PathLike[str] | None = None,
+    allow_code: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Writes synthetic rows, or resumes a call that was stopped.
@@ -126,6 +128,8 @@ def synthesize(
       prompts: file of public prompts, for a model of answers, which takes each in turn.
       batch_size: rows that are drawn at once; it does not change them, up to rounding.
       report: folder of a private report (``report``), which compares the rows with people's.
+      allow_code: whether the run may name code that says whose a row is (``load_config``); it is
+        needed for reports and histograms alone.
       console: prints for people.
 
     Returns:
@@ -143,35 +147,53 @@ def synthesize(
     kept = read_run(run)
     with console.status("reading the model"):
         trained = language_model(kept)
+    if not allow_code and (report is not None or label_epsilon is not None):
+        data = config_to_dict(trained.config)["data"]
+        refuse_code({"data": data}, str(kept.path / "config.yaml"))
     writer = writer_of(trained, prompts)
-    counts, stated = _labelled(kept, writer, rows, labels, label_epsilon, console)
-    total = sum(counts.values()) if counts else (rows or 0)
+    counts = _asked(kept, writer, rows, labels, label_epsilon)
+    total = sum(counts.values()) if labels else (rows or 0)
     at_least("the number of rows (--label)", total, 1, whole=True)
-    texts = writer.prompts(total, counts, settings.seed)
-    longest = max(map(len, texts))
+    longest = max(map(len, writer.prompts(total, counts, settings.seed)))
     room = trained.model.config.max_seq_len + 1 - longest
-    most = settings.max_tokens or min(trained.config.data.seq_len, room)
-    if not 1 <= most <= room:
+    most = settings.max_tokens or max(min(trained.config.data.seq_len, room), 1)
+    if most > room:
         raise BadInputError(
-            f"after a prompt of {longest} tokens there is room for {room}, but a row may have "
-            f"{most} (--max-tokens): shorten one of them"
+            f"after a prompt of {longest} tokens there is room for {max(room, 0)}, but a row may "
+            f"have {most} (--max-tokens): shorten one of them"
         )
+    real = None if folder is None else _real(trained, folder, target)
+    stated = kept.stated
+    if label_epsilon is not None:  # after all that could be refused: it is charged
+        if address(run):
+            raise BadInputError(
+                f"a histogram of labels is kept in the run's directory, and {run} is in a bucket: "
+                "copy it here, and give that directory from now on"
+            )
+        people, stated = released_histogram(kept, label_epsilon, console)
+        counts = allotted(people, total)
+    texts = writer.prompts(total, counts, settings.seed)
     known: dict[str, Any] = {
         "model": _digest(kept),
         "rows": total,
         "labels": counts,
         "settings": dataclasses.asdict(dataclasses.replace(settings, max_tokens=most)),
         "prompts": writer.digest,
+        "histogram": stated.basis.get("histogram"),
     }
-    real = None if folder is None else _real(trained, folder, target)
     draw = functools.partial(
         _generated, trained.model, writer, settings=settings, most=most, mesh=_mesh(trained)
     )
-    with _partial(target, known) as part:
+    with _partial(target, known, total, writer) as part:
         drawn = draw(trained.params, texts, min(batch_size, total), part.numbers)
         rate = _draw(drawn, part, total, console)
         found = part.read()
         whole = [row for number in sorted(found) for row in found[number]["rows"]]
+        if not whole:
+            raise BadInputError(
+                f"none of {total} texts can be read back by data.template: train for longer, or "
+                "draw them at another --temperature"
+            )
         _write_rows(target, whole, writer.template)
         facts = Made(
             report=kept.report,
@@ -242,11 +264,14 @@ def _generated(
 
 def _real(trained: TrainedModel, report: pathlib.Path, out: pathlib.Path) -> RealRows:
     """The rows of real people for the report."""
-    if report.resolve() == out.parent.resolve() or (report / NAME).exists():
+    place = report.resolve()
+    if out.parent.resolve() in (place, *place.parents) or (report / NAME).exists():
         raise BadInputError(
             f"--report is {report}, a folder that is to be published, but the report must not be: "
             "give another one"
         )
+    if report.exists() and not report.is_dir():
+        raise BadInputError(f"--report is {report}, which is no folder: give another one")
     section = data_section(trained.config)
     if section.split != "by_user":
         raise BadInputError(
@@ -302,15 +327,14 @@ def _mesh(trained: TrainedModel) -> Any:
         return make_mesh()
 
 
-def _labelled(
+def _asked(
     kept: FinishedRun,
     writer: Writer,
     rows: int | None,
     labels: Mapping[str, int] | None,
     label_epsilon: float | None,
-    console: Console,
-) -> tuple[dict[str, int], Statement]:
-    """The number of rows of each label, and the guarantee."""
+) -> dict[str, int]:
+    """The number of rows of each label as far as it is asked for; 1 where a histogram says it."""
     template = writer.template
     words = () if template is None else template.columns[0].words
     if labels:
@@ -335,13 +359,10 @@ def _labelled(
                 f"--rows is {rows}, but the numbers of --label sum to {sum(labels.values())}: "
                 "leave out --rows"
             )
-        return dict(labels), kept.stated
+        return dict(labels)
     if rows is None:
         raise BadInputError("it is not said how many rows to write: give --rows, or --label")
-    if label_epsilon is None:
-        return {}, kept.stated
-    people, stated = released_histogram(kept, label_epsilon, console)
-    return allotted(people, rows), stated
+    return {} if label_epsilon is None else dict.fromkeys(words, 1)
 
 
 def _draw(
@@ -383,8 +404,11 @@ class _Partial:
       numbers: of the texts in it.
     """
 
-    def __init__(self, path: pathlib.Path, known: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: pathlib.Path, known: Mapping[str, Any], total: int, writer: Writer
+    ) -> None:
         self._path, self._file = path, open_plain(path)
+        self._total, self._writer = total, writer
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -396,13 +420,17 @@ class _Partial:
         os.truncate(path, content.rfind(b"\n") + 1)  # a line that was cut by a kill
         if not path.stat().st_size:
             self._file.write(json.dumps(known) + "\n")
-        if path.read_text(encoding="utf-8").split("\n", 1)[0] != json.dumps(known):
+        if path.read_bytes().split(b"\n", 1)[0] != json.dumps(known).encode():
             self._file.close()
             raise BadInputError(
                 f"{path.parent} holds the beginning of other rows, of another model or with other "
                 "settings: give the command that began them, or another folder"
             )
-        self.numbers = set(self.read())
+        try:
+            self.numbers = set(self.read())
+        except BadInputError:
+            self._file.close()
+            raise
 
     def add(self, text: Sampled, rows: list[dict[str, Any]]) -> None:
         """Appends a text."""
@@ -411,8 +439,21 @@ class _Partial:
 
     def read(self) -> dict[int, dict[str, Any]]:
         """The texts by number."""
-        lines = self._path.read_text(encoding="utf-8").split("\n")[1:-1]
-        return {one["number"]: one for one in map(json.loads, lines)}
+        found = {}
+        try:
+            for line in self._path.read_text(encoding="utf-8").split("\n")[1:-1]:
+                one = json.loads(line)
+                number = int(one["number"])
+                good = 0 <= number < self._total and min(one["redraws"], one["tokens"]) >= 0
+                if not good or not self._writer.may_hold(number, one["rows"]):
+                    raise ValueError
+                found[number] = one
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise BadInputError(
+                f"{self._path} holds what this command does not write: remove {self._path.parent}, "
+                "and give the command again"
+            ) from None
+        return found
 
     def close(self, remove: bool = False) -> None:
         """Releases the file."""
@@ -429,23 +470,33 @@ def _check_folder(target: pathlib.Path) -> None:
     """Refuses a file of rows whose folder holds anything else."""
     if target.suffix not in (".jsonl", ".parquet") or target.name.startswith("."):
         raise BadInputError(f"--out is {target}: give a new file, NAME.jsonl or NAME.parquet")
+    if one_line(target.name) != target.name or "`" in target.name:
+        raise BadInputError(
+            f"--out is {one_line(str(target))}: give a name of visible letters, as the folder's "
+            "card quotes it"
+        )
     folder, part = target.parent, _part_of(target)
-    begun = part.exists() and not (folder / NAME).exists()
-    mine = {part.name, target.name, CARD} if begun else {part.name}
-    there = folder.iterdir() if folder.is_dir() else ()
-    if others := sorted(path.name for path in there if path.name not in mine):
+    # Of a command that was killed: what it wrote, and what it was about to write.
+    mine = (part.name, target.name, CARD, NAME) if part.exists() else ()
+    there = list(folder.iterdir()) if folder.is_dir() else []
+    cut = [path for path in there if any(path.match(f".{name}.*.tmp") for name in mine)]
+    if others := sorted(path.name for path in there if path.name not in mine and path not in cut):
         raise BadInputError(
             f"{folder} already holds {others[0]!r}, but synthetic rows get a folder of their own, "
             "all of which their guarantee is about: give a file in a new one"
         )
+    for path in cut:
+        path.unlink()
 
 
 @contextlib.contextmanager
-def _partial(target: pathlib.Path, known: Mapping[str, Any]) -> Iterator[_Partial]:
+def _partial(
+    target: pathlib.Path, known: Mapping[str, Any], total: int, writer: Writer
+) -> Iterator[_Partial]:
     """The texts so far of a file that is to be written, in a folder of its own."""
     _check_folder(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = _Partial(_part_of(target), known)
+    part = _Partial(_part_of(target), known, total, writer)
     try:
         yield part
     except BaseException:

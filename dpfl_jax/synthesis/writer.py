@@ -14,7 +14,7 @@ from dpfl_jax.accounting import digests
 from dpfl_jax.data import prompt_ids
 from dpfl_jax.data.chats import Conversations, conversations_in
 from dpfl_jax.data.load import template_of
-from dpfl_jax.data.rows import FORMATS, expand_paths, guess_format, read_file_rows, text_of
+from dpfl_jax.data.rows import FORMATS, BadRows, expand_paths, guess_format, read_file_rows, text_of
 from dpfl_jax.data.sections import CONVERSATION
 from dpfl_jax.data.table import user_key
 from dpfl_jax.data.templates import RowTemplate
@@ -83,6 +83,24 @@ class Writer:
                 return keep
         return 0
 
+    def may_hold(self, number: int, rows: list[dict[str, Any]]) -> bool:
+        """Whether a text of this number can be read as these rows."""
+        if self.given is not None:
+            columns = {self.given[0], self.column}
+            return len(rows) < 2 and all({*row} == columns for row in rows)
+        if self.template is None:
+            return len(rows) < 2 and all({*row} == {self.column} for row in rows)
+        more = {"person": number} if self.template.rows > 1 else {}
+        names = [*more, *(column.name for column in self.template.columns)]
+        if len(rows) > self.template.rows or any([*row] != names for row in rows):
+            return False
+        try:
+            return all(
+                row.items() >= more.items() and bool(self.template.write([row], "")) for row in rows
+            )
+        except BadInputError:
+            return False
+
     def read(self, prompt: Sequence[int], text: Sampled) -> list[dict[str, Any]]:
         """The rows of a text; none of one that was given up."""
         if not text.valid:
@@ -115,7 +133,8 @@ def real_rows(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     template = template_of(section)
     whose = user_key(section.user_column)
     paths = expand_paths(section.path)
-    for where, row in read_file_rows(paths, section.source, csv=section.csv):
+    bad = BadRows(section.on_bad_row == "drop")
+    for where, row in read_file_rows(paths, section.source, csv=section.csv, bad=bad):
         try:
             user = whose(row, where)
             if template is None:
@@ -176,4 +195,5 @@ def _of_answers(
     assert answer is not None
     whole = isinstance(given[0][0], list)
     answer = column if whole else answer
-    return Writer(tokenizer, None, answer, (column, given), digests.digest(paths[0]))
+    each = ",".join(digests.digest(path) for path in paths)
+    return Writer(tokenizer, None, answer, (column, given), each)

@@ -90,7 +90,7 @@ def test_sentences_that_may_be_shared(tmp_path):
     example("synthetic_sentences").main(str(tmp_path / "out"), rows=20, steps=2, people=16)
     rows = (tmp_path / "out" / "synthetic" / "rows.jsonl").read_text().splitlines()
     assert len(rows) == 20
-    assert all(json.loads(row)["kind"] in ("question", "statement") for row in rows)
+    assert all(json.loads(row)["mark"] in ("?", ".") for row in rows)
     assert "A classifier of kind" in next((tmp_path / "out" / "report").glob("*.md")).read_text()
 
 

@@ -72,6 +72,14 @@ def test_runs_of_words_are_counted_within_a_text():
     assert shared_runs(["a b"], sources, 4) == (0, 0)
 
 
+def test_rows_without_a_label_and_empty_columns_are_no_fault(tmp_path):
+    made = ("<kind> | <age>", {"kind": ["a", "b"]}, {"age": (0, 9)}, ("kind", "age"))
+    template = RowTemplate.parse(*made)
+    rows = [{"kind": kind, "age": None} for kind in ("a", "b", None)]
+    numbers = write_report(tmp_path, rows, RealRows(rows, people(rows)), rows, template)
+    assert numbers["accuracy"]["synthetic rows"][0] >= 0.5
+
+
 def test_a_planted_copy_stands_out(tmp_path):
     planted = "my card lies beneath the copper kettle and nobody but gwendolyn may ever know it"
     copies = [{"kind": "joke", "age": 7, "text": planted}] * 50

@@ -1,8 +1,10 @@
 """From a run to a folder of rows that may be shared: rows, card, guarantee, and what is refused."""
 
+import concurrent.futures
 import json
 import pathlib
 import random
+import shutil
 import sys
 
 import pyarrow.parquet
@@ -13,7 +15,8 @@ from dpfl_jax import accounting
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.load import write_yaml
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.synthesis import Settings, synthesize
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.synthesis import Settings, histogram, synthesize
 
 SCHEMA = {"categories": {"kind": ["ode", "joke"]}, "ranges": {"age": [18, 65]}}
 TEXTS = {"ode": "O wind and water", "joke": "ha, said the dog"}
@@ -30,7 +33,7 @@ def rows_of_people():
             }
 
 
-def train(folder, data, steps=60, **sections):
+def train(folder, data, steps=60, more=(), **sections):
     config = {
         "name": "verses",
         "data": {"source": "jsonl", "path": str(folder / "rows.jsonl"), "seq_len": 32} | data,
@@ -42,7 +45,8 @@ def train(folder, data, steps=60, **sections):
     } | sections
     (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows_of_people()))
     (folder / "config.yaml").write_text(write_yaml(config))
-    assert main(["train", str(folder / "config.yaml"), "--run-dir", str(folder / "run")]) == 0
+    given = ["train", str(folder / "config.yaml"), "--run-dir", str(folder / "run")]
+    assert main([*given, *more]) == 0
     return folder / "run"
 
 
@@ -161,6 +165,137 @@ def test_a_histogram_is_charged_and_is_the_same_ever_after(run, tmp_path, capsys
     data.write_text(kept)
 
 
+@pytest.fixture(scope="module")
+def without_ledger(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("without_ledger")
+    return train(folder, {"template": "<kind> | <age> | <text>", **SCHEMA}, steps=30)
+
+
+@pytest.fixture
+def mine(without_ledger, tmp_path):
+    """A copy of a run that has released no histogram."""
+    return shutil.copytree(without_ledger, tmp_path / "run")
+
+
+def test_two_commands_at_once_release_one_histogram(mine, tmp_path):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asked = [
+            pool.submit(synthesize, mine, tmp_path / f"{e}" / "rows.jsonl", 4, label_epsilon=e)
+            for e in (1.0, 4.0)
+        ]
+    (error,) = [one.exception() for one in asked if one.exception() is not None]
+    assert "has released a histogram at epsilon" in str(error)
+
+
+def test_nothing_is_charged_for_what_is_refused(mine, tmp_path):
+    out = tmp_path / "new" / "rows.jsonl"
+    with pytest.raises(BadInputError, match="room for 26"):
+        synthesize(mine, out, 4, Settings(max_tokens=99), label_epsilon=1.0)
+    with pytest.raises(BadInputError, match="which is no folder"):
+        synthesize(mine, out, 4, label_epsilon=1.0, report=mine / "config.yaml")
+    assert not (mine / "label_histogram.json").exists()
+
+
+def test_other_rows_of_the_same_people_have_other_noise():
+    key, words = RootKey.from_seed(0), ("ode", "joke")
+    noise = []
+    for counts in ([[1, 3]], [[2, 2]]):
+        own = histogram.key_of(key, counts)
+        sums = histogram.noisy_sums(counts, 1.0, own)
+        noise.append([a - n / 4 for a, n in zip(sums, counts[0])])
+    assert len(words) == 2
+    assert min(abs(a - b) for a, b in zip(*noise)) > 1e-3
+
+
+def test_a_run_of_somebody_else_runs_no_code(tmp_path, monkeypatch):
+    (tmp_path / "owners_of.py").write_text(
+        "import pathlib; pathlib.Path('ran').touch()\ndef owner(row): return row['user']"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    data = {"template": "<kind> | <age> | <text>", **SCHEMA, "user_column": "owners_of:owner"}
+    run = train(tmp_path, data, steps=2, more=["--allow-code"])
+    for asked in ({"report": "private"}, {"label_epsilon": 1.0}):
+        pathlib.Path("ran").unlink()
+        sys.modules.pop("owners_of")
+        with pytest.raises(BadInputError, match="owners_of:owner', code that would be run"):
+            synthesize(run, "new/rows.jsonl", 2, **asked)
+        assert not pathlib.Path("ran").exists()
+        with pytest.raises(BadInputError, match="can be read back"):  # it has learned nothing
+            synthesize(run, "new/rows.jsonl", 2, **asked, allow_code=True)
+        shutil.rmtree("new")
+        assert pathlib.Path("ran").exists()
+
+
+@pytest.mark.parametrize("place", ["new", "new/private", "new/.private"])
+def test_a_report_never_lies_in_the_folder_that_is_published(run, tmp_path, place):
+    out = tmp_path / "new" / "rows.jsonl"
+    with pytest.raises(BadInputError, match="a folder that is to be published"):
+        synthesize(run, out, 2, report=tmp_path / place)
+    synthesize(run, out, 2, report=tmp_path / "private")
+    shutil.copytree(tmp_path / "private", out.parent / ".private")
+    assert main(["verify", str(out.parent)]) == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"number": 99, "rows": [], "redraws": 0, "tokens": 1}',
+        '{"number": 1, "rows": [{"kind": "SECRET", "age": 20, "text": "x"}], '
+        '"redraws": 0, "tokens": 1}',
+        '{"number": 1, "rows": [{"kind": "ode", "age": 1, "text": "x"}], '
+        '"redraws": 0, "tokens": 1}',
+        '{"number": 1, "rows": 3, "redraws": 0, "tokens": 1}',
+        '{"number": 1}',
+        "[]",
+        "null",
+        "garbage",
+    ],
+)
+def test_a_damaged_beginning_is_one_sentence(run, tmp_path, monkeypatch, line):
+    out = tmp_path / "new" / "rows.jsonl"
+    begun(monkeypatch, run, out)
+    with (out.parent / ".rows.jsonl.part").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(BadInputError, match="holds what this command does not write"):
+        synthesize(run, out, labels=LABELS)
+    assert not out.exists()
+
+
+def begun(monkeypatch, run, out, after="_write_rows"):
+    """A command that dies before a function of it."""
+    files = sys.modules[synthesize.__module__]
+    with monkeypatch.context() as patch:
+        patch.delattr(files, after)
+        with pytest.raises(NameError):
+            synthesize(run, out, labels=LABELS)
+
+
+def test_a_command_that_was_killed_while_it_wrote_a_file_goes_on(run, tmp_path, monkeypatch):
+    out = tmp_path / "new" / "rows.jsonl"
+    begun(monkeypatch, run, out, "card")
+    for name in ("rows.jsonl", "README.md", "guarantee.json"):
+        (out.parent / f".{name}.123.tmp").write_text("half")
+    (out.parent / "guarantee.json").write_text("{}")  # and before the part was removed
+    synthesize(run, out, labels=LABELS)
+    found = {path.name for path in out.parent.iterdir()}
+    assert found == {"rows.jsonl", "README.md", "guarantee.json"}
+    assert main(["verify", str(out.parent)]) == 0
+
+
+def test_labels_of_a_histogram_stay_its_own(mine, tmp_path, monkeypatch):
+    """Its numbers, given with --label to go on, are not numbers known without the data."""
+    out = tmp_path / "new" / "rows.jsonl"
+    files = sys.modules[synthesize.__module__]
+    with monkeypatch.context() as patch:
+        patch.delattr(files, "_write_rows")
+        with pytest.raises(NameError):
+            synthesize(mine, out, 8, label_epsilon=4.0)
+    known = json.loads((out.parent / ".rows.jsonl.part").read_text().split("\n")[0])
+    with pytest.raises(BadInputError, match="the beginning of other rows"):
+        synthesize(mine, out, labels=known["labels"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -183,6 +318,9 @@ def test_a_histogram_is_charged_and_is_the_same_ever_after(run, tmp_path, capsys
         ),
         (["--rows", "4", "--out", "new/rows.csv"], "give a new file, NAME.jsonl or NAME.parquet"),
         (["--rows", "4", "--out", "full/rows.jsonl"], "already holds 'notes.txt'"),
+        (["--rows", "4", "--out", "new/a`b.jsonl"], "give a name of visible letters"),
+        (["--rows", "4", "--out", "new/a\nb.jsonl"], "give a name of visible letters"),
+        (["--rows", "4", "--temperature", "inf"], "the temperature is inf"),
         (["--rows", "4", "--report", "new"], "--report is new, a folder that is to be published"),
     ],
 )
@@ -200,7 +338,8 @@ def test_bad_options_are_one_sentence(options, message, run, tmp_path, capsys, m
 
 def test_several_rows_of_one_person(tmp_path):
     data = {"template": "<kind>;<age>", **SCHEMA, "rows_per_text": 3}
-    run = train(tmp_path, data, mechanism={"kind": "none", "batch_size": 64}, privacy={})
+    trainer = {"mechanism": {"kind": "none", "batch_size": 64}, "privacy": {}, "seed": 0}
+    run = train(tmp_path, data, **trainer)
     made = synthesize(run, tmp_path / "new" / "rows.jsonl", 12)
     rows = read(tmp_path / "new" / "rows.jsonl")
     persons = [row["person"] for row in rows]
