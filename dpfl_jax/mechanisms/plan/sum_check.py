@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -53,8 +54,8 @@ _ROWS = 2  # rows of each buffer that are filled
 _ALONE = 2  # places of a row in which a single unit is checked
 # Beginnings of the names of environment variables by which programs are compiled.
 _COMPILED_BY = ("XLA_", "LIBTPU", "TPU_", "NVIDIA_", "CUDA_", "CUDNN_", "CUBLAS_", "NCCL_")
-# Tolerances that a parameter's own error may have in a check that is remembered.
-_OWN_TOLERANCE = 10.0
+# Most tolerances, and most of all, of a parameter's own error in a check that is remembered.
+_OWN_TOLERANCES, _OWN_ERROR = 10.0, 0.05
 # Largest relative difference of two runs of one program on devices that add in no fixed order.
 _UNORDERED = 1e-5
 
@@ -195,7 +196,8 @@ class _Check:
     def is_telling(self) -> bool:
         """Whether the data would have shown a fault.
 
-        A gradient that is lost in the tolerance, or zero, would not. Gradients that no rule had to
+        A gradient that is lost in the tolerance, or zero, would not, nor would a frozen parameter
+        of zeros. Gradients that no rule had to
         clip would not show that they are clipped, in each bucket; of groups of parameters that is
         not looked at. Units that are copies of one would not show that each is clipped by itself;
         single examples, or copies of one, not that users' examples are averaged.
@@ -208,12 +210,14 @@ class _Check:
         several = mechanism.participation.unit_examples in (None, 1)
         several = several or any(_vary(unit) for bucket in examples for unit in bucket)
         clipped = {one.bucket for one in self.singles if one.clipped}
+        most = min(_OWN_TOLERANCES * self.tolerance, _OWN_ERROR)
         return bool(
             several
             and all(map(_vary, examples))
             and isinstance(mechanism.rule, WholeGradientRule)
             and len(clipped) == len(self.which)
-            and all(one.error <= _OWN_TOLERANCE * self.tolerance for one in self.singles)
+            and all(one.error <= most for one in self.singles)
+            and all(map(_is_any, jax.tree.leaves(self.trial.frozen)))
         )
 
     def units(self, b: int) -> list[PyTree]:
@@ -413,6 +417,9 @@ class HostSum:
         return self.names[worst], float(off[worst])
 
 
+_is_any = jax.jit(jnp.any)
+
+
 def _vary(trees: Iterable[PyTree]) -> bool:
     """Whether not all trees hold the same."""
     held = {tuple(np.asarray(x).tobytes() for x in jax.tree.leaves(tree)) for tree in trees}
@@ -518,9 +525,7 @@ class Passed:
         lowered = lower(*check.trial.arguments(check.where(True)))
         with _loads() as loaded:
             lowered.compile()
-        if len(loaded) != 1:  # it was compiled
-            return
-        with contextlib.suppress(OSError):  # a file of the package that cannot be read
+        if len(loaded) == 1 and _PACKAGE is not None:  # else it was compiled
             facts = [*loaded, *_facts(check, lowered.as_text(), mesh)]
             digest = hashlib.sha256(repr(facts).encode()).hexdigest()
             self.file = pathlib.Path(kept) / f"passed-{digest}"
@@ -537,7 +542,7 @@ class Passed:
 
 
 def _facts(check: _Check, program: str, mesh: Mesh) -> list[Any]:
-    """All that the check compares except data, and what JAX compiles by."""
+    """All that the check compares except parameters, and what JAX compiles by."""
     reference = check.reference
     unit, bound = reference.mechanism.rule.of_units(jax.tree.map(lambda x: x[0, 0], check.each[0]))
     example, weight = reference.examples(unit)[0]
@@ -545,13 +550,16 @@ def _facts(check: _Check, program: str, mesh: Mesh) -> list[Any]:
     added = (reference.params, reference.frozen, example, np.float32(weight), sums)
     clipped = (*sums, {} if bound is None else {"bound": bound}, None)
     devices = list(mesh.devices.flat)
+    installed = [(one.name, one.version) for one in importlib.metadata.distributions()]
     return [
         program,
         computation_digest(reference.add.__wrapped__, *added),
         computation_digest(reference.clip.__wrapped__, *clipped),
+        [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in jax.tree.leaves(check.each)],
         [check.bound, check.tolerance, check.alone is None, _UNITS, _ROWS, _ALONE],
-        _package_digest(),
+        _PACKAGE,
         [jax.__version__, jaxlib.__version__, devices[0].client.platform_version],
+        sorted(one for one in installed if one[0].startswith(("jax", "nvidia", "libtpu"))),
         [platform.node(), jax.process_index(), jax.process_count()],
         [(device.id, device.device_kind) for device in devices],
         sorted(jax.config.values.items(), key=lambda item: item[0]),
@@ -595,13 +603,16 @@ def _loads() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(heard)
 
 
-@functools.cache
-def _package_digest() -> str:
+def _package_digest() -> str | None:
     """Of all modules of this package: a change in any may change what is checked, or how."""
     files = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
-    if not files:
-        raise FileNotFoundError("the package's modules")
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    try:
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    except OSError:
+        return None
+
+
+_PACKAGE = _package_digest()  # as it is imported: an upgrade may replace the files meanwhile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -361,6 +361,35 @@ def five_times_a(text):
 
 
 @pytest.mark.slow
+def test_other_data_of_the_same_program_are_checked(kept):
+    """They may fill places that the first data left empty."""
+    check_program(examples=(1, 2, 2, 1, 3))  # compiled
+    for examples in ((1, 2, 2, 1, 3), (1, 2, 3, 3, 3)):
+        assert check_program(examples=examples) is not None
+        assert check_program(examples=examples) is None
+
+
+@pytest.mark.slow
+def test_a_frozen_parameter_of_zeros_shows_nothing_and_is_not_remembered(kept):
+    def shifted(params, example):
+        return jnp.sum(jnp.tanh(example["x"] @ params["a"]) @ params["b"] + params["c"]) ** 2
+
+    def check(c):
+        mesh = make_mesh(devices=jax.devices()[:1])
+        options = {"trainable": lambda name: name != "c"}
+        total = jax.jit(clipped_sum_over_microbatches(MECHANISM, shifted, mesh, **options))
+        pipeline = training_pipeline(SAMPLER, store((1, 2, 3)), mesh, 2)
+        trained, frozen = {**parameters(), "c": None}, {"a": None, "b": None, "c": c}
+        given = (place(x, replicated(mesh)) for x in (trained, frozen))
+        return sum_check.check_sum(total, MECHANISM, shifted, *given, pipeline, GROUP, **options)
+
+    for _ in range(3):
+        assert check(np.zeros(2, "f4")) is not None
+    assert check(np.ones(2, "f4")) is not None
+    assert check(np.ones(2, "f4")) is None
+
+
+@pytest.mark.slow
 def test_an_error_that_is_lost_in_the_tolerance_is_not_remembered(kept, compiled_wrong):
     with compiled_wrong(five_times_a):
         for _ in range(3):
