@@ -1,6 +1,6 @@
 """Synthetic sentences of Shakespeare's people, with a label: from a CSV file to a folder to share.
 
-``python examples/synthetic_sentences.py OUT``: five minutes on two CPU cores. OUT/synthetic may be
+``python examples/synthetic_sentences.py OUT``: two minutes on two CPU cores. OUT/synthetic may be
 given away, OUT/report not: it says whether a classifier learns from the rows what a question is.
 """
 
