@@ -197,10 +197,10 @@ class _Check:
         """Whether the data would have shown a fault.
 
         A gradient that is lost in the tolerance, or zero, would not, nor would a frozen parameter
-        of zeros. Gradients that no rule had to
-        clip would not show that they are clipped, in each bucket; of groups of parameters that is
-        not looked at. Units that are copies of one would not show that each is clipped by itself;
-        single examples, or copies of one, not that users' examples are averaged.
+        of zeros. Gradients that no rule had to clip would not show that they are clipped, in each
+        bucket; of groups of parameters that is not looked at. Units that are copies of one would
+        not show that each is clipped by itself; single examples, or copies of one, not that users'
+        examples are averaged.
         """
         mechanism = self.reference.mechanism
         examples = [
@@ -280,7 +280,7 @@ class _Check:
         size, less = np.asarray(norms * rule.weights(norms, own), np.float64)
         if own is None:
             return size, less, self.bound
-        # As far as a rule's sensitivity is of its threshold; its weights might ignore it.
+        # In the units of the sensitivity. The rule's weights are not asked: they might ignore it.
         most = float(own) * rule.sensitivity / (rule.threshold or 1.0)
         return size, less, min(self.bound, most)
 
