@@ -25,9 +25,9 @@ def sentences() -> Iterator[tuple[str, str, str]]:
 
 
 def main(out: str, rows: int = 5000, steps: int = 80, people: int = 400) -> None:
-    """Writes ``rows`` at epsilon 8 for each role, with ``people`` expected in a step."""
+    """Writes ``rows`` with epsilon 8 for each role, training with ``people`` expected in a step."""
     folder = pathlib.Path(out)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "sentences.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("role", "mark", "sentence"), *sentences()])
     data = ["data.template=<mark> <sentence>", "data.categories={mark: ['?', '.']}"]
@@ -35,12 +35,19 @@ def main(out: str, rows: int = 5000, steps: int = 80, people: int = 400) -> None
     speed = ["execution.packing=0", "execution.microbatch_size=64", "eval.max_users=200"]
     train = ["finetune", "bundled:quickstart", str(folder / "sentences.csv"), "--full"]
     train += ["--user-column", "role", "--steps", str(steps), "--out", str(folder / "model")]
-    assert dpfl([*train, f"mechanism.cohort_size={people}", *data, *speed]) == 0
-    questions = 3 * rows // 10  # known without these plays
+    if not (folder / "model" / "run" / "report.md").exists():
+        done([*train, f"mechanism.cohort_size={people}", *data, *speed])
+    questions = 3 * rows // 10  # taken as known without these plays
     write = ["synthesize", str(folder / "model" / "run"), "--temperature", "0.7"]
     write += ["--label", f"?={questions}", "--label", f".={rows - questions}"]
     write += ["--out", str(folder / "synthetic" / "rows.jsonl"), "--report", str(folder / "report")]
-    assert dpfl(write) == 0
+    done(write)
+
+
+def done(command: list[str]) -> None:
+    """Runs ``dpfl``, and ends with its exit status if that is not 0."""
+    if status := dpfl(command):
+        sys.exit(status)
 
 
 if __name__ == "__main__":
