@@ -313,7 +313,16 @@ QUOTES: dict[str, Sequence[tuple[str, str, str]]] = {
             "we observe that ISRL-DP Local SGD outperforms ISRL-DP MB-SGD",
             "appendix I.2, Figure 9",
         ),
-        ("in line with", "is in line with (non-private) Local SGD", "section 6, Figure 5"),
+        (
+            "N=10.*in line with",
+            "is in line with (non-private) Local SGD",
+            "section 6, Figure 5",
+        ),
+        (
+            "N=3.*in line with",
+            "We observe qualitatively similar behavior",
+            "appendix I.2, of Figures 8 and 9",
+        ),
         (
             "by 30 to 40",
             "tends to outperform the naiive predictor by",
