@@ -119,6 +119,31 @@ def test_a_table_is_predicted_by_another_process_as_by_the_run(folder, capsys):
     np.testing.assert_array_equal(again, sure)
 
 
+@pytest.mark.slow
+def test_who_was_held_out_is_found_without_running_somebody_elses_code(folder, capsys, monkeypatch):
+    (folder / "owners_in.py").write_text(
+        "import pathlib; pathlib.Path('ran').touch()\ndef owner(row): return row['patient']"
+    )
+    monkeypatch.syspath_prepend(folder)
+    by_code = ["data.user_column=owners_in:owner", "--allow-code"]
+    trained(
+        capsys,
+        "uls",
+        "train.steps=2",
+        "data.input_columns=[zeta, age, sex, seen]",
+        *SPLIT,
+        *by_code,
+    )
+    pathlib.Path("ran").unlink()
+    sys.modules.pop("owners_in")
+    command = ["predict", "run", "visits.csv", "--held-out", "--out", "p.csv"]
+    assert main(command) == 2
+    assert "is 'owners_in:owner', code that would be run" in capsys.readouterr().err
+    assert not pathlib.Path("ran").exists()
+    assert main([*command, "--allow-code"]) == 0
+    assert pathlib.Path("ran").exists()
+
+
 SEMICOLONS = ("data.delimiter=';'", "data.decimal=comma", "data.encoding=cp1252")
 
 
