@@ -29,6 +29,7 @@ of four examples (uls), at several lengths. Of each such cell, by turns in one p
   non-private     the same batch, without clipping
   flat            clipped_grad as `auto` takes it
   flat, ...       by the kernel that forms a gradient with its norm; by Gram matrices (full)
+  ..., cuDNN      both of the first with cuDNN's attention, whose operations are not in the FLOPs
   jax-privacy     JAX-Privacy's clipped_grad, about 1,024 tokens at once, and all at once
   vmap            gradients of all units, formed and clipped
   noise alone     of the exact law, once for each kind of model

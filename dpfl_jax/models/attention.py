@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.config import RopeScaling
 
 # Positions up to which scores of one head take 4 MiB, and plain attention is as fast.
@@ -43,17 +44,22 @@ def attend(
       q: queries [kv_heads, group, length, width], scaled; a group of heads shares a key head.
       k: keys [kv_heads, length, width].
       v: values, like the keys.
-      form: ``plain``, ``blockwise``, or ``auto`` (plain up to ``PLAIN_UP_TO``).
+      form: ``plain``, ``blockwise``, ``auto`` (plain up to ``PLAIN_UP_TO``), or ``cudnn``.
       softcap: scores become cap * tanh(scores / cap).
       window: positions that a position sees, itself included; None: all before it.
       segments: int32 [length]; a position sees its own segment only. None: one segment.
 
     Returns:
       [kv_heads, group, length, width], in the dtype of ``v``; scores and sums are float32.
+
+    Raises:
+      BadInputError: cuDNN has no such kernel, or is not there.
     """
     length = q.shape[2]
     if window is not None and window >= length:
         window = None
+    if form == "cudnn":
+        return _fused(q, k, v, softcap, window, segments)
     if form == "plain" or (form == "auto" and length <= PLAIN_UP_TO):
         place = jnp.arange(length) if segments is not None else np.arange(length)
         seen = visible(place, place, window)
@@ -72,6 +78,40 @@ def attend(
     segments = None if segments is None else cut(segments, 0)
     out = _blockwise((softcap, window), cut(q, 2), cut(k, 1), cut(v, 1), segments)
     return jnp.moveaxis(out, 0, 2).reshape(*q.shape[:2], -1, v.shape[-1])[:, :, :length]
+
+
+def _fused(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    softcap: float | None,
+    window: int | None,
+    segments: jax.Array | None,
+) -> jax.Array:
+    """Attention by cuDNN's kernel, on NVIDIA GPUs; arguments as in ``attend``."""
+    if softcap is not None:
+        raise BadInputError("attention 'cudnn' knows no attention_softcap: take 'auto'")
+    mask = None
+    if segments is not None:  # under vmap JAX wants it of each head
+        same = segments[:, None] == segments
+        mask = jnp.broadcast_to(same, (q.shape[0] * q.shape[1], *same.shape))
+    try:
+        out = jax.nn.dot_product_attention(
+            jnp.moveaxis(q.reshape(-1, *q.shape[2:]), 0, 1),
+            jnp.moveaxis(k, 0, 1),
+            jnp.moveaxis(v, 0, 1),
+            mask=mask,
+            scale=1.0,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        raise BadInputError(
+            f"attention 'cudnn' cannot be used here ({error}): it needs an NVIDIA GPU, bfloat16, "
+            "and heads of at most 128 coordinates in multiples of 8; take 'auto'"
+        ) from error
+    return jnp.moveaxis(out, 1, 0).reshape(*q.shape[:3], -1)
 
 
 def visible(query: Any, key: Any, window: int | None) -> Any:

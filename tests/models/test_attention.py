@@ -1,15 +1,20 @@
 """Attention block by block: that of NumPy, the gradients of the plain one, and no square of T."""
 
 import dataclasses
+import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.clipping.jaxprs import every_program
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention, transformer
 from dpfl_jax.models.attention import attend
 
@@ -156,3 +161,77 @@ def test_no_array_grows_with_the_square_of_the_length():
 
     assert largest("plain") == config.num_heads * length**2
     assert largest("auto") <= config.num_heads * attention.BLOCK**2 + length * 128
+
+
+@pytest.fixture
+def pretended_cudnn(monkeypatch):
+    """JAX traces and lowers cuDNN's kernel, as if a GPU were here."""
+    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    if not hasattr(fused, "_attention_out_aval"):
+        pytest.skip("this JAX does not say over which devices cuDNN's results vary")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
+
+
+@pytest.mark.parametrize("strategy", ["ghost", "vmap", "scan"])
+@pytest.mark.parametrize(
+    ("window", "packed"), [(None, False), pytest.param(5, True, marks=pytest.mark.slow)]
+)
+def test_cudnn_is_lowered_where_every_device_clips_its_own_units(
+    pretended_cudnn, strategy, window, packed
+):
+    """That is all that can be seen without a GPU: its kernel, forward and backward, per device."""
+    segments = jnp.asarray(np.repeat([[0, 1]], 8, axis=1)) if packed else None
+
+    def loss(w, x):
+        q = (x @ w).astype(jnp.bfloat16).reshape(16, 2, 2, 8).transpose(1, 2, 0, 3)
+        mine = None if segments is None else segments[0]
+        out = attend(q, q[:, 0], q[:, 1], form="cudnn", window=window, segments=mine)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    clipped = clipped_grad(loss, clip_norm=1.0, strategy=strategy)
+    mesh = make_mesh(devices=jax.devices()[:4])
+    total = jax.shard_map(
+        lambda w, x: jax.lax.psum(clipped(w, x).sum, "data"),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+    )
+    given = (jnp.ones((8, 32)), jnp.ones((8, 16, 8)))
+    text = jax.jit(total).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = {*re.findall(r"cudnn\$fmha\w+", text)}
+    assert len(kernels) == 2
+    assert sum(kernel.endswith("Backward") for kernel in kernels) == 1
+
+
+@pytest.mark.parametrize(
+    ("softcap", "message"), [(2.0, "knows no attention_softcap"), (None, "needs an NVIDIA GPU")]
+)
+def test_cudnn_where_it_cannot_be_used_is_one_sentence(softcap, message):
+    if jax.default_backend() == "gpu" and softcap is None:
+        pytest.skip("it can be used here")
+    q = jnp.ones((1, 1, 4, 8))
+    with pytest.raises(BadInputError, match=message):
+        attend(q, q[:, 0], q[:, 0], form="cudnn", softcap=softcap)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 100])
+def test_cudnn_gives_the_values_and_gradients_of_plain_attention(window):
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+        for shape in ((2, 2, 256, 64), (2, 256, 64), (2, 256, 64))
+    )
+
+    def loss(form, q, k, v):
+        out = attend(0.125 * q, k, v, form=form, window=window)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    found, want = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, form), (0, 1, 2)))(q, k, v)
+        for form in ("cudnn", "plain")
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)
