@@ -47,7 +47,7 @@ program is traced and lowered for CUDA, with its FLOPs.
 
 examples:
   dpfl bench gpu --out gpu.jsonl --json
-  dpfl bench gpu --minutes 6.5 --train full --units els --out gpu.jsonl    # twice: 13 minutes
+  dpfl bench gpu --minutes 5 --train full --units els --out gpu.jsonl      # twice: 10 minutes
   dpfl bench gpu --tiny                                  # ready? on any machine, in minutes
   dpfl bench gpu --lower                                 # the real sizes, without a GPU
 """
