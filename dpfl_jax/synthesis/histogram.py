@@ -235,6 +235,11 @@ def _charge(kept: FinishedRun, noise_multiplier: float) -> None:
     ledger, name = accounting.Ledger(privacy.ledger), f"{kept.path.name}:{kept.facts['data'][:16]}"
     account = accounting.Account(privacy.account, stated.unit, stated.adjacency, stated.unit_key)
     event = dp_accounting.GaussianDpEvent(noise_multiplier)
+    if account not in ledger.accounts():
+        raise BadInputError(
+            f"the ledger {privacy.ledger} (privacy.ledger of {kept.path}) does not hold what the "
+            "run itself has spent: bring it back, so that the histogram is added to that"
+        )
     ledger.reserve(account, f"{name}:histogram", event, stated.delta, privacy.budget)
     ledger.commit(f"{name}:histogram")
 

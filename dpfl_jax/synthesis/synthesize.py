@@ -214,6 +214,10 @@ def synthesize(
         stated = stated.tied(exported={target.name: digests.digest(target)})
         write_atomically(target.parent / CARD, card(target.name, stated, facts))
         write_atomically(target.parent / NAME, stated.dumps())  # last: now the folder is whole
+        if folder is not None and real is not None:  # the same command repeats it if it is killed
+            with console.status("comparing with real people's rows"):
+                before = _before(kept, trained, texts, draw, batch_size)
+                write_report(folder, whole, real, before, writer.template)
     made = {
         "out": str(target),
         "rows": len(whole),
@@ -223,12 +227,8 @@ def synthesize(
         "given_up": facts.given_up,
         "guarantee": stated.text,
         "privacy": stated.privacy.to_json(),
+        **({} if folder is None else {"report": str(folder / REPORT)}),
     }
-    if folder is not None and real is not None:
-        with console.status("comparing with real people's rows"):
-            before = _before(kept, trained, texts, draw, batch_size)
-            write_report(folder, whole, real, before, writer.template)
-        made["report"] = str(folder / REPORT)
     return made
 
 
@@ -264,14 +264,22 @@ def _generated(
 
 def _real(trained: TrainedModel, report: pathlib.Path, out: pathlib.Path) -> RealRows:
     """The rows of real people for the report."""
-    place = report.resolve()
-    if out.parent.resolve() in (place, *place.parents) or (report / NAME).exists():
+    place, mine = report.resolve(), out.parent.resolve()
+    published = (
+        above == mine or all((above / name).exists() for name in (NAME, CARD))
+        for above in place.parents
+    )
+    if place == mine or (report / NAME).exists() or any(published):
         raise BadInputError(
             f"--report is {report}, a folder that is to be published, but the report must not be: "
             "give another one"
         )
-    if report.exists() and not report.is_dir():
-        raise BadInputError(f"--report is {report}, which is no folder: give another one")
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(
+            f"--report is {report}, which is no folder ({error.strerror}): give another one"
+        ) from None
     section = data_section(trained.config)
     if section.split != "by_user":
         raise BadInputError(
@@ -443,12 +451,15 @@ class _Partial:
         try:
             for line in self._path.read_text(encoding="utf-8").split("\n")[1:-1]:
                 one = json.loads(line)
-                number = int(one["number"])
-                good = 0 <= number < self._total and min(one["redraws"], one["tokens"]) >= 0
-                if not good or not self._writer.may_hold(number, one["rows"]):
+                json.dumps(one, ensure_ascii=False).encode()  # half a character is no text
+                number, *counts = (one[name] for name in ("number", "redraws", "tokens"))
+                whole = all(type(x) is int and x >= 0 for x in (number, *counts))
+                if not whole or number >= self._total:
+                    raise ValueError
+                if not self._writer.may_hold(number, one["rows"]):
                     raise ValueError
                 found[number] = one
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
             raise BadInputError(
                 f"{self._path} holds what this command does not write: remove {self._path.parent}, "
                 "and give the command again"
@@ -479,7 +490,8 @@ def _check_folder(target: pathlib.Path) -> None:
     # Of a command that was killed: what it wrote, and what it was about to write.
     mine = (part.name, target.name, CARD, NAME) if part.exists() else ()
     there = list(folder.iterdir()) if folder.is_dir() else []
-    cut = [path for path in there if any(path.match(f".{name}.*.tmp") for name in mine)]
+    begun = tuple(f".{name}." for name in mine)
+    cut = [path for path in there if path.name.startswith(begun) and path.suffix == ".tmp"]
     if others := sorted(path.name for path in there if path.name not in mine and path not in cut):
         raise BadInputError(
             f"{folder} already holds {others[0]!r}, but synthetic rows get a folder of their own, "
@@ -487,6 +499,9 @@ def _check_folder(target: pathlib.Path) -> None:
         )
     for path in cut:
         path.unlink()
+    for parent in target.parents:
+        if parent.exists() and not parent.is_dir():
+            raise BadInputError(f"--out is {target}, but {parent} is a file: give another folder")
 
 
 @contextlib.contextmanager

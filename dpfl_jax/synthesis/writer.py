@@ -83,34 +83,33 @@ class Writer:
                 return keep
         return 0
 
+    def _answered(self, number: int, answer: str) -> list[dict[str, Any]]:
+        assert self.given is not None
+        column, shown = self.given[0], self._given(number)[0]
+        if column == self.column:
+            return [{column: [*shown, {"role": "assistant", "content": answer}]}]
+        return [{column: shown, self.column: answer}]
+
     def may_hold(self, number: int, rows: list[dict[str, Any]]) -> bool:
-        """Whether a text of this number can be read as these rows."""
-        if self.given is not None:
-            columns = {self.given[0], self.column}
-            return len(rows) < 2 and all({*row} == columns for row in rows)
-        if self.template is None:
-            return len(rows) < 2 and all({*row} == {self.column} for row in rows)
-        more = {"person": number} if self.template.rows > 1 else {}
-        names = [*more, *(column.name for column in self.template.columns)]
-        if len(rows) > self.template.rows or any([*row] != names for row in rows):
-            return False
-        try:
-            return all(
-                row.items() >= more.items() and bool(self.template.write([row], "")) for row in rows
-            )
-        except BadInputError:
-            return False
+        """Whether a text of this number can be read as these rows; none are of one given up."""
+        if self.template is not None:
+            more = {"person": number} if self.template.rows > 1 else {}
+            texts = [self.template.write([row], "") for row in rows]
+            read = [{**more, **self.template.read(text)[0]} for text in texts]
+            return rows == read and len(rows) <= self.template.rows
+        if not rows:
+            return True
+        words = rows[0][self.column]
+        words = words[-1]["content"] if isinstance(words, list) else words
+        own = [{self.column: words}] if self.given is None else self._answered(number, words)
+        return isinstance(words, str) and rows == own
 
     def read(self, prompt: Sequence[int], text: Sampled) -> list[dict[str, Any]]:
         """The rows of a text; none of one that was given up."""
         if not text.valid:
             return []
         if self.given is not None:
-            column, shown = self.given[0], self._given(text.number)[0]
-            answer = self.tokenizer.decode(text.tokens)
-            if column == self.column:
-                return [{column: [*shown, {"role": "assistant", "content": answer}]}]
-            return [{column: shown, self.column: answer}]
+            return self._answered(text.number, self.tokenizer.decode(text.tokens))
         words = self.tokenizer.decode([*prompt, *text.tokens])
         if self.template is None:
             return [{self.column: words}]

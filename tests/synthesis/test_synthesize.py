@@ -191,8 +191,11 @@ def test_nothing_is_charged_for_what_is_refused(mine, tmp_path):
     out = tmp_path / "new" / "rows.jsonl"
     with pytest.raises(BadInputError, match="room for 26"):
         synthesize(mine, out, 4, Settings(max_tokens=99), label_epsilon=1.0)
-    with pytest.raises(BadInputError, match="which is no folder"):
-        synthesize(mine, out, 4, label_epsilon=1.0, report=mine / "config.yaml")
+    for report in (mine / "config.yaml", mine / "config.yaml" / "report"):
+        with pytest.raises(BadInputError, match="which is no folder"):
+            synthesize(mine, out, 4, label_epsilon=1.0, report=report)
+    with pytest.raises(BadInputError, match=r"config\.yaml is a file: give another folder"):
+        synthesize(mine, mine / "config.yaml" / "new" / "rows.jsonl", 4, label_epsilon=1.0)
     assert not (mine / "label_histogram.json").exists()
 
 
@@ -246,6 +249,14 @@ def test_a_report_never_lies_in_the_folder_that_is_published(run, tmp_path, plac
         '{"number": 1, "rows": [{"kind": "ode", "age": 1, "text": "x"}], '
         '"redraws": 0, "tokens": 1}',
         '{"number": 1, "rows": 3, "redraws": 0, "tokens": 1}',
+        '{"number": 1, "rows": [{"kind": "ode", "age": "30", "text": "x"}], '
+        '"redraws": 0, "tokens": 1}',
+        '{"number": 1, "rows": [{"kind": "ode", "age": 30, "text": ["x"]}], '
+        '"redraws": 0, "tokens": 1}',
+        '{"number": 1, "rows": [{"kind": "ode", "age": 30, "text": "\\ud800"}], '
+        '"redraws": 0, "tokens": 1}',
+        '{"number": 1, "rows": [], "redraws": Infinity, "tokens": 1}',
+        "[" * 100_000,
         '{"number": 1}',
         "[]",
         "null",
@@ -281,6 +292,34 @@ def test_a_command_that_was_killed_while_it_wrote_a_file_goes_on(run, tmp_path, 
     found = {path.name for path in out.parent.iterdir()}
     assert found == {"rows.jsonl", "README.md", "guarantee.json"}
     assert main(["verify", str(out.parent)]) == 0
+
+
+def test_a_command_that_was_killed_in_its_report_repeats_it(run, tmp_path, monkeypatch):
+    out, report = tmp_path / "new" / "rows[1].jsonl", tmp_path / "private"
+    files = sys.modules[synthesize.__module__]
+    with monkeypatch.context() as patch:
+        patch.delattr(files, "write_report")
+        with pytest.raises(NameError):
+            synthesize(run, out, labels=LABELS, report=report)
+    (out.parent / ".rows[1].jsonl.1.tmp").write_text("half")
+    synthesize(run, out, labels=LABELS, report=report)
+    assert "NOT TO BE PUBLISHED" in (report / "NOT_TO_BE_PUBLISHED.md").read_text()
+    assert len([*out.parent.iterdir()]) == 3
+    with pytest.raises(BadInputError, match="a folder that is to be published"):
+        synthesize(run, tmp_path / "b" / "rows.jsonl", 2, report=out.parent / "deep" / "report")
+
+
+def test_a_histogram_is_added_to_a_ledger_that_knows_the_run(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "label_histogram.json").unlink(missing_ok=True)
+    ledger = run.parent / "ledger.jsonl"
+    kept = ledger.read_bytes()
+    ledger.unlink()
+    try:
+        with pytest.raises(BadInputError, match="does not hold what the run itself has spent"):
+            synthesize(tmp_path / "run", tmp_path / "new" / "rows.jsonl", 4, label_epsilon=4.0)
+    finally:
+        ledger.write_bytes(kept)
 
 
 def test_labels_of_a_histogram_stay_its_own(mine, tmp_path, monkeypatch):
