@@ -41,8 +41,8 @@ for turn in range(rounds + 1):
             min_new_tokens=tokens, max_new_tokens=tokens)
         assert made.shape == (len(ids), ids.shape[1] + tokens)
     seconds.append(time.perf_counter() - start)
-told = {"library": f"transformers {transformers.__version__}", "threads": torch.get_num_threads()}
-print(json.dumps({**told, "seconds": seconds[1:]}))
+row = {"library": f"transformers {transformers.__version__}", "threads": torch.get_num_threads()}
+print(json.dumps({**row, "seconds": seconds[1:]}))
 """
 
 

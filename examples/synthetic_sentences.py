@@ -17,7 +17,7 @@ from dpfl_jax.data.sets import SHAKESPEARE, read_shakespeare
 
 
 def sentences() -> Iterator[tuple[str, str, str]]:
-    """Yields role, mark and sentence: the mark, which tells a question, is taken off."""
+    """Yields role, mark (a question has "?", a statement "."), and sentence without its mark."""
     for role, speech in read_shakespeare(SHAKESPEARE, "train"):
         for found in re.findall(r"[^.?!]+[.?]", " ".join(speech.split()))[:2]:
             if 12 <= len(sentence := found[:-1].strip(" -")) <= 75:

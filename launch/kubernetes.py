@@ -137,16 +137,11 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
             {"name": "DPFL_NUM_PROCESSES", "value": str(args.hosts)},
             {"name": "DPFL_PROCESS_ID", "valueFrom": {"fieldRef": index}},
         ]
-    on_volume, claim = bool(args.claim), {"claimName": args.claim}
     container = {
         "name": "dpfl",
         "image": args.image,
         "command": ["dpfl", "train", args.config, *args.overrides, "--run-dir", args.run_dir],
-        "env": [
-            *members,
-            # Of the volume and not beside RUN_DIR, which may be sent: its programs are run.
-            *([{"name": _CACHE, "value": f"{args.mount}/.cache/dpfl_jax/compiled"}] * on_volume),
-        ],
+        "env": [*members],
         "ports": [{"containerPort": PORT, "protocol": "TCP"}],
         "resources": {
             # A pod that asks for no memory is the first to be evicted.
@@ -158,7 +153,6 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
             "limits": devices,
         },
         "volumeMounts": [
-            *([{"name": "shared", "mountPath": args.mount}] * on_volume),
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
@@ -172,10 +166,16 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
         "tolerations": tolerations,
         "containers": [container],
         "volumes": [
-            *([{"name": "shared", "persistentVolumeClaim": claim}] * on_volume),
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
+    if args.claim:
+        claim = {"claimName": args.claim}
+        pod["volumes"].append({"name": "shared", "persistentVolumeClaim": claim})
+        container["volumeMounts"].append({"name": "shared", "mountPath": args.mount})
+        # Of the volume and not beside RUN_DIR, which may be sent: its programs are run.
+        cache = {"name": _CACHE, "value": f"{args.mount}/.cache/dpfl_jax/compiled"}
+        container["env"].append(cache)
     if args.slices > 1:  # the network between slices is the hosts' own
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     bad_input = {"containerName": "dpfl", "operator": "In", "values": [2]}

@@ -5,7 +5,7 @@ usage="usage: reproductions/on_gpu.sh OUT [dpfl reproduce's options]
 
 Runs the --full forms of five figures side by side, and ends them after 11.5 minutes. What finished
 is in OUT/manifest.json (python -m reproductions.pages OUT/manifest.json takes it into the pages);
-the same command goes on with the others. DPFL_DATA_DIR must name the folder of the data sets."
+the same command continues with the others. DPFL_DATA_DIR must name the folder of the data sets."
 case ${1:---help} in -h | --help) echo "$usage" && exit ;; esac
 cd "$(dirname "$0")/.."
 out=$1 && shift

@@ -101,14 +101,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rows(source: pathlib.Path, form: Any, config: Any, args: argparse.Namespace) -> list[Any]:
-    from dpfl_jax.config.load import config_to_dict, refuse_code
+    from dpfl_jax.config.load import refuse_code_of_data
     from dpfl_jax.data.rows import expand_paths, guess_format, read_file_rows
 
     (path,) = expand_paths(str(source))
     rows = read_file_rows([path], guess_format(path), csv=form)
     if args.held_out:
         if config is not None and not args.allow_code:
-            refuse_code({"data": config_to_dict(config)["data"]}, str(args.run))
+            refuse_code_of_data(config, str(args.run))
         rows = _held_out(rows, source, form, config)
     result = [row for _, row in rows]
     if not result:

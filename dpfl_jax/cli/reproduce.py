@@ -30,11 +30,11 @@ size.
 
 Reproductions are not part of the installed package: run this in a checkout of the repository.
 
-Several figures, PAPER/all and `all` run each in a separate process, in its quick form unless --full
-is given, and say beforehand how long it should take. They write manifest.json (commit, versions,
-hardware, times, fingerprints of data, every number and verdict) next to the figures; the same
-command resumes an interrupted one. --full goes as far as two cores go: to the paper's size where no
-network is trained, and below it where one is.
+Of several figures, PAPER/all or `all`, each runs in a process of its own, in its quick form unless
+--full is given. The command says beforehand how long it should take, and writes manifest.json
+(commit, versions, hardware, times, fingerprints of data, every number and verdict) next to the
+figures; given again it resumes an interrupted one. --full goes as far as two cores go: to the
+paper's size where no network is trained, and below it where one is.
 
 examples:
   dpfl reproduce list

@@ -160,6 +160,11 @@ def refuse_code(raw: Mapping[str, Any], where: str, advice: str = _ALLOW) -> Non
         raise BadInputError(f"{where}: {key} is {name!r}, code that would be run: {advice}")
 
 
+def refuse_code_of_data(config: RunConfig, where: str) -> None:
+    """Raises BadInputError if reading a run's data would run code that its configuration names."""
+    refuse_code({"data": config_to_dict(config)["data"]}, where)
+
+
 def _code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The settings that name code, which is imported when they are used."""
     yield from _kinds_in(raw.get("mechanism"), "mechanism")

@@ -90,7 +90,7 @@ def _fused(
 ) -> jax.Array:
     """Attention by cuDNN's kernel, on NVIDIA GPUs; arguments as in ``attend``."""
     if softcap is not None:
-        raise BadInputError("attention 'cudnn' knows no attention_softcap: take 'auto'")
+        raise BadInputError("execution.attention=cudnn knows no attention_softcap: take auto")
     mask = None
     if segments is not None:  # under vmap JAX wants it of each head
         same = segments[:, None] == segments
@@ -108,8 +108,8 @@ def _fused(
         )
     except (RuntimeError, NotImplementedError) as error:
         raise BadInputError(
-            f"attention 'cudnn' cannot be used here ({error}): it needs an NVIDIA GPU, bfloat16, "
-            "and heads of at most 128 coordinates in multiples of 8; take 'auto'"
+            f"execution.attention=cudnn cannot be used here ({error}): it needs an NVIDIA GPU, "
+            "bfloat16, and heads of at most 128 coordinates in multiples of 8; take auto"
         ) from error
     return jnp.moveaxis(out, 1, 0).reshape(*q.shape[:3], -1)
 

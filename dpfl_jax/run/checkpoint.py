@@ -105,7 +105,7 @@ def _teach_s3() -> None:
 
 
 def _meet(**given: Any) -> None:
-    """Orbax's barrier, but after an error here it raises: other processes wait in another one."""
+    """Orbax's barrier; it raises an error that is being handled, as others wait elsewhere then."""
     if (error := sys.exception()) is not None:
         raise error
     ocp.multihost.get_barrier_sync_fn()(**given)

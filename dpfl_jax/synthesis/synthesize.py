@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.statement import NAME
 from dpfl_jax.buckets import address, located
-from dpfl_jax.config.load import config_to_dict, refuse_code
+from dpfl_jax.config.load import refuse_code_of_data
 from dpfl_jax.data import load_dataset
 from dpfl_jax.data.templates import RowTemplate
 from dpfl_jax.errors import BadInputError, StoppedError, at_least, nearest, one_line
@@ -148,8 +148,7 @@ def synthesize(
     with console.status("reading the model"):
         trained = language_model(kept)
     if not allow_code and (report is not None or label_epsilon is not None):
-        data = config_to_dict(trained.config)["data"]
-        refuse_code({"data": data}, str(kept.path / "config.yaml"))
+        refuse_code_of_data(trained.config, str(kept.path / "config.yaml"))
     writer = writer_of(trained, prompts)
     counts = _asked(kept, writer, rows, labels, label_epsilon)
     total = sum(counts.values()) if labels else (rows or 0)

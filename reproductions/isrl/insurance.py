@@ -322,8 +322,8 @@ def _over_the_mean(rows: list[dict[str, Any]]) -> str:
     means = [r["relative_rmse"] for r in mine if math.isfinite(r["epsilon"])]
     over = sum(mean > 1 for mean in means)
     return (
-        f"of the {len(means)} cells of MB-SGD with each record clipped {over}, with small "
-        "epsilons, are worse than predicting the mean"
+        f"MB-SGD with each record clipped is worse than predicting the mean in {over} of its "
+        f"{len(means)} cells, which have small epsilons"
     )
 
 

@@ -146,8 +146,8 @@ def test_what_is_to_run_on_a_gpu_is_there():
     script = runner.ROOT / "reproductions" / "on_gpu.sh"
     (figures,) = re.findall(r"^figures=(.*)$", script.read_text(), re.M)
     assert {*figures.split(",")} <= {*registry.figures()}
-    told = subprocess.run([script, "--help"], check=True, capture_output=True, text=True)
-    assert told.stdout.startswith("usage: reproductions/on_gpu.sh OUT")
+    shown = subprocess.run([script, "--help"], check=True, capture_output=True, text=True)
+    assert shown.stdout.startswith("usage: reproductions/on_gpu.sh OUT")
 
 
 def test_another_replication_has_other_seeds_throughout(monkeypatch):

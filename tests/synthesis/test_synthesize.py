@@ -323,7 +323,7 @@ def test_a_histogram_is_added_to_a_ledger_that_knows_the_run(run, tmp_path):
 
 
 def test_labels_of_a_histogram_stay_its_own(mine, tmp_path, monkeypatch):
-    """Its numbers, given with --label to go on, are not numbers known without the data."""
+    """Its numbers, given with --label to resume, are not numbers known without the data."""
     out = tmp_path / "new" / "rows.jsonl"
     files = sys.modules[synthesize.__module__]
     with monkeypatch.context() as patch:

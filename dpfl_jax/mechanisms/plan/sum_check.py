@@ -204,8 +204,11 @@ class _Check:
         """
         mechanism = self.reference.mechanism
         examples = [
-            [[example for example, _ in self.reference.examples(unit)] for unit in self.units(b)]
-            for b in range(len(self.each))
+            [
+                [example for example, _ in self.reference.examples(self.unit(b, u))]
+                for u in range(which.max() + 1)
+            ]
+            for b, which in enumerate(self.which)
         ]
         several = mechanism.participation.unit_examples in (None, 1)
         several = several or any(_vary(unit) for bucket in examples for unit in bucket)
@@ -220,12 +223,9 @@ class _Check:
             and all(map(_is_any, jax.tree.leaves(self.trial.frozen)))
         )
 
-    def units(self, b: int) -> list[PyTree]:
-        """The different units of a bucket."""
-        return [
-            jax.tree.map(lambda x, u=u: x[0, u], self.each[b])
-            for u in range(self.which[b].max() + 1)
-        ]
+    def unit(self, b: int, u: int) -> PyTree:
+        """A unit of a bucket."""
+        return jax.tree.map(lambda x: x[0, u], self.each[b])
 
     def run_all(self) -> None:
         columns = [np.linspace(0, w.shape[1] - 1, _ALONE).astype(int) for w in self.which]
@@ -255,34 +255,38 @@ class _Check:
             real[b][0, column] = True
             got = trial.run(real, alone=True)
             want = self.compare(got, real, "the sum of a single unit", clip_norm)
-            size, less, bound = self.added(b, self.which[b][0, column], got.norms, clip_norm)
+            u = self.which[b][0, column]
             with np.errstate(invalid="ignore", divide="ignore"):  # a parameter that gets nothing
                 error = got.by_leaf(got.minus(want)) / got.by_leaf(want)
-            self.singles.append(_Single(b, size <= 1.01 * less, float(error.max())))
+            is_clipped = self.is_clipped(b, u, got.norms, clip_norm)
+            self.singles.append(_Single(b, is_clipped, float(error.max())))
+            bound = self.bound_of(b, u)
             if not got.size <= bound * (1 + self.tolerance):
                 self.wrong.append(
                     f"a single unit adds {got.size:.6g} to it, but its clip rule allows {bound:.6g}"
                 )
 
-    def added(self, b: int, u: int, norm: float, clip_norm: Any) -> tuple[float, float, float]:
-        """What a unit with a norm adds, what nine tenths of that would, and the most that may.
-
-        The first two are infinite and 0 for rules that clip parts of a gradient.
-        """
+    def is_clipped(self, b: int, u: int, norm: float, clip_norm: Any) -> bool:
+        """Whether a gradient of nine tenths of this norm would add as much, by the clip rule."""
         mechanism = self.reference.mechanism
         rule = mechanism.rule
         if isinstance(mechanism.clip, Adaptive):
             rule = mechanism.clip.rule(clip_norm)
         if not isinstance(rule, WholeGradientRule):
-            return np.inf, 0.0, self.bound
-        _, own = rule.of_units(self.units(b)[u])
+            return False
+        _, own = rule.of_units(self.unit(b, u))
         norms = jnp.array([norm, 0.9 * norm], jnp.float32)
         size, less = np.asarray(norms * rule.weights(norms, own), np.float64)
+        return bool(size <= 1.01 * less)
+
+    def bound_of(self, b: int, u: int) -> float:
+        """The most that a unit may add: the clip rule's sensitivity, or less if it has a bound."""
+        rule = self.reference.mechanism.rule
+        _, own = rule.of_units(self.unit(b, u))
         if own is None:
-            return size, less, self.bound
+            return self.bound
         # In the units of the sensitivity. The rule's weights are not asked: they might ignore it.
-        most = float(own) * rule.sensitivity / (rule.threshold or 1.0)
-        return size, less, min(self.bound, most)
+        return min(self.bound, float(own) * rule.sensitivity / (rule.threshold or 1.0))
 
     def where(self, value: bool) -> Mask:
         return [np.full(w.shape, value) for w in self.which]
@@ -421,7 +425,7 @@ _is_any = jax.jit(jnp.any)
 
 
 def _vary(trees: Iterable[PyTree]) -> bool:
-    """Whether not all trees hold the same."""
+    """Whether the trees differ."""
     held = {tuple(np.asarray(x).tobytes() for x in jax.tree.leaves(tree)) for tree in trees}
     return len(held) > 1
 
