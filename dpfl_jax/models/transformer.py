@@ -381,7 +381,7 @@ class Transformer(nn.Module):
             head = self.param("head", init, (c.embed_dim, c.vocab_size))
 
         def logits(x: jax.Array) -> jax.Array:
-            out = jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
+            out = jnp.matmul(x, head.astype(dtype)).astype(jnp.float32)
             if c.logit_softcap is not None:
                 out = c.logit_softcap * jnp.tanh(out / c.logit_softcap)
             return _constrained(out)
