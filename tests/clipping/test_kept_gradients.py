@@ -1,6 +1,8 @@
 """Gradients formed for a few units at a time, and how many units `auto` takes at a time."""
 
 import dataclasses
+import functools
+import math
 
 import chex
 import jax
@@ -10,8 +12,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import accumulate, clipped_grad, cost
-from dpfl_jax.clipping.jaxprs import peak_bytes
+from dpfl_jax.clipping.jaxprs import count_flops, peak_bytes
 from dpfl_jax.clipping.rules import Flat, PerLayer
+from tests.neighbours import removed
 
 KEY, UNITS = jax.random.key(11), 16
 
@@ -137,3 +140,95 @@ def test_memory_and_few_rows_are_weighed(width, steps, taken):
     unit = jax.ShapeDtypeStruct((32, steps, 16), jnp.float32)
     f = clipped_grad(recurrent, clip_norm=1.0)
     assert f.explain(params, unit).microbatch_size == taken
+
+
+# ---- formed in the backward pass, in bfloat16, on accelerators -----------------------------------
+
+
+def narrow_loss(remat, params, unit):
+    """Layers in a loop, read as they are and turned and scaled, with experts; a tied embedding."""
+
+    def layer(h, w):
+        h = h + jnp.tanh(h @ w["in"].astype(h.dtype)) @ (0.5 * w["out"]).T.astype(h.dtype)
+        each = jnp.einsum("td,edf->tef", h, w["experts"].astype(h.dtype))
+        return h + jnp.sin(each).sum(1), None
+
+    if remat:
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    h = params["embedding"][unit["ids"]].astype(jnp.bfloat16) * unit["times"].astype(jnp.bfloat16)
+    h, _ = jax.lax.scan(layer, h, params["layers"])
+    return jnp.sum((h @ params["embedding"].T.astype(h.dtype)).astype(jnp.float32) ** 2)
+
+
+def narrow_case(units=4):
+    params = {
+        "embedding": normal(20, 7, 4),
+        "layers": {
+            "in": 0.3 * normal(21, 3, 4, 5),
+            "out": 0.3 * normal(22, 3, 4, 5),
+            "experts": 0.3 * normal(23, 3, 2, 4, 4),
+        },
+    }
+    ids = jax.random.randint(KEY, (units, 40), 0, 7)  # rows repeat
+    return params, {"ids": ids, "times": 0.5 + jnp.abs(normal(24, units, 40, 1))}
+
+
+EARLY = {"layers/in", "layers/out", "layers/experts"}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_what_the_backward_pass_forms_is_each_units_gradient(platform, remat):
+    loss = functools.partial(narrow_loss, remat)
+    params, batch = narrow_case()
+    f = clipped_grad(loss, clip_norm=3.0, strategy="ghost", norm_method="keep", platform=platform)
+    told = {leaf.name: leaf for leaf in f.explain(params, batch).leaves}
+    for name in EARLY:
+        assert told[name].method == "keep"
+        assert told[name].recorded == 2 * math.prod(told[name].shape)  # and no factors
+    plain = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
+    each = [np.asarray(x, np.float64) for x in jax.tree.leaves(plain)]
+    norms = np.sqrt(sum((x**2).reshape(len(x), -1).sum(1) for x in each))
+    weights = np.minimum(1.0, 3.0 / norms)
+    got = jax.jit(f)(params, batch)
+    np.testing.assert_allclose(got.norms, norms, rtol=1e-3)
+    for x, y in zip(jax.tree.leaves(got.sum), each, strict=True):
+        want = np.tensordot(weights, y, 1)
+        assert np.linalg.norm(x - want) <= 2e-3 * np.linalg.norm(want)
+
+
+def test_what_a_checkpoint_stores_is_not_computed_again():
+    counted = []
+    for strategy in ("ghost", "vmap"):
+        loss = functools.partial(narrow_loss, True)
+        f = clipped_grad(loss, clip_norm=1.0, strategy=strategy, norm_method="keep", platform="gpu")
+        counted.append(count_flops(lambda p, b, f=f: f(p, b).sum, *narrow_case()))
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_unit_moves_what_the_backward_pass_formed_by_its_clip_norm(devices):
+    params, batch = narrow_case(8)
+    loss = functools.partial(narrow_loss, True)
+    clip = 0.5
+    f = clipped_grad(loss, clip_norm=clip, strategy="ghost", norm_method="keep", platform="gpu")
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    rows = PartitionSpec("data")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=PartitionSpec()
+    )
+    def total(params, batch, mask):
+        return jax.lax.psum(f(params, batch, mask=mask).sum, "data")
+
+    real = np.ones(8, bool)
+    whole = total(params, batch, real)
+    for i in (0, 5):
+        without = total(params, *removed(batch, real, i))
+        moved = [
+            np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+            for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(without), strict=True)
+        ]
+        assert 0.99 * clip <= np.linalg.norm(moved) <= clip * (1 + 1e-6)

@@ -7,9 +7,10 @@ norms, and then the weighted sum, by one ordinary product for each use.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from dpfl_jax.clipping.result import axes_of, pinned, vary, varying_axes
 from dpfl_jax.clipping.taps import leaves
 from dpfl_jax.clipping.taps.evaluate import Recorded, Tokens, evaluate
 from dpfl_jax.clipping.taps.factors import Pair, factorise, formed, merge, same_form
-from dpfl_jax.clipping.taps.trace import Analysis, Site, analyse
+from dpfl_jax.clipping.taps.trace import Site, TapPlan, analyse
 
 COPIES = "per-unit copies"
 MIXED = "a convolution's kernel is computed, or has groups: XLA may mix units that are not finite"
@@ -113,11 +114,20 @@ def solve_ghost(
     """
     closed, out_tree = trace_loss(problem)
     analysis = analyse(closed.jaxpr, len(problem.leaves))
-    losses, aux, copies, records, gradients = _passes(problem, closed, out_tree, analysis)
-
     sites: dict[int, list[Site]] = {}
     for site in analysis.plan.all_sites():
         sites.setdefault(site.view.leaf, []).append(site)
+    passes = functools.partial(_passes, problem, closed, out_tree, analysis.copied)
+    choose = functools.partial(_choose, problem, sites, machine, methods, memory_limit)
+    plan, early, choices = analysis.plan, frozenset[int](), None
+    if machine.keep_factor is None and (products := _single_products(sites)):
+        choices = _of_shapes(lambda: choose(passes(plan)))
+        early = frozenset(i for i in products if choices[i][0].formed_early)
+        plan = plan.forming_early(early)
+    passed = losses, aux, copies, _, gradients = passes(plan)
+    if choices is None:
+        choices = choose(passed)
+    pairs_of = _pairs_of(problem, {i: x for i, x in sites.items() if i not in early}, passed)
 
     n = problem.num_units
     squared: dict[int, jax.Array] = {}
@@ -125,30 +135,6 @@ def solve_ghost(
     summed: dict[int, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     formed: dict[int, leaves.Kept] = {}
     entries: dict[int, LeafReport] = {}
-    pairs_of = {
-        i: _pairs(uses, records, gradients, lazy=problem.parts == 1)
-        for i, uses in sorted(sites.items())
-        if i not in analysis.copied
-    }
-    per_leaf = problem.rule.is_per_leaf
-    split = _splits(problem, machine) or (methods is None and not _is_alone())
-    cheapest = {
-        i: leaves.choose(
-            pairs,
-            problem.leaves[i].size,
-            machine,
-            leaves.METHODS if methods is None else methods,
-            is_per_leaf=per_leaf,
-            split=split,
-            parts=problem.parts,
-        )
-        for i, pairs in pairs_of.items()
-    }
-    chosen = cheapest
-    if memory_limit is not None and machine.keep_factor is None:
-        taken = sum(x.nbytes for x in jax.tree.leaves((records, gradients, copies))) / n
-        room = memory_limit * problem.parts / n - taken
-        chosen = leaves.within_memory(cheapest, room, per_leaf)
     for i, (name, leaf) in enumerate(zip(problem.names, problem.leaves)):
         shape, uses = tuple(leaf.shape), sites.get(i, [])
         if i in analysis.copied:
@@ -163,20 +149,24 @@ def solve_ghost(
             summed[i] = functools.partial(lambda zeros, weights, keep: zeros, zeros)
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
-            pairs, choice = pairs_of[i], chosen[i]
-            if choice.method in leaves.KEPT:
-                narrow = leaves.kept_narrow(pairs, machine, problem.parts)
+            choice, cheapest = choices[i]
+            seconds, held = choice.costs.get(choice.method, 0.0), choice.recorded
+            if i in early:
+                (site,), held = uses, choice.kept
+                kept = leaves.Early(site.view, gradients[site.index], shape, problem.parts)
+                squared[i], summed[i] = kept.squared, kept.summed
+            elif choice.method in leaves.KEPT:
                 fused = choice.method == "fused"
-                formed[i] = leaves.Kept(pairs, shape, narrow, fused, problem.parts)
+                formed[i] = leaves.Kept(pairs_of[i], shape, choice.narrow, fused, problem.parts)
             else:
+                pairs = pairs_of[i]
                 squared[i] = leaves.squared_norm(
                     pairs, shape, choice.method, n, machine, problem.shards
                 )
                 rounded[i] = leaves.rounding(pairs, machine)
                 summed[i] = functools.partial(leaves.summed_gradient, pairs, shape)
-            seconds = choice.costs.get(choice.method, 0.0)
-            held = (choice.reason, seconds, choice.recorded)
-            entry = LeafReport(name, shape, choice.method, len(uses), *held, cheapest[i])
+            told = (choice.method, len(uses), choice.reason, seconds, held)
+            entry = LeafReport(name, shape, *told, cheapest)
         entries[i] = entry
 
     per_part = n // problem.shards
@@ -185,12 +175,69 @@ def solve_ghost(
         size = microbatch_size([kept.pairs for kept in formed.values()], n, machine)
     if report is not None:
         for i, entry in entries.items():
-            more = chosen[i].kept * size / per_part if i in formed else 0.0
+            more = choices[i][0].kept * size / per_part if i in formed else 0.0
             report(dataclasses.replace(entry, recorded=entry.recorded + more))
 
     units, sums = clip_and_sum(problem, squared, rounded, formed, size)
     sums |= {i: f(units.weights[i], units.keeps[i]) for i, f in summed.items()}
     return problem.clipped_sums([sums[i] for i in range(len(sums))], units, losses, aux)
+
+
+_Passed = tuple[jax.Array, Any, dict[int, jax.Array], dict[Any, jax.Array], Tokens]
+# For each leaf, how its norm is computed, and how it would be with as much memory as that takes.
+_Choices = dict[int, tuple[leaves.MethodChoice, leaves.MethodChoice]]
+
+
+def _choose(
+    problem: ClippingProblem,
+    sites: Mapping[int, list[Site]],
+    machine: Machine,
+    methods: Sequence[leaves.Method] | None,
+    memory_limit: float | None,
+    passed: _Passed,
+) -> _Choices:
+    _, _, copies, records, gradients = passed
+    per_leaf, n = problem.rule.is_per_leaf, problem.num_units
+    cheapest = {
+        i: leaves.choose(
+            pairs,
+            problem.leaves[i].size,
+            machine,
+            leaves.METHODS if methods is None else methods,
+            is_per_leaf=per_leaf,
+            split=_splits(problem, machine) or (methods is None and not _is_alone()),
+            parts=problem.parts,
+        )
+        for i, pairs in _pairs_of(problem, sites, passed).items()
+    }
+    chosen = cheapest
+    if memory_limit is not None and machine.keep_factor is None:
+        taken = sum(x.nbytes for x in jax.tree.leaves((records, gradients, copies))) / n
+        room = memory_limit * problem.parts / n - taken
+        chosen = leaves.within_memory(cheapest, room, per_leaf)
+    return {i: (chosen[i], cheapest[i]) for i in cheapest}
+
+
+def _of_shapes(choose: Callable[[], _Choices]) -> _Choices:
+    """What a function of arrays chooses, by their shapes alone."""
+    found: list[_Choices] = []
+    jax.eval_shape(lambda: found.append(choose()))
+    return found[0]
+
+
+def _single_products(sites: Mapping[int, list[Site]]) -> list[int]:
+    """Leaves whose only use is a product that no other tap shares, in a loop over their layers."""
+    taps = collections.Counter(site.index for uses in sites.values() for site in uses)
+    return [
+        i
+        for i, (site, *more) in sites.items()
+        if not more
+        and site.primitive is jax.lax.dot_general_p
+        and taps[site.index] == 1
+        and all(site.view.loops)
+        and 0 not in site.view.shape
+        and site.out.dtype == jnp.bfloat16
+    ]
 
 
 def _splits(problem: ClippingProblem, machine: Machine) -> bool:
@@ -208,21 +255,18 @@ def _is_alone() -> bool:
 
 
 def _passes(
-    problem: ClippingProblem, closed: Any, out_tree: Any, analysis: Analysis
-) -> tuple[jax.Array, Any, dict[int, jax.Array], dict[Any, jax.Array], Tokens]:
+    problem: ClippingProblem, closed: Any, out_tree: Any, copied: Iterable[int], plan: TapPlan
+) -> _Passed:
     """Losses, auxiliary outputs, gradients of copied leaves, records, gradients at the taps."""
-    n, plan = problem.num_units, analysis.plan
+    n = problem.num_units
     tokens: Tokens = {}
     depth_of: dict[int, int] = {}
     for site in plan.all_sites():
         lengths = site.lengths
-        shape = (*lengths, n, *site.out.shape)
+        shape = (*lengths, n, *(site.view.shape if site.early else site.out.shape))
         tokens[site.index] = vary(jnp.zeros(shape, site.out.dtype), axes_of(site.out))
         depth_of[site.index] = len(lengths)
-    copies = {
-        i: jnp.broadcast_to(problem.leaves[i], (n, *problem.leaves[i].shape))
-        for i in analysis.copied
-    }
+    copies = {i: jnp.broadcast_to(problem.leaves[i], (n, *problem.leaves[i].shape)) for i in copied}
 
     def single(
         copied: dict[int, jax.Array], tokens: Tokens, unit: Any
@@ -242,15 +286,26 @@ def _passes(
         tokens,
         has_aux=True,
     )
-    copied, gradients = backward(jnp.ones_like(losses))
+    of_copies, gradients = backward(jnp.ones_like(losses))
     flat = {}
     for depth, group in records.items():
         for key, value in group.items():
-            flat[key] = problem.place(pinned(value), depth)
-    gradients = {
-        key: problem.place(pinned(value), depth_of[key]) for key, value in gradients.items()
+            flat[key] = problem.place(value, depth)
+    # Those in bfloat16 are ``pinned`` already.
+    settled = {k: x if x.dtype == jnp.bfloat16 else pinned(x) for k, x in gradients.items()}
+    gradients = {key: problem.place(value, depth_of[key]) for key, value in settled.items()}
+    return losses, aux, {i: pinned(g) for i, g in of_copies.items()}, flat, gradients
+
+
+def _pairs_of(
+    problem: ClippingProblem, sites: Mapping[int, list[Site]], passed: _Passed
+) -> dict[int, list[Pair]]:
+    """The factors of the uses of each leaf."""
+    records, gradients = passed[3:]
+    return {
+        i: _pairs(uses, records, gradients, lazy=problem.parts == 1)
+        for i, uses in sorted(sites.items())
     }
-    return losses, aux, {i: pinned(g) for i, g in copied.items()}, flat, gradients
 
 
 def _pairs(

@@ -7,13 +7,14 @@ rules batch every equation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 
-from dpfl_jax.clipping.taps.trace import REMAT, TapPlan, inner_jaxpr, scan_counts
+from dpfl_jax.clipping.result import axes_of, pinned, vary
+from dpfl_jax.clipping.taps.trace import REMAT, Site, TapPlan, inner_jaxpr, scan_counts
 
 Tokens = dict[int, jax.Array]
 # Number of enclosing scans -> records by key; the unit axis comes after the axes of the scans.
@@ -44,6 +45,18 @@ def _batched_like(y: jax.Array, token: jax.Array) -> jax.Array:
     return jax.lax.select(jax.numpy.zeros((), bool), token, y)
 
 
+@jax.custom_vjp
+def _pinned_backwards(y: jax.Array) -> jax.Array:
+    """``y``, bfloat16; its gradient is ``pinned`` where it is computed.
+
+    Behind a loop, that would be one more pass over what all iterations have stored.
+    """
+    return y
+
+
+_pinned_backwards.defvjp(lambda y: (y, None), lambda _, g: (pinned(g),))
+
+
 def evaluate(
     plan: TapPlan, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], tokens: Tokens
 ) -> tuple[list[Any], Recorded]:
@@ -54,10 +67,12 @@ def evaluate(
       jaxpr: an open jaxpr.
       consts: values of its constants.
       inputs: values of its inputs.
-      tokens: for each site of the plan, an array [lengths of scans from here on..., *output].
+      tokens: for each site of the plan, an array [lengths of scans from here on..., *output], or
+        *view for one that is ``early``.
 
     Returns:
-      The outputs; and the records, each with one leading axis per scan entered from here.
+      The outputs; and the records, each with one leading axis per scan entered from here, and
+      ``pinned``, as bfloat16 gradients of tokens are.
     """
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
     records: Recorded = {}
@@ -67,7 +82,7 @@ def evaluate(
 
     for position, eqn in enumerate(jaxpr.eqns):
         args = [read(v) for v in eqn.invars]
-        inner = plan.inner.get(position)
+        inner, site = plan.inner.get(position), plan.sites.get(position)
         with eqn.ctx.manager:
             if inner is not None:
                 taps = {s.index: tokens[s.index] for s in inner.all_sites()}
@@ -78,19 +93,50 @@ def evaluate(
                 # JAX up to 0.10.1 returns the functions to call separately from the parameters.
                 params = eqn.primitive.get_bind_params(eqn.params)
                 functions, params = params if isinstance(params, tuple) else ((), params)
+                run: Callable[..., Any]
                 run = functools.partial(eqn.primitive.bind, *functions, **params)
                 default = params.get("accuracy") is None  # other accuracies have another gradient
                 if plan.depth and eqn.primitive in _BY_VALUE and default:
                     run = _by_value(run, _BY_VALUE[eqn.primitive])
+                if site is not None and site.early:
+                    run = _forming(run, site, tokens[site.index])
                 outs = run(*args)
                 outs = list(outs) if eqn.primitive.multiple_results else [outs]
-        if position in plan.sites and plan.sites[position].tapped:
-            outs = [tap(outs[0], tokens[plan.sites[position].index])]
+        if site is not None and site.tapped and not site.early:
+            out = tap(outs[0], tokens[site.index])
+            outs = [_pinned_backwards(out) if out.dtype == jax.numpy.bfloat16 else out]
         values.update(zip(eqn.outvars, outs))
     if plan.records:
-        here = {key: jax.numpy.asarray(read(v)) for key, v in plan.records.items()}
+        here = {key: pinned(jax.numpy.asarray(read(v))) for key, v in plan.records.items()}
         records.setdefault(plan.depth, {}).update(here)
     return [read(v) for v in jaxpr.outvars], records
+
+
+def _forming(run: Callable[..., jax.Array], site: Site, token: jax.Array) -> Callable[..., Any]:
+    """The product ``run``, which gives its parameter's gradient to ``token``, and not to it."""
+
+    def value(args: tuple[jax.Array, ...], token: jax.Array) -> jax.Array:
+        y = run(*args)
+        return _batched_like(y, jax.numpy.broadcast_to(token.ravel()[0], y.shape))
+
+    def forward(args: tuple[jax.Array, ...], token: jax.Array) -> Any:
+        return value(args, token), args
+
+    def backward(args: tuple[jax.Array, ...], g: jax.Array) -> Any:
+        def of(k: int) -> jax.Array:
+            def linear(x: jax.Array) -> jax.Array:
+                return run(*args[:k], x, *args[k + 1 :])
+
+            return jax.linear_transpose(linear, args[k])(g)[0]
+
+        none = jax.numpy.zeros_like(args[site.position])
+        gradients = tuple(none if k == site.position else of(k) for k in range(len(args)))
+        return gradients, pinned(of(site.position))
+
+    product = jax.custom_vjp(value)
+    product.defvjp(forward, backward)
+    # Made varying outside of the rule: there, a gradient that nobody reads is not summed.
+    return lambda *args: product(vary(args, axes_of(site.out)), token)
 
 
 # Gradients as functions of the output ``y``, in JAX's order of operations (before 0.11, JAX's order

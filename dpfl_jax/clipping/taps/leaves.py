@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping.cost import Machine
-from dpfl_jax.clipping.per_unit import squared_norms
+from dpfl_jax.clipping.per_unit import squared_norms, weighted_sum
 from dpfl_jax.clipping.result import axes_of, pinned, vary
 from dpfl_jax.clipping.taps import kernel
 from dpfl_jax.clipping.taps.factors import (
@@ -42,6 +42,7 @@ from dpfl_jax.clipping.taps.factors import (
     formed,
     precision_of,
 )
+from dpfl_jax.clipping.taps.views import View
 
 Method = Literal["gram", "direct", "tiles", "keep", "fused"]
 METHODS: tuple[Method, ...] = ("gram", "direct", "tiles", "keep", "fused")
@@ -83,6 +84,7 @@ class MethodChoice:
       costs: for each possible method, estimated seconds in addition to the weighted sum.
       recorded: bytes of one unit's factors.
       kept: bytes of one unit's gradient as ``keep`` and ``fused`` hold it.
+      narrow: whether it is bfloat16 there.
     """
 
     method: Method
@@ -90,6 +92,12 @@ class MethodChoice:
     costs: dict[Method, float]
     recorded: float
     kept: float
+    narrow: bool = False
+
+    @property
+    def formed_early(self) -> bool:
+        """Whether a loop over layers should store the gradient, as it is smaller than factors."""
+        return self.method == "keep" and self.narrow and self.kept < self.recorded
 
     def without_keeping(self) -> MethodChoice:
         """Returns the cheapest method that keeps no gradients, if there is one."""
@@ -233,7 +241,8 @@ def choose(
         reason = "asked for"
     elif "gram" in methods and "gram" not in costs:
         reason += "; its uses do not share coordinates, so no Gram matrices"
-    return MethodChoice(method, reason, costs, recorded if method == "gram" else unformed, kept)
+    held = recorded if method == "gram" else unformed
+    return MethodChoice(method, reason, costs, held, kept, narrow)
 
 
 def within_memory(
@@ -266,13 +275,16 @@ def within_memory(
 def kept_narrow(pairs: Sequence[Pair], machine: Machine, parts: int) -> bool:
     """Whether kept gradients are bfloat16: where the loss computes all their products in it.
 
-    Not on a CPU, whose products are float32, and whose cache holds kept gradients. Not where uses
-    are added up, either: a compiler would then hold the sum in float32.
+    Not on a CPU, whose products are float32, and whose cache holds kept gradients. Not where
+    products are added up, either: a compiler would then hold the sum in float32. (Rows of a tied
+    embedding are added in place.)
     """
-    sides = [side for p in pairs for side in (p.left, p.right)]
+    products, rows = _apart(pairs)
+    sides = [side for p in products for side in (p.left, p.right)]
     return (
         machine.keep_factor is None
-        and Kept(pairs, (), parts=parts).as_formed
+        and Kept(products, (), parts=parts).as_formed
+        and (not rows or len(products) == 1)
         and all(not isinstance(x, OneHot) and x.array.dtype == jnp.bfloat16 for x in sides)
     )
 
@@ -305,23 +317,26 @@ def _gram_rate(pair: Pair, side: Dense | OneHot | Windows, machine: Machine) -> 
     return machine.exact if exact else machine.gram
 
 
-def product(pair: Pair, per_unit: bool) -> jax.Array:
-    """Returns the view's gradient, float32: [n, *shape] per unit, or [*shape] summed over units."""
+def product(pair: Pair, per_unit: bool, narrow: bool = False) -> jax.Array:
+    """Returns the view's gradient: [n, *shape] per unit, or [*shape] summed over units.
+
+    It is float32; if ``narrow``, the gradients of units are bfloat16 where both factors are.
+    """
     lead: tuple[Label, ...] = (UNIT,) if per_unit else ()
     if isinstance(pair.left, OneHot):
         out = _scatter(pair, pair.left, lead)
     elif isinstance(pair.left, Windows) and not per_unit:
         out = _convolved(pair, pair.left)
     else:
-        out = _contracted(pair, lead)
+        out = _contracted(pair, lead, narrow)
     return out.reshape(*out.shape[: len(lead)], *pair.shape)
 
 
-def _contracted(pair: Pair, lead: tuple[Label, ...]) -> jax.Array:
+def _contracted(pair: Pair, lead: tuple[Label, ...], narrow: bool = False) -> jax.Array:
     left = formed(pair.left)
     assert isinstance(left, Dense)
     # Of two operands, einsum puts the last one first.
-    return einsum([pair.right, left], (*lead, *pair.coordinates), precision_of(pair.site))
+    return einsum([pair.right, left], (*lead, *pair.coordinates), precision_of(pair.site), narrow)
 
 
 def _convolved(pair: Pair, left: Windows) -> jax.Array:
@@ -386,16 +401,24 @@ def _aligned(array: jax.Array, labels: Sequence[Label], wanted: Sequence[Label])
     return array.reshape([next(at) if x in labels else 1 for x in wanted])
 
 
-def unit_gradients(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> jax.Array:
-    """Returns per-unit gradients of the leaf, float32 [n, *leaf_shape]."""
-    looked_up = [p for p in pairs if isinstance(p.left, OneHot) and _is_of_rows(p, p.left)]
-    rest = [p for p in pairs if not any(p is q for q in looked_up)] or [looked_up.pop()]
-    parts = _gradients_of_uses(rest, leaf_shape)
+def unit_gradients(
+    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], narrow: bool = False
+) -> jax.Array:
+    """Returns per-unit gradients of the leaf [n, *leaf_shape]; float32, ``narrow``: bfloat16."""
+    rest, looked_up = _apart(pairs)
+    parts = _gradients_of_uses(rest, leaf_shape, narrow)
     total = sum(parts[1:], start=parts[0])
     # The gradients of a tied embedding's rows are added in place to the gradient of the head.
     for p in looked_up:
         total = _add_rows(p, total)
     return total
+
+
+def _apart(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Uses whose gradients are formed (at least one), and lookups of rows to add to them."""
+    looked_up = [p for p in pairs if isinstance(p.left, OneHot) and _is_of_rows(p, p.left)]
+    rest = [p for p in pairs if not any(p is q for q in looked_up)]
+    return (rest, looked_up) if rest else (looked_up[:1], looked_up[1:])
 
 
 def _is_of_rows(pair: Pair, left: OneHot) -> bool:
@@ -404,7 +427,7 @@ def _is_of_rows(pair: Pair, left: OneHot) -> bool:
 
 
 def _add_rows(pair: Pair, total: jax.Array) -> jax.Array:
-    """Adds a lookup's gradients to those of the leaf, float32 [n, *leaf shape]."""
+    """Adds a lookup's gradients to those of the leaf, [n, *leaf shape]."""
     left, places, sizes = pair.left, pair.positions, _sizes(pair)
     assert isinstance(left, OneHot)
     axes = (UNIT, *places, *pair.coordinates[1:])
@@ -412,12 +435,25 @@ def _add_rows(pair: Pair, total: jax.Array) -> jax.Array:
     values = _aligned(pair.right.array, pair.right.labels, axes)
     values = jnp.broadcast_to(values, [sizes[x] for x in axes])
     values = values.reshape(*index.shape, *total.shape[2:]).astype(jnp.float32)
+    if total.dtype == jnp.bfloat16:
+        return jax.vmap(_with_rows)(total, index, values)
     return jax.vmap(lambda t, i, v: t.at[i].add(v, mode="drop"))(total, index, values)
 
 
-def _gradients_of_uses(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> list[jax.Array]:
+def _with_rows(total: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+    """``total`` with float32 ``values`` added to its rows ``index``; each row is rounded once."""
+    places = jnp.arange(len(index))
+    first = jnp.argmax(index[:, None] == index, axis=1)  # where a place's row is met first
+    rows = total[index].astype(jnp.float32) + jax.ops.segment_sum(values, first, len(index))
+    once = jnp.where((first == places) & (index < len(total)), index, len(total) + places)
+    return total.at[once].set(rows.astype(total.dtype), mode="drop", unique_indices=True)
+
+
+def _gradients_of_uses(
+    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], narrow: bool = False
+) -> list[jax.Array]:
     return [
-        jax.vmap(lambda g, p=p: p.site.view.to_leaf(g, leaf_shape))(product(p, per_unit=True))
+        jax.vmap(lambda g, p=p: p.site.view.to_leaf(g, leaf_shape))(product(p, True, narrow))
         for p in pairs
     ]
 
@@ -570,6 +606,38 @@ class Kept:
         return _sides_order(pair) if self.fused else _fast_order(pair)
 
 
+@dataclasses.dataclass(frozen=True)
+class Early:
+    """A leaf's gradients that the backward pass itself has formed, in bfloat16.
+
+    Attributes:
+      view: the leaf as its only use sees it.
+      gradients: bfloat16 [lengths of the loops over its layers..., n, *view.shape].
+      shape: shape of the leaf.
+      parts: the number of parts into which devices split the unit axis.
+    """
+
+    view: View
+    gradients: jax.Array
+    shape: tuple[int, ...]
+    parts: int
+
+    @property
+    def of_units(self) -> jax.Array:
+        """The gradients with their units first."""
+        return jnp.moveaxis(self.gradients, len(self.view.loops), 0)
+
+    @property
+    def squared(self) -> jax.Array:
+        """Squared norms, float32 [n]."""
+        return _scaled(squared_norms([self.of_units])[0], self.view.scale)
+
+    def summed(self, weights: jax.Array, keep: jax.Array) -> jax.Array:
+        """Returns the sum over units of weight times gradient, float32 with the leaf's shape."""
+        total = weighted_sum(self.of_units, weights, keep, self.parts)
+        return self.view.to_leaf(total, self.shape)
+
+
 def formed_gradients(kept: Kept) -> tuple[list[jax.Array], jax.Array]:
     """Returns per-unit gradients, which ``as_leaf`` puts in order, and squared norms, float32 [n].
 
@@ -588,7 +656,7 @@ def formed_gradients(kept: Kept) -> tuple[list[jax.Array], jax.Array]:
     if kept.as_formed:
         gradients = [_fastest(p, kept.narrow) for p in pairs]
     else:
-        gradients = [unit_gradients(pairs, kept.shape)]
+        gradients = [unit_gradients(pairs, kept.shape, kept.narrow)]
     if kept.narrow:
         gradients = [pinned(x) for x in gradients]
     if kept.parts > 1:  # keep the sharding of other axes, which flattening would undo

@@ -36,6 +36,8 @@ class Site:
       summed: whether looked-up rows are summed over their positions before the tap, so that all
         positions have one gradient.
       tapped: whether the tap is at this site; False if it is at another site that shares it.
+      early: whether the backward pass forms the parameter's gradient here, so that nothing is
+        recorded; the tap's token then has the shape of the view.
     """
 
     index: int
@@ -49,6 +51,7 @@ class Site:
     lengths: tuple[int, ...]
     summed: bool = False
     tapped: bool = True
+    early: bool = False
 
 
 @dataclasses.dataclass
@@ -78,6 +81,26 @@ class TapPlan:
         """Returns the sites of this plan and its inner plans."""
         nested = [s for plan in self.inner.values() for s in plan.all_sites()]
         return [*self.sites.values(), *nested]
+
+    def forming_early(self, leaves: frozenset[int]) -> TapPlan:
+        """Returns the plan in which the backward pass forms the gradients of these leaves."""
+
+        def changed(plan: TapPlan) -> TapPlan:
+            sites = {
+                at: dataclasses.replace(s, early=s.view.leaf in leaves)
+                for at, s in plan.sites.items()
+            }
+            inner = {at: changed(below) for at, below in plan.inner.items()}
+            return dataclasses.replace(plan, sites=sites, inner=inner)
+
+        def read_only(plan: TapPlan, keys: set[Hashable]) -> None:
+            plan.records = {key: v for key, v in plan.records.items() if key in keys}
+            for below in plan.inner.values():
+                read_only(below, keys)
+
+        plan = changed(self)
+        read_only(plan, {key for s in plan.all_sites() if not s.early for key in s.operands})
+        return plan
 
     def all_records(self) -> dict[Hashable, int]:
         """Returns ``{key: number of enclosing scans}`` for records of this and inner plans."""

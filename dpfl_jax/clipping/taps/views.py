@@ -100,7 +100,7 @@ class View:
         return dataclasses.replace(self, loops=(*self.loops, False))
 
     def to_leaf(self, gradient: jax.Array, leaf_shape: tuple[int, ...]) -> jax.Array:
-        """Returns the leaf's gradient, given the view's ([stacked..., *shape], float32)."""
+        """Returns the leaf's gradient, given the view's ([stacked..., *shape]), in its dtype."""
         if not self.ops:
             return gradient
 
@@ -111,8 +111,8 @@ class View:
                 x = function(x)
             return x
 
-        # Casts were skipped, so everything is float32 here and nothing is rounded.
-        zeros = vary(jnp.zeros(leaf_shape, jnp.float32), axes_of(jax.typeof(gradient)))
+        # Casts were skipped, so everything has the gradient's dtype, and no cast rounds.
+        zeros = vary(jnp.zeros(leaf_shape, gradient.dtype), axes_of(jax.typeof(gradient)))
         return jax.vjp(forward, zeros)[1](gradient)[0]
 
 
