@@ -20,17 +20,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from dpfl_jax.clipping.jaxprs import inner_programs
-from dpfl_jax.clipping.result import vary, varying_axes
-from dpfl_jax.clipping.taps.trace import INLINED
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.varying import vary, varying_axes
 
 # Positions of a block, forward and backward: MaxText's default, too. A multiple of the kernel's
 # 128 lanes.
 _BLOCK = 512
 _LANES = 128
+_INLINED = frozenset({"jit", "pjit"})
 
 
 def splash(
@@ -117,7 +116,7 @@ def _programs(
     def trace() -> _Programs:
         # Two kernels for the backward pass: the fused one writes gradients of all queries for each
         # block of keys, in memory that grows with the square of the length.
-        blocks = dict.fromkeys(
+        blocks: dict[str, Any] = dict.fromkeys(
             (
                 *("block_q", "block_kv", "block_kv_compute"),
                 *("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"),
@@ -144,6 +143,7 @@ def _programs(
         def forward(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
             ids = None if segments is None else library.SegmentIds(segments, segments)
             out, back = jax.vjp(lambda *x: kernel(*x, ids), q, k, v)
+            tree: Any
             leaves, tree = jax.tree.flatten(back)
             # Only what was computed is saved. Which blocks are masked is known: under vmap it must
             # stay without a unit axis, or JAX would run the kernel for one unit after the other.
@@ -158,7 +158,7 @@ def _programs(
             pulled.append(pull)
             return out, [x for x, c in zip(leaves, computed) if c]
 
-        first = jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(*x) for x in shapes))
+        first: Any = jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(*x) for x in shapes))
         out, *saved = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first.out_avals)
         return _Programs(first, jax.make_jaxpr(pulled[0])(*saved, out))
 
@@ -166,7 +166,7 @@ def _programs(
     with ThreadPoolExecutor(1) as pool:
         try:
             return pool.submit(trace).result()
-        except (AttributeError, TypeError, NotImplementedError) as error:
+        except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
             raise _unknown(f"it does not take these options ({error})") from error
 
 
@@ -178,13 +178,16 @@ def _bound(program: Any, given: Sequence[jax.Array]) -> list[jax.Array]:
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(v: Any) -> Any:
-            return vary(jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else known[v], axes)
+            kind: Any = v.aval
+            return vary(
+                jnp.asarray(v.val, kind.dtype) if isinstance(v, Literal) else known[v], axes
+            )
 
         for equation in jaxpr.eqns:
             name, params = equation.primitive.name, dict(equation.params)
             values = [read(v) for v in equation.invars]
-            inner = list(inner_programs(params.values()))
-            if name in INLINED and len(inner) == 1:
+            inner = [x for x in jax.tree.leaves(params) if isinstance(x, (ClosedJaxpr, Jaxpr))]
+            if name in _INLINED and len(inner) == 1:
                 outs = run(inner[0].jaxpr, inner[0].consts, values)
             elif name == "pallas_call" and "out_avals" in params:
                 kinds = tuple(_varying(x, axes) for x in params.pop("out_avals"))
