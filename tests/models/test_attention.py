@@ -371,8 +371,8 @@ def evaluated(axes, program, *args):
         elif name == "cond":
             branches = [functools.partial(run, branch) for branch in params["branches"]]
             out = jax.lax.switch(x[0], branches, *x[1:])
-        elif name == "jit":
-            out = run(params["jaxpr"], *x)
+        elif name in ("jit", "custom_jvp_call"):
+            out = run(params.get("jaxpr") or params["call_jaxpr"], *x)
         else:
             out = equation.primitive.bind(*x, **params)
             out = out if equation.primitive.multiple_results else [out]
