@@ -371,8 +371,8 @@ def evaluated(axes, program, *args):
         elif name == "cond":
             branches = [functools.partial(run, branch) for branch in params["branches"]]
             out = jax.lax.switch(x[0], branches, *x[1:])
-        elif name in ("jit", "custom_jvp_call"):
-            out = run(params.get("jaxpr") or params["call_jaxpr"], *x)
+        elif name in ("jit", "closed_call"):
+            out = run(params["jaxpr" if name == "jit" else "call_jaxpr"], *x)
         else:
             out = equation.primitive.bind(*x, **params)
             out = out if equation.primitive.multiple_results else [out]
@@ -390,7 +390,7 @@ def test_splash_on_every_device_clips_as_plain_attention_and_bounds_a_unit(
     total, norms = clipped(w, units, mask)
     want, want_norms = per_device(by_plain, reduced=strategy)(w, units, mask)
     np.testing.assert_allclose(total, want, atol=1e-6)
-    np.testing.assert_allclose(norms, want_norms, rtol=1e-6)
+    np.testing.assert_allclose(norms, want_norms, rtol=1e-5)
     assert norms.min() > 1
     for where in (0, 5):
         less, _ = clipped(w, *removed(units, mask, where))
@@ -402,7 +402,7 @@ def test_splash_leaves_sums_over_devices_where_jax_puts_them(typed_interpreter):
     """The gradient with respect to what all devices share, which is one sum over them."""
     given = packed_units()
     found, want = (per_device(f, reduced=None)(*given) for f in (interpreted, by_plain))
-    np.testing.assert_allclose(found, want, atol=1e-6 * np.abs(want).max())
+    np.testing.assert_allclose(found, want, atol=1e-5 * np.abs(want).max())
     program = per_device(tpu.splash, reduced=None).trace(*given)
     assert program.lower(lowering_platforms=("tpu",)).as_text().count("all_reduce") == 1
 
