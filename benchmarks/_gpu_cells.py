@@ -231,7 +231,7 @@ def _measured(cell: Cell, asked: Measuring, with_noise: bool) -> Iterator[dict[s
     needed = _needed_flops(cell, asked.tiny)
     found = variants(cell, loss, platform)
     if jax.default_backend() == "gpu":  # its kernel cannot be lowered without one
-        fused = variants(cell, work(cell, asked.tiny, attention="cudnn")[2], platform)
+        fused = variants(cell, work(cell, asked.tiny, attention="fused")[2], platform)
         found |= {f"{name}, cuDNN attention": fused[name] for name in ("non-private", "flat")}
     if with_noise:
         found["noise alone, exact"] = (_noise, 1)

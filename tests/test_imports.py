@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "dpfl_jax"
 FLOORS = (
     ("errors", "task"),
     ("files",),
-    ("buckets",),
+    ("buckets", "varying"),
     ("randomness", "clipping", "models"),
     ("sampling", "mesh"),
     ("accounting",),

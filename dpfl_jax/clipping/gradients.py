@@ -20,12 +20,13 @@ from dpfl_jax.clipping.cost import Machine, machine_for, memory_limit
 from dpfl_jax.clipping.isolation import check_isolated
 from dpfl_jax.clipping.jaxprs import traced_once
 from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem, as_arrays, count_units
-from dpfl_jax.clipping.result import ClippedGradResult, leaf_name, real_units, vary, varying_axes
+from dpfl_jax.clipping.result import ClippedGradResult, leaf_name, real_units
 from dpfl_jax.clipping.rules import Flat, PerGroup, Rule
 from dpfl_jax.clipping.taps.engine import MIXED, mixed_by_convolutions, solve_ghost
 from dpfl_jax.clipping.taps.leaves import Method
 from dpfl_jax.clipping.trainable import Trainable, join, split, trainable_mask
 from dpfl_jax.errors import BadInputError, at_least, one_of
+from dpfl_jax.varying import vary, varying_axes
 
 PyTree = Any
 Strategy = Literal["auto", "vmap", "scan", "ghost"]

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from dpfl_jax.clipping.jaxprs import every_program, inner_jaxprs
-from dpfl_jax.clipping.result import axes_of
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.varying import axes_of
 
 # Primitives that name an axis but send nothing over it. (`axis_index` is not among them: without
 # one unit, other units move to other positions, and their contributions would change.)

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping import accumulate
 from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem
-from dpfl_jax.clipping.result import unit_where, vary, varying_axes
+from dpfl_jax.clipping.result import unit_where
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.varying import vary, varying_axes
 
 PyTree = Any
 # Up to this many gradients are weighted and summed in one loop over their entries.

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping.result import leaf_name, pinned, unit_where, vary, varying_axes
+from dpfl_jax.clipping.result import leaf_name, pinned, unit_where
 from dpfl_jax.clipping.rules import Rule
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.varying import vary, varying_axes
 
 PyTree = Any
 

@@ -96,7 +96,7 @@ class MetricsSection(Section):
 
 
 Strategy = Literal["auto", "vmap", "scan", "ghost"]
-AttentionForm = Literal["auto", "plain", "blockwise", "cudnn"]
+AttentionForm = Literal["auto", "plain", "blockwise", "fused"]
 
 
 class MeshConfig(Section):
@@ -153,8 +153,9 @@ class Execution(Section):
         ``split_users`` it is always ``microbatch``.
       attention: how a transformer computes attention. ``plain`` holds the scores of all pairs of
         positions, ``blockwise`` those of two blocks, so that memory grows linearly with the length;
-        ``auto`` is plain up to 1,024 positions. ``cudnn`` is cuDNN's kernel, for NVIDIA GPUs, a
-        model in bfloat16 and JAX 0.12 or newer.
+        ``auto`` is plain up to 1,024 positions. ``fused`` is a kernel: cuDNN's on NVIDIA GPUs (a
+        model in bfloat16, JAX 0.12 or newer), and JAX's splash attention on TPUs (each device with
+        all parameters; what is not differentiated by unit, such as evaluation, is ``auto`` there).
       mesh: how devices are arranged.
       width: silos that a device processes in one vmap (1 is fastest on a CPU).
       chunk_silos: silos whose data are on the devices at once; default by size.

@@ -25,10 +25,11 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from dpfl_jax.clipping import accumulate
-from dpfl_jax.clipping.result import StepStats, vary, varying_axes
+from dpfl_jax.clipping.result import StepStats
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.mesh import DATA_AXIS, sum_over_devices
 from dpfl_jax.noise import compiler_options
+from dpfl_jax.varying import vary, varying_axes
 
 PyTree = Any
 

@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping import ClippedGrad, Rule, Trainable, clipped_grad, join, split
-from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.config.kinds import UPDATES, Named
 from dpfl_jax.errors import BadInputError, at_least
 from dpfl_jax.mechanisms.participation import (
@@ -45,6 +44,7 @@ from dpfl_jax.mechanisms.participation import (
     pieces_of_unit,
     require_positive,
 )
+from dpfl_jax.varying import vary, varying_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

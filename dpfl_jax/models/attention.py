@@ -4,7 +4,7 @@ Up to ``PLAIN_UP_TO`` positions the plain form is as fast. The blockwise form (o
 Milakov & Gimelshein 2018; Dao et al. 2022) holds only the scores of one pair of blocks at a time:
 the backward pass recomputes them from queries, keys and the logarithm of each row's sum. Pairs of
 blocks that no query may see are not computed, which saves half the products of the plain form, and
-more with a window.
+more with a window. The fused form is a kernel made for one platform.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.config import RopeScaling
+from dpfl_jax.models.splash import splash
 
 # Positions up to which scores of one head take 4 MiB, and plain attention is as fast.
 PLAIN_UP_TO = 1024
@@ -44,7 +45,8 @@ def attend(
       q: queries [kv_heads, group, length, width], scaled; a group of heads shares a key head.
       k: keys [kv_heads, length, width].
       v: values, like the keys.
-      form: ``plain``, ``blockwise``, ``auto`` (plain up to ``PLAIN_UP_TO``), or ``cudnn``.
+      form: ``plain``, ``blockwise``, ``auto`` (plain up to ``PLAIN_UP_TO``), or ``fused``: the
+        kernel of NVIDIA's GPUs, or that of TPUs, as ``TransformerConfig`` says.
       softcap: scores become cap * tanh(scores / cap).
       window: positions that a position sees, itself included; None: all before it.
       segments: int32 [length]; a position sees its own segment only. None: one segment.
@@ -53,13 +55,21 @@ def attend(
       [kv_heads, group, length, width], in the dtype of ``v``; scores and sums are float32.
 
     Raises:
-      BadInputError: cuDNN has no such kernel, or is not there.
+      BadInputError: the form is ``fused``, and this platform's kernel cannot do what is asked.
     """
     length = q.shape[2]
     if window is not None and window >= length:
         window = None
-    if form == "cudnn":
-        return _fused(q, k, v, softcap, window, segments)
+    if form == "fused":
+        # cuDNN's function asks for its GPU while it is traced, so it is traced only where one is.
+        # The TPUs' kernel can be traced anywhere, and need be: programs are compiled for TPUs that
+        # are not here. The compiler cannot split it, so it is taken where no device's program is
+        # split any more.
+        if jax.default_backend() == "gpu":
+            return _cudnn(q, k, v, softcap, window, segments)
+        if _each_device_alone():
+            return splash(q, k, v, softcap, window, segments)
+        form = "auto"
     if form == "plain" or (form == "auto" and length <= PLAIN_UP_TO):
         place = jnp.arange(length) if segments is not None else np.arange(length)
         seen = visible(place, place, window)
@@ -80,7 +90,13 @@ def attend(
     return jnp.moveaxis(out, 0, 2).reshape(*q.shape[:2], -1, v.shape[-1])[:, :, :length]
 
 
-def _fused(
+def _each_device_alone() -> bool:
+    """Whether this is traced inside ``jax.shard_map`` over all axes of a mesh."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return bool(kinds) and all(kind == jax.sharding.AxisType.Manual for kind in kinds)
+
+
+def _cudnn(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -90,7 +106,9 @@ def _fused(
 ) -> jax.Array:
     """Attention by cuDNN's kernel, on NVIDIA GPUs; arguments as in ``attend``."""
     if softcap is not None:
-        raise BadInputError("execution.attention=cudnn knows no attention_softcap: take auto")
+        raise BadInputError(
+            "execution.attention=fused knows no attention_softcap on GPUs: take auto"
+        )
     mask = None
     if segments is not None:  # under vmap JAX wants it of each head
         same = segments[:, None] == segments
@@ -108,7 +126,7 @@ def _fused(
         )
     except (RuntimeError, NotImplementedError) as error:
         raise BadInputError(
-            f"execution.attention=cudnn cannot be used here ({error}): it needs an NVIDIA GPU, "
+            f"execution.attention=fused cannot be used here ({error}): it needs an NVIDIA GPU, "
             "bfloat16, and heads of at most 128 coordinates in multiples of 8; take auto"
         ) from error
     return jnp.moveaxis(out, 1, 0).reshape(*q.shape[:3], -1)

@@ -15,7 +15,7 @@ Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "light", "full"]
 PROJECTIONS = ("query", "key", "value", "out", "up", "gate", "down")
-AttentionForm = Literal["auto", "plain", "blockwise", "cudnn"]
+AttentionForm = Literal["auto", "plain", "blockwise", "fused"]
 _CHOICES = {"activation": Activation, "norm": NormKind, "positions": Positions,
             "dtype": ComputeDtype, "remat": Remat, "attention": AttentionForm}  # fmt: skip
 _POSITIVE = ("norm_eps", "rope_theta", "query_scale", "attention_softcap", "logit_softcap",
@@ -132,7 +132,9 @@ class TransformerConfig:
         projections (query, key, value, out, up, gate, down): all of a block but their results.
       attention: ``"plain"`` holds the scores of all pairs of positions; ``"blockwise"`` those of
         two blocks of 512, so that memory grows linearly with length; ``"auto"``: plain up to 1,024
-        positions; ``"cudnn"``: cuDNN's kernel, on NVIDIA GPUs in bfloat16 (JAX 0.12 and newer).
+        positions; ``"fused"``: cuDNN's kernel on NVIDIA GPUs, in bfloat16 (JAX 0.12 and newer);
+        JAX's splash attention on TPUs, inside ``jax.shard_map`` over all axes of a mesh, and
+        ``"auto"`` elsewhere.
       dtype: dtype of activations and matrix products; parameters, norms, softmax and loss are
         float32.
       bos_id: id that the model puts before every sequence; None: it puts nothing, and does not

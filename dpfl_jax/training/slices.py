@@ -560,8 +560,10 @@ def measure(
       count_only: whether to compile nothing, and only count operations.
     """
     from dpfl_jax.mechanisms import non_private
-    from dpfl_jax.training.start import check_trainable
+    from dpfl_jax.training.start import check_attention, check_trainable
 
+    if not count_only:
+        check_attention(config, mesh)
     step, first = step_of(config, vocab, topology, mesh)
     model, mechanism, options = step.model, step.calibrated.mechanism, step.options
     limit, size, group = memory_of(topology), first.microbatch, first.group

@@ -199,10 +199,32 @@ def check_trainable(section: ModelConfig, model: Any) -> int:
     return int(total)
 
 
+def check_attention(config: RunConfig, mesh: Mesh) -> None:
+    """Refuses ``execution.attention=fused`` on devices that have no such kernel.
+
+    Raises:
+      BadInputError: they have none.
+    """
+    if config.execution.attention != "fused":
+        return
+    platform = mesh.devices.flat[0].platform
+    if platform not in ("gpu", "tpu"):
+        raise BadInputError(
+            "execution.attention=fused is a kernel of NVIDIA GPUs and of TPUs, but the platform "
+            f"here is {platform}: take auto"
+        )
+    if platform == "tpu" and splits_parameters(mesh):
+        raise BadInputError(
+            "execution.attention=fused: a TPU's kernel cannot be split over devices, as "
+            "execution.mesh asks with fsdp, tensor or sequence: take auto, or data alone"
+        )
+
+
 def starting_params(
     config: RunConfig, data: Dataset, model: Any, mesh: Mesh, console: Console
 ) -> tuple[PyTree, Pretrained | None]:
     """All parameters before the first private step, on ``mesh``; with DPO the reference's, too."""
+    check_attention(config, mesh)
     params, pretrained = _base_params(config, data, model, mesh, console)
     if config.model.dpo is not None:
         params = with_reference(params, trained_by_name(config.model, model))

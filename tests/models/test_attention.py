@@ -4,19 +4,27 @@ import dataclasses
 import functools
 import math
 import re
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
+from dpfl_jax import Execution
 from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.clipping.jaxprs import every_program
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention, transformer
+from dpfl_jax.models import splash as tpu
 from dpfl_jax.models.attention import attend
+from dpfl_jax.training.start import check_attention
+from dpfl_jax.varying import vary, varying_axes
+from tests.neighbours import removed
 
 UNITS = 3
 FORMS = ("plain", "blockwise")
@@ -186,7 +194,7 @@ def test_cudnn_is_lowered_where_every_device_clips_its_own_units(
     def loss(w, x):
         q = (x @ w).astype(jnp.bfloat16).reshape(16, 2, 2, 8).transpose(1, 2, 0, 3)
         mine = None if segments is None else segments[0]
-        out = attend(q, q[:, 0], q[:, 1], form="cudnn", window=window, segments=mine)
+        out = attention._cudnn(q, q[:, 0], q[:, 1], None, window, mine)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     clipped = clipped_grad(loss, clip_norm=1.0, strategy=strategy)
@@ -212,7 +220,7 @@ def test_cudnn_where_it_cannot_be_used_is_one_sentence(softcap, message):
         pytest.skip("it can be used here")
     q = jnp.ones((1, 1, 4, 8))
     with pytest.raises(BadInputError, match=message):
-        attend(q, q[:, 0], q[:, 0], form="cudnn", softcap=softcap)
+        attention._cudnn(q, q[:, 0], q[:, 0], softcap, None, None)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -230,8 +238,204 @@ def test_cudnn_gives_the_values_and_gradients_of_plain_attention(window):
 
     found, want = (
         jax.jit(jax.value_and_grad(functools.partial(loss, form), (0, 1, 2)))(q, k, v)
-        for form in ("cudnn", "plain")
+        for form in ("fused", "plain")
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)
+
+
+# ---- splash attention, on TPUs -------------------------------------------------------------------
+
+
+def by_plain(q, k, v, softcap, window, segments):
+    return attend(q, k, v, form="plain", softcap=softcap, window=window, segments=segments)
+
+
+interpreted = functools.partial(tpu.splash, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "softcap", "window", "packed"),
+    [
+        ((2, 2, 130, 8), None, None, False),
+        pytest.param((1, 3, 200, 16), 2.0, 70, True, marks=pytest.mark.slow),
+        pytest.param((2, 1, 700, 8), None, 530, True, marks=pytest.mark.slow),
+    ],
+)
+def test_splash_gives_the_values_and_gradients_of_plain_attention(shape, softcap, window, packed):
+    """Key heads, queries of each, length, width: in one block and in two, of which one is short."""
+    rng = np.random.default_rng(0)
+    heads, _, length, width = shape
+    q, k, v = (
+        rng.normal(size=(2, *x)).astype(np.float32) / width**0.25
+        for x in (shape, (heads, length, width), (heads, length, width))
+    )
+    segments = np.sort(rng.integers(0, 4, (2, length)), axis=1).astype(np.int32) if packed else None
+
+    def values_and_gradients(function):
+        def one(q, k, v, mine):
+            out, back = jax.vjp(lambda *x: function(*x, softcap, window, mine), q, k, v)
+            return out, *back(jnp.sin(out + 1))
+
+        return jax.jit(jax.vmap(one, (0, 0, 0, 0 if packed else None)))(q, k, v, segments)
+
+    for a, b in zip(values_and_gradients(interpreted), values_and_gradients(by_plain), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def per_device(function, *, reduced):
+    """Clipped sums and norms by ``function`` on four devices, or a loss's plain gradient."""
+
+    def loss(w, x):
+        q = (x["x"] @ w).reshape(-1, 2, 2, 8).transpose(1, 2, 0, 3)
+        return jnp.sum(jnp.sin(function(q, q[:, 0], q[:, 1], 2.0, 5, x["segments"])) ** 2)
+
+    def local(w, x, mask):
+        if reduced is None:  # JAX itself sums over the devices, as ``w`` is the same on all of them
+            return jax.grad(lambda w: jax.vmap(loss, (None, 0))(w, x).sum())(w)
+        found = clipped_grad(loss, clip_norm=1.0, strategy=reduced)(w, x, mask=mask)
+        return jax.lax.psum(found.sum, "data"), found.norms
+
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=make_mesh(devices=jax.devices()[:4]),
+            in_specs=(whole, rows, rows),
+            out_specs=whole if reduced is None else (whole, rows),
+        )
+    )
+
+
+def packed_units():
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(0, 3, (8, 16)), axis=1).astype(np.int32)
+    units = {"x": rng.normal(size=(8, 16, 8)).astype(np.float32), "segments": segments}
+    return rng.normal(size=(8, 32)).astype(np.float32), units, np.ones(8, bool)
+
+
+@pytest.mark.parametrize("strategy", ["ghost", "vmap", "scan"])
+def test_splash_is_lowered_where_every_device_clips_its_own_units(strategy):
+    """Three kernels, each for all units of a device: none is run for one unit after the other."""
+    program = per_device(tpu.splash, reduced=strategy).trace(*packed_units())
+    text = program.lower(lowering_platforms=("tpu",)).as_text()
+    assert len(re.findall(r'kernel_name = "splash_mha_(?:fwd|dkv|dq)', text)) == 3
+    assert text.count("stablehlo.while") == (strategy == "scan")
+
+
+@pytest.fixture
+def typed_interpreter(monkeypatch):
+    """JAX's interpreter of kernels, which mixes what varies over devices with what does not.
+
+    Here it is traced without a mesh, and what it traced is evaluated with values that all vary.
+    """
+    library = pytest.importorskip("jax._src.pallas.hlo_interpreter")
+    original = getattr(library, "pallas_call_hlo_interpret", None)
+    if original is None or not hasattr(jax.typeof(1.0), "manual_axis_type"):
+        pytest.skip("this JAX has another interpreter")
+
+    def typed(*args, **params):
+        axes = varying_axes(args)
+        with ThreadPoolExecutor(1) as pool:
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+            traced = jax.make_jaxpr(lambda *x: original(*x, **params))
+            return evaluated(axes, pool.submit(traced, *shapes).result(), *args)
+
+    monkeypatch.setattr(library, "pallas_call_hlo_interpret", typed)
+
+
+def evaluated(axes, program, *args):
+    run = functools.partial(evaluated, axes)
+    known = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *args]))
+
+    def read(v):
+        return vary(jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else known[v], axes)
+
+    for equation in program.jaxpr.eqns:
+        x, params, name = (
+            [read(v) for v in equation.invars],
+            equation.params,
+            equation.primitive.name,
+        )
+        if name == "while":
+            a = params["cond_nconsts"]
+            b = a + params["body_nconsts"]
+            test = functools.partial(run, params["cond_jaxpr"], *x[:a])
+            body = functools.partial(run, params["body_jaxpr"], *x[a:b])
+            out = jax.lax.while_loop(lambda c, f=test: f(*c)[0], lambda c, f=body: f(*c), x[b:])
+        elif name == "scan":  # a loop over nothing
+            consts = len(x) - len(equation.outvars)
+            body = functools.partial(run, params["jaxpr"], *x[:consts])
+            out = jax.lax.fori_loop(0, params["length"], lambda _, c, f=body: f(*c), x[consts:])
+        elif name == "cond":
+            branches = [functools.partial(run, branch) for branch in params["branches"]]
+            out = jax.lax.switch(x[0], branches, *x[1:])
+        elif name in ("jit", "closed_call"):
+            out = run(params["jaxpr" if name == "jit" else "call_jaxpr"], *x)
+        else:
+            out = equation.primitive.bind(*x, **params)
+            out = out if equation.primitive.multiple_results else [out]
+        known |= zip(equation.outvars, out, strict=True)
+    return [read(v) for v in program.jaxpr.outvars]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ghost", "vmap", "scan"])
+def test_splash_on_every_device_clips_as_plain_attention_and_bounds_a_unit(
+    typed_interpreter, strategy
+):
+    w, units, mask = packed_units()
+    clipped = per_device(interpreted, reduced=strategy)
+    total, norms = clipped(w, units, mask)
+    want, want_norms = per_device(by_plain, reduced=strategy)(w, units, mask)
+    np.testing.assert_allclose(total, want, atol=1e-6)
+    np.testing.assert_allclose(norms, want_norms, rtol=1e-5)
+    assert norms.min() > 1
+    for where in (0, 5):
+        less, _ = clipped(w, *removed(units, mask, where))
+        moved = np.linalg.norm(np.float64(total) - np.float64(less))
+        assert 0.5 < moved <= 1 + 1e-6
+
+
+def test_splash_leaves_sums_over_devices_where_jax_puts_them(typed_interpreter):
+    """The gradient with respect to what all devices share, which is one sum over them."""
+    given = packed_units()
+    found, want = (per_device(f, reduced=None)(*given) for f in (interpreted, by_plain))
+    np.testing.assert_allclose(found, want, atol=1e-5 * np.abs(want).max())
+    program = per_device(tpu.splash, reduced=None).trace(*given)
+    assert program.lower(lowering_platforms=("tpu",)).as_text().count("all_reduce") == 1
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="fused is cuDNN's kernel here")
+def test_fused_is_a_kernel_where_devices_clip_and_auto_where_the_compiler_splits():
+    def fused(q, k, v, softcap, window, segments):
+        return attend(q, k, v, form="fused", softcap=softcap, window=window, segments=segments)
+
+    def kernels(program, *args):
+        names = (e.primitive.name for x in every_program(program(*args)) for e in x.eqns)
+        return sum(name == "pallas_call" for name in names)
+
+    given = packed_units()
+    assert kernels(jax.make_jaxpr(per_device(fused, reduced="ghost")), *given) == 3
+    q = jnp.ones((1, 1, 4, 8))
+    assert not kernels(jax.make_jaxpr(fused), q, q[:, 0], q[:, 0], None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("platform", "fsdp", "message"),
+    [("cpu", 1, "the platform here is cpu"), ("tpu", 2, "cannot be split over devices")],
+)
+def test_fused_is_refused_before_the_first_step(platform, fsdp, message):
+    config = types.SimpleNamespace(execution=Execution(attention="fused"))
+    devices = np.array([types.SimpleNamespace(platform=platform)])
+    mesh = types.SimpleNamespace(devices=devices, shape={"data": 1, "fsdp": fsdp})
+    with pytest.raises(BadInputError, match=message):
+        check_attention(config, mesh)
+
+
+def test_a_splash_attention_of_another_kind_is_refused(monkeypatch):
+    monkeypatch.setattr(tpu, "_INLINED", frozenset())
+    q = jnp.ones((1, 1, 4, 8))
+    with pytest.raises(BadInputError, match="not the one known here, it contains jit: take auto"):
+        interpreted(q, q[:, 0], q[:, 0], None, None, None)

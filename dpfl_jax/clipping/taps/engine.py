@@ -21,11 +21,12 @@ from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.jaxprs import every_program
 from dpfl_jax.clipping.per_unit import squared_norms, weighted_sum
 from dpfl_jax.clipping.problem import ClippedSums, ClippingProblem, UnitWeights
-from dpfl_jax.clipping.result import axes_of, pinned, vary, varying_axes
+from dpfl_jax.clipping.result import pinned
 from dpfl_jax.clipping.taps import leaves
 from dpfl_jax.clipping.taps.evaluate import Recorded, Tokens, evaluate
 from dpfl_jax.clipping.taps.factors import Pair, factorise, formed, merge, same_form
 from dpfl_jax.clipping.taps.trace import Site, TapPlan, analyse
+from dpfl_jax.varying import axes_of, vary, varying_axes
 
 COPIES = "per-unit copies"
 MIXED = "a convolution's kernel is computed, or has groups: XLA may mix units that are not finite"

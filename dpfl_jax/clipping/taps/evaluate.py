@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from dpfl_jax.clipping.result import axes_of, pinned, vary
+from dpfl_jax.clipping.result import pinned
 from dpfl_jax.clipping.taps.trace import REMAT, Site, TapPlan, inner_jaxpr, scan_counts
+from dpfl_jax.varying import axes_of, vary
 
 Tokens = dict[int, jax.Array]
 # Number of enclosing scans -> records by key; the unit axis comes after the axes of the scans.

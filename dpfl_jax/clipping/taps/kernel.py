@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dpfl_jax.clipping.result import axes_of, pinned, vary
+from dpfl_jax.clipping.result import pinned
+from dpfl_jax.varying import axes_of, vary
 
 Platform = Literal["gpu", "tpu"]
 _PLATFORMS: tuple[Platform, ...] = ("gpu", "tpu")

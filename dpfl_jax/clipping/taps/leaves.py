@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.per_unit import squared_norms, weighted_sum
-from dpfl_jax.clipping.result import axes_of, pinned, vary
+from dpfl_jax.clipping.result import pinned
 from dpfl_jax.clipping.taps import kernel
 from dpfl_jax.clipping.taps.factors import (
     UNIT,
@@ -43,6 +43,7 @@ from dpfl_jax.clipping.taps.factors import (
     precision_of,
 )
 from dpfl_jax.clipping.taps.views import View
+from dpfl_jax.varying import axes_of, vary
 
 Method = Literal["gram", "direct", "tiles", "keep", "fused"]
 METHODS: tuple[Method, ...] = ("gram", "direct", "tiles", "keep", "fused")

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from dpfl_jax.clipping.result import axes_of, vary
+from dpfl_jax.varying import axes_of, vary
 
 # Equations that leave values unchanged (a cast's gradient is a cast).
 TRANSPARENT = frozenset(
