@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from neighbours import removed
 
 from dpfl_jax.clipping import accumulate, clipped_grad, cost
 from dpfl_jax.clipping.jaxprs import count_flops, peak_bytes
 from dpfl_jax.clipping.rules import Flat, PerLayer
-from tests.neighbours import removed
 
 KEY, UNITS = jax.random.key(11), 16
 
