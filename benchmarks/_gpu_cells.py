@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from benchmarks._third_party import tunix_step
 from benchmarks.clipping import machine, non_private
 from benchmarks.pods import MODELS
 from dpfl_jax.clipping import clipped_grad, join, split
@@ -31,6 +32,7 @@ from dpfl_jax.noise import Noise
 
 PyTree = Any
 GROUP_SIZE = 4  # examples of a user
+TUNIX = "tunix, non-private"
 RANK = 16  # of adapters
 SIZES: dict[str, dict[str, Any]] = {"1.2b": MODELS["llama-1b"], "350m": MODELS["350m"]}
 _NARROW = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4}
@@ -224,7 +226,7 @@ def rows(asked: Measuring) -> Iterator[dict[str, Any]]:
 
 def _measured(cell: Cell, asked: Measuring, with_noise: bool) -> Iterator[dict[str, Any]]:
     platform = "gpu" if asked.compile_only else jax.default_backend()
-    init, make_batch, loss, _ = work(cell, asked.tiny)
+    init, make_batch, loss, config = work(cell, asked.tiny)
     key = jax.random.key(0)
     trained, frozen = jax.eval_shape(init, key)
     batch = jax.eval_shape(make_batch, key)
@@ -233,6 +235,11 @@ def _measured(cell: Cell, asked: Measuring, with_noise: bool) -> Iterator[dict[s
     if jax.default_backend() == "gpu":  # its kernel cannot be lowered without one
         fused = variants(cell, work(cell, asked.tiny, attention="fused")[2], platform)
         found |= {f"{name}, cuDNN attention": fused[name] for name in ("non-private", "flat")}
+    own: dict[str, Callable[[jax.Array], PyTree]] = {}  # makers of parameters that are not ours
+    if (cell.trains, cell.unit) == ("full", "els"):
+        with contextlib.suppress(ImportError):
+            own[TUNIX], step = tunix_step(config)
+            found[TUNIX] = (step, 1)
     if with_noise:
         found["noise alone, exact"] = (_noise, 1)
     shared = {
@@ -251,9 +258,13 @@ def _measured(cell: Cell, asked: Measuring, with_noise: bool) -> Iterator[dict[s
         function, loops = found[name]
         started = time.perf_counter()
         row = {**shared, "variant": name}
+        params = trained
+        if name in own:
+            params = jax.eval_shape(own[name], key)
+            row["parameters"] = row["trained"] = sum(x.size for x in jax.tree.leaves(params))
         try:
             with absent_gpu() if asked.compile_only else contextlib.nullcontext():
-                traced = jax.jit(function).trace(trained, (frozen, batch))
+                traced = jax.jit(function).trace(params, (frozen, batch))
                 same = programs.setdefault(str(traced.jaxpr), name)
                 if same != name:
                     raise ValueError(f"the same program as {same}")
@@ -274,8 +285,9 @@ def _measured(cell: Cell, asked: Measuring, with_noise: bool) -> Iterator[dict[s
     if not asked.compile_only:
         makers = [jax.jit(f, compiler_options=fast) for f in (init, make_batch)]
         values = jax.block_until_ready((*makers[0](key), makers[1](key)))
-        _time([row for row in made if "compiled" in row], values, asked.rounds)
-        values = None
+        others = {name: jax.jit(f, compiler_options=fast)(key) for name, f in own.items()}
+        _time([row for row in made if "compiled" in row], values, others, asked.rounds)
+        del values, others
     base = made[0]
     for row in made:
         row.pop("compiled", None)
@@ -299,17 +311,25 @@ def _needed_flops(cell: Cell, tiny: bool) -> float:
                        (frozen, jax.eval_shape(make_batch, key)))  # fmt: skip
 
 
-def _time(found: list[dict[str, Any]], values: Any, rounds: int) -> None:
-    """Fills in seconds and memory, or the error; variants by turns, in random order."""
+def _time(found: list[dict[str, Any]], values: Any, others: dict[str, PyTree], rounds: int) -> None:
+    """Fills in seconds and memory, or the error; variants by turns, in random order.
+
+    Args:
+      found: rows with compiled programs.
+      values: trained and frozen parameters, and the batch.
+      others: parameters of variants that have their own.
+      rounds: times of each variant.
+    """
     trained, frozen, batch = values
-    held = sum(x.nbytes for x in jax.tree.leaves(values))
+    params = {row["variant"]: others.get(row["variant"], trained) for row in found}
+    given = {name: (x, (frozen, batch)) for name, x in params.items()}
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     times: dict[str, list[float]] = {}
 
     def once(row: dict[str, Any]) -> None:
         wall = time.perf_counter()
         try:
-            jax.block_until_ready(row["compiled"](trained, (frozen, batch)))
+            jax.block_until_ready(row["compiled"](*given[row["variant"]]))
         except jax.errors.JaxRuntimeError as error:
             row["error"] = _told(error)
             return
@@ -317,6 +337,7 @@ def _time(found: list[dict[str, Any]], values: Any, rounds: int) -> None:
 
     for row in found:
         memory: Any = row["compiled"].memory_analysis()
+        held = sum(x.nbytes for x in jax.tree.leaves(given[row["variant"]]))
         row["peak_bytes"] = held + int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
         if limit is not None and row["peak_bytes"] > limit:
             row["error"] = (

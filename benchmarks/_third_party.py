@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import optax
 
 import dpfl_jax as dpfl
 from benchmarks._clipping_models import images
+from dpfl_jax.models import TransformerConfig
 
 PyTree = Any
 VOCAB, WIDTH, HEADS = 512, 128, 4
@@ -215,6 +217,66 @@ def tunix_llama3() -> tuple[PyTree, Any, Any]:
 
     shape = {**_SHAPE, "vocab_size": VOCAB, "rope_theta": 10_000, "norm_eps": 1e-6}
     return (*_tunix(model.Llama3(model.ModelConfig(**shape), rngs=nnx.Rngs(0))), _texts(128))
+
+
+def tunix_step(config: TransformerConfig) -> tuple[Any, Any]:
+    """What tunix's trainer takes a gradient of: its Llama 3, of the sizes of one of our models.
+
+    Returns:
+      A maker of float32 parameters from a key; and the gradient, of (parameters, (nothing, batch)),
+      computed in the dtype of ``config``. An MLP is always gated: instead of one that is not, one
+      of as many parameters.
+
+    Raises:
+      ImportError: tunix is not installed.
+    """
+    from flax import nnx
+    from tunix.models.llama3 import model
+    from tunix.sft import peft_trainer, utils
+
+    gated = config if config.gated else dataclasses.replace(config, activation="swiglu")
+    shape = model.ModelConfig(
+        num_layers=config.num_layers,
+        vocab_size=config.vocab_size,
+        embed_dim=config.embed_dim,
+        hidden_dim=gated.hidden,
+        num_heads=config.num_heads,
+        head_dim=config.width,
+        num_kv_heads=config.kv_heads,
+        rope_theta=int(config.rope_theta),
+        norm_eps=config.norm_eps,
+        weight_tying=config.tie_embeddings,
+    )
+    abstract: Any = nnx.eval_shape(lambda: model.Llama3(shape, rngs=nnx.Rngs(0)))
+    graph, shapes = nnx.split(abstract)
+
+    def init(key: jax.Array) -> PyTree:
+        # Its own MLPs start as zeros, and products of zeros are faster on some devices.
+        def one(x: Any, key: jax.Array) -> jax.Array:
+            return jnp.ones(x.shape) if x.ndim == 1 else 0.02 * jax.random.normal(key, x.shape)
+
+        leaves: list[Any]
+        tree: Any
+        leaves, tree = jax.tree.flatten(shapes)
+        return tree.unflatten(map(one, leaves, jax.random.split(key, len(leaves))))
+
+    def gradient(params: PyTree, data: Any) -> PyTree:
+        tokens, mask = data[1]["tokens"], data[1]["mask"]
+        inputs = {
+            "input_tokens": tokens,
+            "input_mask": mask,
+            "positions": utils.build_positions_from_mask(mask),
+            "attention_mask": utils.make_causal_attn_mask(mask),
+        }
+
+        def loss(net: Any) -> jax.Array:
+            whole, wide = nnx.split(net)
+            narrow = jax.tree.map(lambda p: p.astype(config.dtype), wide)
+            return peft_trainer._default_loss_fn(nnx.merge(whole, narrow), **inputs)
+
+        return nnx.grad(loss)(nnx.merge(graph, params))
+
+    return init, gradient
 
 
 def tunix_gemma3() -> tuple[PyTree, Any, Any]:

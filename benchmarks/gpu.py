@@ -30,6 +30,7 @@ of four examples (uls), at several lengths. Of each such cell, by turns in one p
   flat            clipped_grad as `auto` takes it
   flat, ...       by the kernel that forms a gradient with its norm; by Gram matrices (full)
   ..., cuDNN      both of the first with cuDNN's attention, whose operations are not in the FLOPs
+  tunix           the gradient of tunix's trainer, of its Llama 3 of these sizes (full, by example)
   jax-privacy     JAX-Privacy's clipped_grad, about 1,024 tokens at once, and all at once
   vmap            gradients of all units, formed and clipped
   noise alone     of the exact law, once for each kind of model
@@ -85,8 +86,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     wanted = cells(args.models, lengths, args.train, args.units, tokens)
     wanted = tuple(cell for cell in wanted if _cell(dataclasses.asdict(cell)) not in known)
     missing = [name for name in ("torch", "opacus") if importlib.util.find_spec(name) is None]
-    if importlib.util.find_spec("jax_privacy") is None:
-        missing.append("jax_privacy")
+    missing += [name for name in ("jax_privacy", "tunix") if importlib.util.find_spec(name) is None]
     opacus = not args.lower and "els" in args.units and not {"torch", "opacus"} & {*missing}
     result: dict[str, Any] = {"machine": None, "rows": [], "not_installed": missing}
     reached = set()

@@ -34,7 +34,7 @@ os.environ.setdefault("NPROC", "16")
 
 # What is rounded, and which units mix, is tested as it runs.
 _COMPILED_AS_IT_RUNS = {
-    *("test_float32_sums", "test_low_precision_bound", "test_isolation"),
+    *("test_float32_sums", "test_low_precision_bound", "test_isolation", "test_every_program"),
     *("test_exact", "test_gaussian", "test_convolutions", "test_sum_check"),
 }
 

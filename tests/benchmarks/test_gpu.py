@@ -1,5 +1,6 @@
 """``dpfl bench gpu``: ready without a GPU, and its rows are what they say."""
 
+import dataclasses
 import json
 
 import pytest
@@ -77,6 +78,47 @@ def test_ways_to_clip_lower_for_a_gpu_and_none_is_measured_twice():
     same = "the same program as "
     assert {"flat", "flat, by the kernel", "flat, Gram matrices", "vmap"} <= set(rows)
     assert all("lowered_bytes" in row or row["error"].startswith(same) for row in rows.values())
+
+
+def test_a_variant_may_have_parameters_of_its_own(monkeypatch):
+    import jax.numpy as jnp
+
+    def two_steps(config):
+        return (lambda key: jnp.ones(config.num_layers)), lambda params, data: params * 2
+
+    whole = benchmarks.variants
+    plain = "non-private"
+    monkeypatch.setattr(benchmarks, "variants", lambda *cell: {plain: whole(*cell)[plain]})
+    monkeypatch.setattr(benchmarks, "tunix_step", two_steps)
+    cell = benchmarks.Cell("1.2b", 16, "full", "els", 8)
+    asked = benchmarks.Measuring((cell,), True, 1, 1.0, compile_only=False)
+    ours, other = benchmarks._measured(cell, asked, with_noise=False)
+    assert (other["variant"], other["parameters"]) == (benchmarks.TUNIX, 2)
+    assert ours["parameters"] > 1000
+    assert min(ours["seconds"], other["seconds"]) > 0
+    users = benchmarks.Cell("1.2b", 16, "full", "uls", 8)
+    lowered = dataclasses.replace(asked, compile_only=True)
+    assert len(list(benchmarks._measured(users, lowered, with_noise=False))) == 1
+
+
+@pytest.mark.parametrize(("model", "within"), [("1.2b", 1e-3), ("350m", 1e-2)])
+def test_tunix_s_step_has_the_products_of_ours(model, within):
+    """Of the 350 M model to within another MLP; of both the parameters, and where they end."""
+    pytest.importorskip("tunix")
+    import jax
+
+    from dpfl_jax.clipping.jaxprs import count_flops
+
+    cell, key = benchmarks.Cell(model, 128, "full", "els", 4), jax.random.key(0)
+    init, make_batch, _, config = benchmarks.work(cell, False)
+    make, step = benchmarks.tunix_step(config)
+    ours, theirs = jax.eval_shape(init, key)[0], jax.eval_shape(make, key)
+    sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (theirs, ours)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=within)
+    given = theirs, (None, jax.eval_shape(make_batch, key))
+    assert {str(x.dtype) for x in jax.tree.leaves(jax.eval_shape(step, *given))} == {"float32"}
+    needed = benchmarks._needed_flops(cell, False)
+    assert count_flops(step, *given) == pytest.approx(needed, rel=within)
 
 
 def test_a_second_call_goes_on_where_the_first_one_ended(capsys, monkeypatch, tmp_path):

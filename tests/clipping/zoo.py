@@ -29,7 +29,7 @@ def rotary(x):
     angle = t[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
 def block(h, w, heads=2):
@@ -163,7 +163,8 @@ def lstm():
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h @ p["out"]
 
-        _, y = lax.scan(cell, (jnp.zeros(4), jnp.zeros(4)), e["x"])
+        start = jnp.zeros(4, e["x"].dtype)
+        _, y = lax.scan(cell, (start, start), e["x"])
         return jnp.sum((y - e["y"]) ** 2)
 
     params = {"wx": normal(0, 3, 16), "wh": normal(1, 4, 16), "b": normal(2, 16)}
@@ -185,7 +186,7 @@ def products_that_are_added():
             h = jnp.tanh(three + mixed + (doubled + doubled) + wide - h @ p["h"])
             return h, read_twice
 
-        h, seen = lax.scan(cell, jnp.zeros(4), e)
+        h, seen = lax.scan(cell, jnp.zeros(4, e.dtype), e)
         return jnp.sum(h**2) + jnp.sum(seen * e[:, :1])
 
     shapes = {"a": (3, 4), "b": (4, 4), "c": (3, 4), "d": (4, 4), "e": (3, 4), "f": (3, 2)}
@@ -203,7 +204,7 @@ def gru_reversed_with_carried_weights():
             r = jnp.tanh(x @ p["u"] + (z * h) @ p["v"])
             return ((1 - z) * h + z * r, w), None
 
-        (h, _), _ = lax.scan(cell, (jnp.zeros(4), p["w"]), e["x"], reverse=True)
+        (h, _), _ = lax.scan(cell, (jnp.zeros(4, e["x"].dtype), p["w"]), e["x"], reverse=True)
         return jnp.sum(h**2)
 
     params = {"w": normal(0, 7, 4), "u": normal(1, 3, 4), "v": normal(2, 4, 4)}
@@ -213,7 +214,7 @@ def gru_reversed_with_carried_weights():
 @entry
 def unrolled_recurrence():
     def loss(p, e):
-        h = jnp.zeros(4)
+        h = jnp.zeros(4, e["x"].dtype)
         for t in range(5):
             h = jnp.tanh(e["x"][t] @ p["u"] + h @ p["w"])
         return jnp.sum(h**2)
@@ -231,7 +232,7 @@ def layers_of_recurrences():
                 h = jnp.tanh(x @ w["u"] + h @ w["v"])
                 return h, h
 
-            return lax.scan(cell, jnp.zeros(4), x)[1], None
+            return lax.scan(cell, jnp.zeros(4, x.dtype), x)[1], None
 
         y, _ = lax.scan(layer, e["x"], p)
         return jnp.sum(y**2)
