@@ -65,13 +65,15 @@ def splash(
 
     given = [padded(q.reshape(-1, *q.shape[2:])), padded(k), padded(v)]
     if segments is not None:
-        given.append(jnp.pad(segments, (0, more)))
+        given.append(jnp.pad(segments.astype(jnp.int32), (0, more)))
     # What is differentiated varies already, so that JAX itself transposes these casts (to sums over
     # devices, of gradients with respect to what is the same on all of them).
     given = vary(given, varying_axes(given))
     shapes = tuple((x.shape, x.dtype) for x in given)
-    out = _attention(_programs(shapes, size, softcap, window, interpret), *given)
-    return out[:, :length].reshape(*q.shape[:3], -1)
+    asked: Any = jax.config  # what the kernel's products depend on, too
+    settings = (asked.jax_default_matmul_precision, asked.jax_enable_x64)
+    programs = _programs(shapes, size, softcap, window, settings, interpret)
+    return _attention(programs, *given)[:, :length].reshape(*q.shape[:3], -1).astype(v.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,6 +108,7 @@ def _programs(
     size: int,
     softcap: float | None,
     window: int | None,
+    settings: tuple[str | None, bool],
     interpret: bool,
 ) -> _Programs:
     try:  # imported here: Pallas takes most of a second
@@ -162,10 +165,15 @@ def _programs(
         out, *saved = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first.out_avals)
         return _Programs(first, jax.make_jaxpr(pulled[0])(*saved, out))
 
-    # JAX keeps the mesh, and the trace under way, for each thread: a new one has neither.
+    def trace_so() -> _Programs:
+        with jax.default_matmul_precision(settings[0]):
+            return trace()
+
+    # JAX keeps the mesh, the trace under way, and settings of a `with`, for each thread: a new one
+    # has none of them.
     with ThreadPoolExecutor(1) as pool:
         try:
-            return pool.submit(trace).result()
+            return pool.submit(trace_so).result()
         except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
             raise _unknown(f"it does not take these options ({error})") from error
 

@@ -232,3 +232,45 @@ def test_a_unit_moves_what_the_backward_pass_formed_by_its_clip_norm(devices):
             for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(without), strict=True)
         ]
         assert 0.99 * clip <= np.linalg.norm(moved) <= clip * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("method", [None, "gram", "direct", "keep", "tiles", "fused"])
+@pytest.mark.parametrize("scale", [1e25, 1e15, 1e4, -1e-20])
+def test_a_parameter_scaled_by_any_number_is_clipped(scale, method, narrow):
+    """Squares of the gradient with respect to what was scaled underflow, or overflow."""
+    dtype = jnp.bfloat16 if narrow else jnp.float32
+
+    def loss(w, unit):
+        y = unit["x"] @ (w * scale).astype(dtype)
+        return jnp.sum((y * unit["d"]).astype(jnp.float32))
+
+    small = 3.0 / math.sqrt(abs(scale))  # gradients of some hundred
+    batch = {"x": (small * normal(30, 2, 64, 8)), "d": small * normal(31, 2, 64, 8)}
+    batch = jax.tree.map(lambda x: x.astype(dtype), batch)
+    for platform in (None, "gpu"):
+        how = {"strategy": "ghost", "norm_method": method, "platform": platform}
+        got = jax.jit(clipped_grad(loss, clip_norm=0.5, **how))(
+            jnp.zeros((8, 8)), batch, mask=jnp.array([True, False])
+        )
+        assert got.norms[0] > 100
+        assert 0.4 <= np.linalg.norm(np.asarray(got.sum, np.float64)) <= 0.5 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_tied_embedding_may_look_up_nothing(count):
+    def loss(table, unit):
+        head = unit["x"].astype(jnp.bfloat16) @ table.T.astype(jnp.bfloat16)
+
+        def step(total, i):
+            return total + jnp.sum(table[i] ** 2), None
+
+        return jnp.sum(head.astype(jnp.float32) ** 2) + jax.lax.scan(step, 0.0, unit["ids"])[0]
+
+    table = normal(32, 7, 4)
+    batch = {"x": normal(33, 3, 40, 4), "ids": jnp.full((3, count), 2)}
+    options = {"strategy": "ghost", "norm_method": "keep", "platform": "gpu"}
+    with jax.numpy_rank_promotion("raise"):
+        got = clipped_grad(loss, clip_norm=1.0, **options)(table, batch)
+    want = clipped_grad(loss, clip_norm=1.0, strategy="vmap")(table, batch)
+    chex.assert_trees_all_close((got.sum, got.norms), (want.sum, want.norms), rtol=1e-2, atol=1e-2)

@@ -237,7 +237,7 @@ def _single_products(sites: Mapping[int, list[Site]]) -> list[int]:
         and taps[site.index] == 1
         and all(site.view.loops)
         and 0 not in site.view.shape
-        and site.out.dtype == jnp.bfloat16
+        and site.out.dtype == site.inputs[site.position].dtype == jnp.bfloat16
     ]
 
 

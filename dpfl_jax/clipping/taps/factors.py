@@ -54,7 +54,7 @@ class Dense:
         axis = self.labels.index(UNIT)
         shape = [1] * self.array.ndim
         shape[axis] = -1
-        product = self.array * weights.reshape(shape)
+        product = self.array.astype(weights.dtype) * weights.reshape(shape)
         # bfloat16 has the range of float32, so products are rounded back to it (`leaves.rounding`
         # accounts for that). float16 would underflow or overflow, so its products stay float32.
         if self.array.dtype == jnp.bfloat16:

@@ -443,8 +443,10 @@ def _add_rows(pair: Pair, total: jax.Array) -> jax.Array:
 
 def _with_rows(total: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """``total`` with float32 ``values`` added to its rows ``index``; each row is rounded once."""
+    if not len(index):
+        return total
     places = jnp.arange(len(index))
-    first = jnp.argmax(index[:, None] == index, axis=1)  # where a place's row is met first
+    first = jnp.argmax(index[:, None] == index[None], axis=1)  # where a place's row is met first
     rows = total[index].astype(jnp.float32) + jax.ops.segment_sum(values, first, len(index))
     once = jnp.where((first == places) & (index < len(total)), index, len(total) + places)
     return total.at[once].set(rows.astype(total.dtype), mode="drop", unique_indices=True)
@@ -495,7 +497,8 @@ def squared_norm(
     if method == "tiles":
         factors = _for_kernel(pairs)
         assert factors is not None
-        return _scaled(kernel.squares(*factors), pairs[0].scale) + jnp.square(_order(pairs))
+        squared = _rescaled(kernel.squares(*factors), pairs[0].scale)
+        return squared + jnp.square(_order(pairs))
 
     def one(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         parts = _gradients_of_uses(
@@ -631,7 +634,7 @@ class Early:
     @property
     def squared(self) -> jax.Array:
         """Squared norms, float32 [n]."""
-        return _scaled(squared_norms([self.of_units])[0], self.view.scale)
+        return squared_norms([_scaled(self.of_units, self.view.scale)])[0]
 
     def summed(self, weights: jax.Array, keep: jax.Array) -> jax.Array:
         """Returns the sum over units of weight times gradient, float32 with the leaf's shape."""
@@ -653,7 +656,7 @@ def formed_gradients(kept: Kept) -> tuple[list[jax.Array], jax.Array]:
         gradient, squared = kernel.fused(*factors)
         sizes = _sizes(pairs[0])
         gradient = gradient.reshape(-1, *[sizes[x] for x in kept.order(pairs[0])])
-        return [gradient], _scaled(squared, pairs[0].scale)
+        return [gradient], _rescaled(squared, pairs[0].scale)
     if kept.as_formed:
         gradients = [_fastest(p, kept.narrow) for p in pairs]
     else:
@@ -664,18 +667,24 @@ def formed_gradients(kept: Kept) -> tuple[list[jax.Array], jax.Array]:
         return gradients, squared_norms(gradients)[0]
     squares = []
     for k, gradient in enumerate(gradients):
+        scaled = _scaled(gradient, pairs[k].scale if kept.as_formed else 1.0)
         if kept.narrow:
-            (square,) = squared_norms([gradient])
+            (square,) = squared_norms([scaled])
         else:
-            flat = gradient.reshape(len(gradient), -1)
+            flat = scaled.reshape(len(scaled), -1)
             square = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
-        squares.append(_scaled(square, pairs[k].scale if kept.as_formed else 1.0))
+        squares.append(square)
     return gradients, sum(squares[1:], start=squares[0])
 
 
-def _scaled(squared: jax.Array, scale: float) -> jax.Array:
+def _rescaled(squared: jax.Array, scale: float) -> jax.Array:
     """Squared norms of ``scale`` times the gradients; the square of a small scale may underflow."""
     return squared if abs(scale) == 1.0 else jnp.square(scale * jnp.sqrt(squared))
+
+
+def _scaled(gradients: jax.Array, scale: float) -> jax.Array:
+    """A leaf's gradients, of which squares are taken, from those of a view, which may underflow."""
+    return gradients if abs(scale) == 1.0 else scale * gradients.astype(jnp.float32)
 
 
 def as_leaf(kept: Kept, summed: Sequence[jax.Array]) -> jax.Array:

@@ -19,6 +19,9 @@ from jax.extend.core import Literal
 
 from dpfl_jax.varying import axes_of, vary
 
+# With a larger factor, squares of the view's gradient underflow where those of the parameter's do
+# not, and the norm would be too small.
+_LARGEST_SCALE = 2.0**16
 # Equations that leave values unchanged (a cast's gradient is a cast).
 TRANSPARENT = frozenset(
     {"convert_element_type", "copy", "copy_p", "name", "pvary", "pcast", "reduce_precision"}
@@ -40,8 +43,8 @@ class View:
         over).
       cuts: for each slice taken, (name of the axis, start, stop): which part of the leaf this is.
       scale: factor from the leaf's entries to the view's.
-      faithful: whether the view is ``scale`` times a rearrangement of entries of the leaf; if
-        False, only ``to_leaf`` relates them.
+      faithful: whether the view is ``scale``, of ordinary size, times a rearrangement of entries of
+        the leaf; if False, only ``to_leaf`` relates them.
     """
 
     leaf: int
@@ -220,7 +223,8 @@ def _scaled(view: View, eqn: Any, shape: tuple[int, ...]) -> list[View] | None:
         return None
     factor = float(numbers[0])
     factor = 1.0 / factor if divides else factor
-    return [view.then(_Scale(factor), shape, view.axes, scale=factor)]
+    ordinary = 1.0 / _LARGEST_SCALE <= abs(view.scale * factor) <= _LARGEST_SCALE
+    return [view.then(_Scale(factor), shape, view.axes, scale=factor, faithful=ordinary)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
