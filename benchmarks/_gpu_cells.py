@@ -171,6 +171,8 @@ def variants(cell: Cell, loss: Any, platform: str) -> dict[str, tuple[Callable[.
         kernel = ours(clip_norm=1.0, strategy="ghost", kernel=True)
         gram = ours(clip_norm=1.0, strategy="ghost", norm_method="gram")
         found |= {"flat, by the kernel": (kernel, 1), "flat, Gram matrices": (gram, 1)}
+        half = ours(clip_norm=1.0, microbatch_size=n // 2)
+        found["flat, half at once"] = (half, 1)
     try:
         peer = importlib.import_module("jax_privacy.clipping")
     except ImportError:

@@ -28,7 +28,8 @@ of four examples (uls), at several lengths. Of each such cell, by turns in one p
 
   non-private     the same batch, without clipping
   flat            clipped_grad as `auto` takes it
-  flat, ...       by the kernel that forms a gradient with its norm; by Gram matrices (full)
+  flat, ...       by the kernel that forms a gradient with its norm; by Gram matrices; half of the
+                  units at once, in less memory (full)
   ..., cuDNN      both of the first with cuDNN's attention, whose operations are not in the FLOPs
   tunix           the gradient of tunix's trainer, of its Llama 3 of these sizes (full, by example)
   jax-privacy     JAX-Privacy's clipped_grad, about 1,024 tokens at once, and all at once
