@@ -124,7 +124,7 @@ def solve_ghost(
     if machine.keep_factor is None and (products := _single_products(sites)):
         choices = _of_shapes(lambda: choose(passes(plan)))
         early = frozenset(i for i in products if choices[i][0].formed_early)
-        plan = plan.forming_early(early)
+    plan = plan.changed(early, pinned=machine.stored_in_loops)
     passed = losses, aux, copies, _, gradients = passes(plan)
     if choices is None:
         choices = choose(passed)
@@ -288,13 +288,14 @@ def _passes(
         has_aux=True,
     )
     of_copies, gradients = backward(jnp.ones_like(losses))
-    flat = {}
-    for depth, group in records.items():
-        for key, value in group.items():
-            flat[key] = problem.place(value, depth)
-    # Those in bfloat16 are ``pinned`` already.
-    settled = {k: x if x.dtype == jnp.bfloat16 else pinned(x) for k, x in gradients.items()}
-    gradients = {key: problem.place(value, depth_of[key]) for key, value in settled.items()}
+    early = {site.index for site in plan.all_sites() if site.early}
+
+    def settled(x: jax.Array, depth: int, done: bool = False) -> jax.Array:
+        done |= plan.pinned and x.dtype == jnp.bfloat16
+        return problem.place(x if done else pinned(x), depth)
+
+    flat = {k: settled(x, depth) for depth, group in records.items() for k, x in group.items()}
+    gradients = {k: settled(x, depth_of[k], k in early) for k, x in gradients.items()}
     return losses, aux, {i: pinned(g) for i, g in of_copies.items()}, flat, gradients
 
 

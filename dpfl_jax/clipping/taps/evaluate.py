@@ -72,8 +72,7 @@ def evaluate(
         *view for one that is ``early``.
 
     Returns:
-      The outputs; and the records, each with one leading axis per scan entered from here, and
-      ``pinned``, as bfloat16 gradients of tokens are.
+      The outputs; and the records, each with one leading axis per scan entered from here.
     """
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
     records: Recorded = {}
@@ -105,10 +104,13 @@ def evaluate(
                 outs = list(outs) if eqn.primitive.multiple_results else [outs]
         if site is not None and site.tapped and not site.early:
             out = tap(outs[0], tokens[site.index])
-            outs = [_pinned_backwards(out) if out.dtype == jax.numpy.bfloat16 else out]
+            pins = plan.pinned and out.dtype == jax.numpy.bfloat16
+            outs = [_pinned_backwards(out) if pins else out]
         values.update(zip(eqn.outvars, outs))
     if plan.records:
-        here = {key: pinned(jax.numpy.asarray(read(v))) for key, v in plan.records.items()}
+        here = {key: jax.numpy.asarray(read(v)) for key, v in plan.records.items()}
+        if plan.pinned:
+            here = {k: pinned(x) if x.dtype == jax.numpy.bfloat16 else x for k, x in here.items()}
         records.setdefault(plan.depth, {}).update(here)
     return [read(v) for v in jaxpr.outvars], records
 

@@ -65,6 +65,7 @@ class TapPlan:
       number: identifies the plan.
       depth: number of enclosing scans.
       recomputed: whether this is the inside of a ``jax.checkpoint`` that saves nothing.
+      pinned: whether bfloat16 records, and gradients at taps, are rounded where they are made.
       looked_up: outputs of gathers (after the walk: those read once), with the plan and the
         position of the gather.
     """
@@ -72,6 +73,7 @@ class TapPlan:
     number: int
     depth: int
     recomputed: bool = False
+    pinned: bool = False
     sites: dict[int, Site] = dataclasses.field(default_factory=dict)
     inner: dict[int, TapPlan] = dataclasses.field(default_factory=dict)
     records: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
@@ -82,23 +84,28 @@ class TapPlan:
         nested = [s for plan in self.inner.values() for s in plan.all_sites()]
         return [*self.sites.values(), *nested]
 
-    def forming_early(self, leaves: frozenset[int]) -> TapPlan:
-        """Returns the plan in which the backward pass forms the gradients of these leaves."""
+    def changed(self, early: frozenset[int], pinned: bool) -> TapPlan:
+        """Returns the plan in which the backward pass forms the gradients of the leaves ``early``.
 
-        def changed(plan: TapPlan) -> TapPlan:
+        Args:
+          early: indices of leaves.
+          pinned: as in the attributes.
+        """
+
+        def copied(plan: TapPlan) -> TapPlan:
             sites = {
-                at: dataclasses.replace(s, early=s.view.leaf in leaves)
+                at: dataclasses.replace(s, early=s.view.leaf in early)
                 for at, s in plan.sites.items()
             }
-            inner = {at: changed(below) for at, below in plan.inner.items()}
-            return dataclasses.replace(plan, sites=sites, inner=inner)
+            inner = {at: copied(below) for at, below in plan.inner.items()}
+            return dataclasses.replace(plan, sites=sites, inner=inner, pinned=pinned)
 
         def read_only(plan: TapPlan, keys: set[Hashable]) -> None:
             plan.records = {key: v for key, v in plan.records.items() if key in keys}
             for below in plan.inner.values():
                 read_only(below, keys)
 
-        plan = changed(self)
+        plan = copied(self)
         read_only(plan, {key for s in plan.all_sites() if not s.early for key in s.operands})
         return plan
 
