@@ -26,6 +26,7 @@ from dpfl_jax.models import LanguageModel, transformer_config
 
 UNITS = 4  # that are changed, of each batch
 QUICK = ("straight_and_transposed",)  # a model for every change
+LONG = ("transformer", "cnn", "linen", "lstm", "gru", "layers", "unrolled")  # to compile
 
 
 def linen():
@@ -66,6 +67,12 @@ MODELS = ZOO | {
     "nnx": flax_nnx,
     "language_model": language_model,
 }
+
+
+def mark(model):
+    if model in QUICK:
+        return ()
+    return pytest.mark.nightly if model.startswith(LONG) else pytest.mark.slow
 
 
 def narrow(tree):
@@ -171,9 +178,7 @@ def check(name, run, params, batch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MODELS]
-)
+@pytest.mark.parametrize("model", [pytest.param(m, marks=mark(m)) for m in MODELS])
 def test_no_unit_moves_the_sum_by_more_than_its_clip_norm(
     model, dtype, monkeypatch, record_property
 ):
