@@ -33,8 +33,8 @@ class Machine:
       kernel: FLOPs per second of the kernel that forms a gradient with its norm; None: there is
         none.
       mosaic: whether it is Mosaic's, which refuses meshes with axes that are not manual.
-      stored_in_loops: whether rounding what a loop has stored is one more pass over it, so that it
-        is rounded where it is made. (On a TPU that took memory.)
+      rounds_in_loops: whether bfloat16 factors are rounded within loops, as behind them that is one
+        more pass over what is stored. (On a TPU it took memory.)
       scan_traffic: how often a scan over single units moves all parameters through memory for each
         unit, in addition to the traffic of a batch.
       working_set: largest block of temporary memory, in bytes, that the C library keeps between
@@ -53,7 +53,7 @@ class Machine:
     keep_factor: float | None = None
     kernel: float | None = None
     mosaic: bool = False
-    stored_in_loops: bool = False
+    rounds_in_loops: bool = False
     scan_traffic: float = 7.0
     working_set: float | None = None
     near: float | None = None
@@ -106,7 +106,7 @@ MACHINES = {
         interconnect=1e11,  # between the GPUs of a host
         rounding=2.0**-10,  # TensorFloat-32; some units truncate operands instead of rounding
         kernel=3.4e14,  # not measured
-        stored_in_loops=True,
+        rounds_in_loops=True,
     ),
     "tpu": Machine(
         flops=1.5e14,

@@ -122,9 +122,10 @@ def solve_ghost(
     choose = functools.partial(_choose, problem, sites, machine, methods, memory_limit)
     plan, early, choices = analysis.plan, frozenset[int](), None
     if machine.keep_factor is None and (products := _single_products(sites)):
+        # Which gradients the backward pass itself forms must be known before it is traced.
         choices = _of_shapes(lambda: choose(passes(plan)))
         early = frozenset(i for i in products if choices[i][0].formed_early)
-    plan = plan.changed(early, pinned=machine.stored_in_loops)
+    plan = plan.changed(early, pinned=machine.rounds_in_loops)
     passed = losses, aux, copies, _, gradients = passes(plan)
     if choices is None:
         choices = choose(passed)
@@ -227,7 +228,7 @@ def _of_shapes(choose: Callable[[], _Choices]) -> _Choices:
 
 
 def _single_products(sites: Mapping[int, list[Site]]) -> list[int]:
-    """Leaves whose only use is a product that no other tap shares, in a loop over their layers."""
+    """Leaves whose only use is a bfloat16 product with a tap of its own; loops are over layers."""
     taps = collections.Counter(site.index for uses in sites.values() for site in uses)
     return [
         i
