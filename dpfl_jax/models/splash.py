@@ -1,12 +1,12 @@
-"""JAX's splash attention, a kernel for TPUs, with types for ``jax.shard_map``.
+"""JAX's splash attention, a Pallas kernel for TPUs, usable inside ``jax.shard_map``.
 
-There, the type of an array says over which mesh axes it varies, and JAX refuses a kernel that does
-not say it of its results, as this one does not. (The check stays on: it keeps gradients from being
-added up over devices before they are clipped.) So the kernel is traced where there is no mesh, and
-what was traced is bound again where it is needed, each operation by JAX's rules for types, and each
-``pallas_call`` with results that vary wherever any of the inputs does. That is what JAX asks of its
-own operations, and it is true: what was traced without a mesh cannot name an axis of it, so that a
-device's results depend on that device's inputs only.
+Inside ``shard_map`` an array's type says over which mesh axes it varies, and JAX refuses a
+``pallas_call`` whose outputs do not declare it, as this kernel's do not. (That check stays on: it
+keeps gradients from being summed over devices before they are clipped.) So the kernel is traced to
+a jaxpr without a mesh, and the jaxpr is evaluated inside ``shard_map``, where each ``pallas_call``
+is bound with outputs that vary over every axis over which an input varies. JAX's own operations
+declare the same, and it is true: a jaxpr traced without a mesh cannot name a mesh axis, so that
+a device's outputs depend on its own inputs only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.varying import vary, varying_axes
 
-# Positions of a block, forward and backward: MaxText's default, too. A multiple of the kernel's
-# 128 lanes.
-_BLOCK = 512
+_BLOCK = 512  # positions, forward and backward: a multiple of the lanes
 _LANES = 128
 _INLINED = frozenset({"jit", "pjit"})
 
@@ -44,12 +42,12 @@ def splash(
     """Causal attention by the kernel; it is traced anywhere, and lowered for TPUs only.
 
     Args:
-      q: as in ``attention.attend``, and so are k, v, softcap, window and segments.
-      k: see there.
-      v: see there.
-      softcap: see there.
-      window: see there.
-      segments: see there.
+      q: queries [kv_heads, group, length, width], scaled.
+      k: keys [kv_heads, length, width].
+      v: values, like the keys.
+      softcap: scores become cap * tanh(scores / cap).
+      window: positions that a position sees, itself included; None: all before it.
+      segments: int [length]; a position sees its own segment only. None: one segment.
       interpret: interprets the kernel, on any device (for tests).
 
     Raises:
@@ -119,14 +117,17 @@ def _programs(
     def trace() -> _Programs:
         # Two kernels for the backward pass: the fused one writes gradients of all queries for each
         # block of keys, in memory that grows with the square of the length.
-        blocks: dict[str, Any] = dict.fromkeys(
-            (
-                *("block_q", "block_kv", "block_kv_compute"),
-                *("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"),
-                *("block_q_dq", "block_kv_dq"),
-            ),
-            size,
+        names = (
+            "block_q",
+            "block_kv",
+            "block_kv_compute",
+            "block_q_dkv",
+            "block_kv_dkv",
+            "block_kv_dkv_compute",
+            "block_q_dq",
+            "block_kv_dq",
         )
+        blocks: dict[str, Any] = dict.fromkeys(names, size)
         heads, length, _ = shapes[0][0]
         square = (length, length)
         if window is None:

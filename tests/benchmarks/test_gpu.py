@@ -103,7 +103,7 @@ def test_a_variant_may_have_parameters_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize(("model", "within"), [("1.2b", 1e-3), ("350m", 1e-2)])
 def test_tunix_s_step_has_the_products_of_ours(model, within):
-    """Of the 350 M model to within another MLP; of both the parameters, and where they end."""
+    """As many parameters and FLOPs (350 M: but for tunix's gated MLP), and float32 gradients."""
     pytest.importorskip("tunix")
     import jax
 

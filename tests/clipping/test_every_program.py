@@ -24,7 +24,7 @@ from dpfl_jax.clipping import Flat, clipped_grad
 from dpfl_jax.clipping.taps import kernel
 from dpfl_jax.models import LanguageModel, transformer_config
 
-UNITS = 4  # that are changed, of each batch
+UNITS = 4  # units of each batch that are left out, one after the other
 QUICK = ("straight_and_transposed",)  # a model for every change
 LONG = ("transformer", "cnn", "linen", "lstm", "gru", "layers", "unrolled")  # to compile
 

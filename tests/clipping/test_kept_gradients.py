@@ -183,10 +183,10 @@ def test_what_the_backward_pass_forms_is_each_units_gradient(platform, remat):
     loss = functools.partial(narrow_loss, remat)
     params, batch = narrow_case()
     f = clipped_grad(loss, clip_norm=3.0, strategy="ghost", norm_method="keep", platform=platform)
-    told = {leaf.name: leaf for leaf in f.explain(params, batch).leaves}
+    reports = {leaf.name: leaf for leaf in f.explain(params, batch).leaves}
     for name in EARLY:
-        assert told[name].method == "keep"
-        assert told[name].recorded == 2 * math.prod(told[name].shape)  # and no factors
+        assert reports[name].method == "keep"
+        assert reports[name].recorded == 2 * math.prod(reports[name].shape)  # and no factors
     plain = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
     each = [np.asarray(x, np.float64) for x in jax.tree.leaves(plain)]
     norms = np.sqrt(sum((x**2).reshape(len(x), -1).sum(1) for x in each))

@@ -155,7 +155,7 @@ def solve_ghost(
             seconds, held = choice.costs.get(choice.method, 0.0), choice.recorded
             if i in early:
                 (site,), held = uses, choice.kept
-                kept = leaves.Early(site.view, gradients[site.index], shape, problem.parts)
+                kept = leaves.Early(site.view, gradients[site.index], shape)
                 squared[i], summed[i] = kept.squared, kept.summed
             elif choice.method in leaves.KEPT:
                 fused = choice.method == "fused"
@@ -167,8 +167,8 @@ def solve_ghost(
                 )
                 rounded[i] = leaves.rounding(pairs, machine)
                 summed[i] = functools.partial(leaves.summed_gradient, pairs, shape)
-            told = (choice.method, len(uses), choice.reason, seconds, held)
-            entry = LeafReport(name, shape, *told, cheapest)
+            how = (choice.method, len(uses), choice.reason, seconds, held)
+            entry = LeafReport(name, shape, *how, cheapest)
         entries[i] = entry
 
     per_part = n // problem.shards
@@ -221,7 +221,7 @@ def _choose(
 
 
 def _of_shapes(choose: Callable[[], _Choices]) -> _Choices:
-    """What a function of arrays chooses, by their shapes alone."""
+    """Runs ``choose`` on abstract arrays, as it depends on shapes and dtypes alone."""
     found: list[_Choices] = []
     jax.eval_shape(lambda: found.append(choose()))
     return found[0]

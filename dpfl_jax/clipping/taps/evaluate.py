@@ -48,9 +48,9 @@ def _batched_like(y: jax.Array, token: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _pinned_backwards(y: jax.Array) -> jax.Array:
-    """``y``, bfloat16; its gradient is ``pinned`` where it is computed.
+    """Returns ``y`` (bfloat16); the backward pass applies ``pinned`` to its cotangent.
 
-    Behind a loop, that would be one more pass over what all iterations have stored.
+    Applied after a loop, ``pinned`` would read and write what all iterations have stored.
     """
     return y
 
@@ -116,7 +116,11 @@ def evaluate(
 
 
 def _forming(run: Callable[..., jax.Array], site: Site, token: jax.Array) -> Callable[..., Any]:
-    """The product ``run``, which gives its parameter's gradient to ``token``, and not to it."""
+    """Returns the product ``run`` with a gradient rule of its own.
+
+    The cotangent of ``token`` is the gradient with respect to the site's parameter, of one unit;
+    the cotangent of the parameter itself is zero.
+    """
 
     def value(args: tuple[jax.Array, ...], token: jax.Array) -> jax.Array:
         y = run(*args)
@@ -138,7 +142,7 @@ def _forming(run: Callable[..., jax.Array], site: Site, token: jax.Array) -> Cal
 
     product = jax.custom_vjp(value)
     product.defvjp(forward, backward)
-    # Made varying outside of the rule: there, a gradient that nobody reads is not summed.
+    # Arguments are cast to varying outside the rule, where JAX drops the psum of unused gradients.
     return lambda *args: product(vary(args, axes_of(site.out)), token)
 
 

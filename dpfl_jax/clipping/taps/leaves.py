@@ -618,17 +618,15 @@ class Early:
       view: the leaf as its only use sees it.
       gradients: bfloat16 [lengths of the loops over its layers..., n, *view.shape].
       shape: shape of the leaf.
-      parts: the number of parts into which devices split the unit axis.
     """
 
     view: View
     gradients: jax.Array
     shape: tuple[int, ...]
-    parts: int
 
     @property
     def of_units(self) -> jax.Array:
-        """The gradients with their units first."""
+        """Per-unit gradients, bfloat16 [n, lengths of the loops..., *view.shape]."""
         return jnp.moveaxis(self.gradients, len(self.view.loops), 0)
 
     @property
@@ -638,7 +636,7 @@ class Early:
 
     def summed(self, weights: jax.Array, keep: jax.Array) -> jax.Array:
         """Returns the sum over units of weight times gradient, float32 with the leaf's shape."""
-        total = weighted_sum(self.of_units, weights, keep, self.parts)
+        total = weighted_sum(self.of_units, weights, keep, parts=1)
         return self.view.to_leaf(total, self.shape)
 
 
@@ -683,7 +681,7 @@ def _rescaled(squared: jax.Array, scale: float) -> jax.Array:
 
 
 def _scaled(gradients: jax.Array, scale: float) -> jax.Array:
-    """A leaf's gradients, of which squares are taken, from those of a view, which may underflow."""
+    """The leaf's gradients from a view's, whose own squares may underflow."""
     return gradients if abs(scale) == 1.0 else scale * gradients.astype(jnp.float32)
 
 

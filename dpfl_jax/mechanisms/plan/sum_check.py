@@ -267,7 +267,7 @@ class _Check:
                 )
 
     def is_clipped(self, b: int, u: int, norm: float, clip_norm: Any) -> bool:
-        """Whether a gradient of nine tenths of this norm would add as much, by the clip rule."""
+        """Whether the rule clips a gradient of this norm: 0.9 times it would contribute as much."""
         mechanism = self.reference.mechanism
         rule = mechanism.rule
         if isinstance(mechanism.clip, Adaptive):
