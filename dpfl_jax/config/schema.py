@@ -650,10 +650,10 @@ class RunConfig(Section):
     def _check_central(self) -> None:
         mechanism, execution, model = self.mechanism, self.execution, self.model
         of_transformers = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
+        defaults = ModelConfig.model_construct()
         for name in ("options", "augmentation") if model.is_transformer else of_transformers:
-            default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
             check(
-                getattr(model, name) == default,
+                getattr(model, name) == getattr(defaults, name),
                 f"model.{name} does not go with model.{model.what}: remove it "
                 f"(transformers take {', '.join(of_transformers)}, other kinds options and "
                 "augmentation)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -53,7 +54,8 @@ def without_batch_norm(module: Any) -> Any:
         if isinstance(node, nnx.Module):
             for name, layer in list(vars(node).items()):
                 if isinstance(layer, nnx.BatchNorm):
-                    setattr(node, name, _of_groups(layer))
+                    put = setattr if isinstance(name, str) else operator.setitem  # Flax 0.12.3
+                    put(node, name, _of_groups(layer))
     return copy
 
 

@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,7 +44,8 @@ def test_help_says_how_to_use_it(name):
 
 
 def shellcheck(*args, **options):
-    checker = pathlib.Path(sys.executable).with_name("shellcheck")
+    places = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    checker = shutil.which("shellcheck", path=places)
     done = subprocess.run([checker, *args], capture_output=True, text=True, timeout=60, **options)
     assert done.returncode == 0, done.stdout
 
