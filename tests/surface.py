@@ -127,7 +127,8 @@ def _entries(section: type) -> Iterator[tuple[str, Any, Any]]:
     """(name, type, default) of each field of a model or a dataclass."""
     if issubclass(section, BaseModel):
         for name, field in section.model_fields.items():
-            yield name, field.annotation, field.get_default(call_default_factory=True)
+            made: Any = field.default_factory
+            yield name, field.annotation, field.default if made is None else made()
         return
     hints = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
