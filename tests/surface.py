@@ -64,7 +64,8 @@ def _of(name: str, value: Any, members: bool) -> Iterator[str]:
         for inner, member in _members(value) if members else ():
             yield f"  {inner}{member}"
     elif callable(value):
-        yield f"{name}{_signature(value)}"
+        alias = typing.get_origin(value) is not None
+        yield f"{name} = {value}" if alias else f"{name}{_signature(value)}"
     else:
         yield f"{name}: {type(value).__name__}"
 
