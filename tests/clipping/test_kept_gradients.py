@@ -198,6 +198,17 @@ def test_what_the_backward_pass_forms_is_each_units_gradient(platform, remat):
         assert np.linalg.norm(x - want) <= 2e-3 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_gradients_smaller_than_their_factors_need_no_room(platform):
+    f = clipped_grad(
+        functools.partial(narrow_loss, False), clip_norm=1.0, platform=platform, memory_limit=1.0
+    )
+    for strategy in ("ghost", "auto"):
+        g = dataclasses.replace(f, strategy=strategy)
+        methods = {leaf.name: leaf.method for leaf in g.explain(*narrow_case()).leaves}
+        assert {name for name, method in methods.items() if method == "keep"} == EARLY
+
+
 def test_what_a_checkpoint_stores_is_not_computed_again():
     counted = []
     for strategy in ("ghost", "vmap"):

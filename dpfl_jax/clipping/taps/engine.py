@@ -121,10 +121,10 @@ def solve_ghost(
     passes = functools.partial(_passes, problem, closed, out_tree, analysis.copied)
     choose = functools.partial(_choose, problem, sites, machine, methods, memory_limit)
     plan, early, choices = analysis.plan, frozenset[int](), None
-    if machine.keep_factor is None and (products := _single_products(sites)):
+    if machine.keep_factor is None and _single_products(sites):
         # Which gradients the backward pass itself forms must be known before it is traced.
         choices = _of_shapes(lambda: choose(passes(plan)))
-        early = frozenset(i for i in products if choices[i][0].formed_early)
+        early = frozenset(i for i, (choice, _) in choices.items() if choice.formed_early)
     plan = plan.changed(early, pinned=machine.rounds_in_loops)
     passed = losses, aux, copies, _, gradients = passes(plan)
     if choices is None:
@@ -212,6 +212,9 @@ def _choose(
         )
         for i, pairs in _pairs_of(problem, sites, passed).items()
     }
+    for i in _single_products(sites) if machine.keep_factor is None else ():
+        freed = gradients[sites[i][0].index].nbytes / n
+        cheapest[i] = dataclasses.replace(cheapest[i], freed=freed)
     chosen = cheapest
     if memory_limit is not None and machine.keep_factor is None:
         taken = sum(x.nbytes for x in jax.tree.leaves((records, gradients, copies))) / n

@@ -86,6 +86,8 @@ class MethodChoice:
       recorded: bytes of one unit's factors.
       kept: bytes of one unit's gradient as ``keep`` and ``fused`` hold it.
       narrow: whether it is bfloat16 there.
+      freed: bytes of one unit's factors that are not stored if the backward pass itself forms the
+        gradient; 0: it cannot.
     """
 
     method: Method
@@ -94,11 +96,18 @@ class MethodChoice:
     recorded: float
     kept: float
     narrow: bool = False
+    freed: float = 0.0
 
     @property
     def formed_early(self) -> bool:
         """Whether a loop over layers should store the gradient, as it is smaller than factors."""
-        return self.method == "keep" and self.narrow and self.kept < self.recorded
+        can = self.method == "keep" and self.narrow and self.freed > 0.0
+        return can and self.kept < self.recorded
+
+    @property
+    def extra(self) -> float:
+        """Bytes of one unit's kept gradient beyond those of the factors that it replaces."""
+        return max(0.0, self.kept - (self.freed if self.formed_early else 0.0))
 
     def without_keeping(self) -> MethodChoice:
         """Returns the cheapest method that keeps no gradients, if there is one."""
@@ -113,7 +122,7 @@ class MethodChoice:
     def seconds_for_memory(self) -> float:
         """Seconds that keeping one unit's gradient saves, for each byte."""
         other = self.without_keeping().method
-        return (self.costs[other] - self.costs[self.method]) / self.kept
+        return (self.costs[other] - self.costs[self.method]) / max(1.0, self.extra)
 
 
 def _sizes(pair: Pair) -> dict[Label, int]:
@@ -254,18 +263,24 @@ def within_memory(
     Args:
       choices: for each leaf.
       room: bytes for one unit's gradients; None: as many as they take.
-      is_per_leaf: whether gradients of one leaf are freed before those of the next are formed.
+      is_per_leaf: whether gradients of one leaf are freed before those of the next are formed, but
+        for those that the backward pass forms.
     """
     choices = dict(choices)
     keeping = [i for i, c in choices.items() if c.method in KEPT]
     keeping.sort(key=lambda i: choices[i].seconds_for_memory)
-    held = {i: choices[i].kept for i in keeping}
+    held = {i: choices[i].extra for i in keeping}
 
-    def total() -> float:
-        return max(held.values(), default=0.0) if is_per_leaf else sum(held.values())
+    def with_it(i: int) -> float:
+        """Bytes of kept gradients while that of leaf ``i`` is among them."""
+        early = sum(x for k, x in held.items() if choices[k].formed_early)
+        later = [x for k, x in held.items() if not choices[k].formed_early]
+        if not is_per_leaf:
+            return early + sum(later)
+        return early + (max(later, default=0.0) if choices[i].formed_early else held[i])
 
     for i in keeping:
-        if room is None or (held[i] if is_per_leaf else total()) <= room:
+        if room is None or held[i] == 0.0 or with_it(i) <= room:
             continue
         choices[i] = choices[i].without_keeping()
         if choices[i].method not in KEPT:
