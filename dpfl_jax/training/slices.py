@@ -533,7 +533,8 @@ def _with_any_noise(config: Any, mechanism: Any) -> Any:
     """The mechanism, calibrated: the compiled step does not depend on the people or the noise."""
     from dpfl_jax.mechanisms import Population
 
-    some = Population(*[math.ceil(mechanism.participation.divisor)] * 3)
+    # As many as any mechanism needs: banded noise draws of a part of them in each step.
+    some = Population(*[math.ceil(mechanism.participation.divisor) * config.train.steps] * 3)
     noise = config.privacy.noise_multiplier or 1.0
     return mechanism.calibrate(some, config.train.steps, noise_multiplier=noise, delta=1e-5)
 

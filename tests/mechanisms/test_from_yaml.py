@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 import yaml
 
@@ -69,8 +70,10 @@ def test_a_run_from_yaml_is_verified_and_read(kind, written, tmp_path, capsys):
 
 
 @pytest.mark.nightly
+@pytest.mark.slow("bandmf")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_from_yaml_is_priced_and_compiled(kind, written):
     file = written(kind)
+    jax.devices()  # before `compile`, which asks for two where none is in use yet
     assert main(["train", str(file), "--dry-run"]) == 0
     assert main(["compile", str(file), "--topology", "cpu:2"]) == 0
