@@ -54,7 +54,8 @@ def without_batch_norm(module: Any) -> Any:
         if isinstance(node, nnx.Module):
             for name, layer in list(vars(node).items()):
                 if isinstance(layer, nnx.BatchNorm):
-                    put = setattr if isinstance(name, str) else operator.setitem  # Flax 0.12.3
+                    # In lists of Flax 0.12.3, attributes are numbers.
+                    put = setattr if isinstance(name, str) else operator.setitem
                     put(node, name, _of_groups(layer))
     return copy
 
