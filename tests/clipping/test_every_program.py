@@ -26,7 +26,7 @@ from dpfl_jax.models import LanguageModel, transformer_config
 
 UNITS = 4  # units of each batch that are left out, one after the other
 QUICK = ("straight_and_transposed",)  # a model for every change
-LONG = ("transformer", "cnn", "linen", "lstm", "gru", "layers", "unrolled")  # to compile
+LONG = ("transformer", "cnn", "linen", "lstm", "gru", "layers", "unrolled")  # slow to compile
 
 
 def linen():

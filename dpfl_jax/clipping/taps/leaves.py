@@ -106,7 +106,7 @@ class MethodChoice:
 
     @property
     def extra(self) -> float:
-        """Bytes of one unit's kept gradient beyond those of the factors that it replaces."""
+        """Bytes by which one unit's kept gradient exceeds the factors stored otherwise."""
         return max(0.0, self.kept - (self.freed if self.formed_early else 0.0))
 
     def without_keeping(self) -> MethodChoice:
